@@ -39,7 +39,7 @@ from trainer.tune.memory_limit import memory_limit
 from trainer.tune.predict import predict_peak
 from trainer.tune.speed import meter_for
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Question, Tuning
+from trainer.tune.tuning import Tuning, TuningRequest
 from trainer.tune.workload import Tiled, Workload
 
 SLOWER = 1.05
@@ -126,7 +126,7 @@ def another_program(*, runs: bool) -> Iterator[None]:
 def tune_once(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tuning, float]:
     """Tune as a run of a thousand steps does; gives the seconds it took too."""
     started = time.perf_counter()
-    question = Question(
+    question = TuningRequest(
         work=work,
         batches=batches,
         most_samples=max(map(len, batches)),
@@ -216,7 +216,9 @@ def main() -> None:
     batches = [data.lengths[ids] for ids in drawn]
     with another_program(runs=asked.busy):
         tunings = [tune_once(work, data, batches) for _ in range(asked.tunings)]
-    cuts = {t.max_tokens: Auto().tuned(t.max_tokens, t.cost, t.alone) for t, _ in tunings}
+    cuts = {
+        t.max_tokens: Auto().tuned(t.max_tokens, t.cost, t.single_sample_cap) for t, _ in tunings
+    }
     found = contenders(data, drawn[0], cuts, int(data.lengths[longest]), asked.largest)
     for _ in range(asked.rounds + 1):
         for contender in found:

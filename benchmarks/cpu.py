@@ -26,8 +26,8 @@ import torch
 from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from ragged import fresh_notebook
 
-from trainer.build.parts import assemble
-from trainer.build.prepare import Prepared, prepare
+from trainer.assemble.components import assemble
+from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.config.recipes import data_dir
@@ -35,7 +35,7 @@ from trainer.core.world import World
 from trainer.objectives.base import sums_of
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.step import train_step
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 
 TABLES = {
     "precision": ("precision=fp32", "precision=bf16"),
@@ -77,7 +77,7 @@ class Contender:
             self.is_ready, self.ready_s = True, self.ready_s + timing.seconds
 
 
-def prepared_run(options: argparse.Namespace, setting: str) -> Prepared:
+def run_plan_of(options: argparse.Namespace, setting: str) -> RunPlan:
     """Build a run and tune it, afresh."""
     shape = []
     if options.model == "gpt_tiny":
@@ -104,34 +104,36 @@ def prepared_run(options: argparse.Namespace, setting: str) -> Prepared:
         return prepare(assemble(config, World()))
 
 
-def begin(prepared: Prepared) -> tuple[Kit, Feed]:
+def begin(run_plan: RunPlan) -> tuple[StepContext, Feed]:
     """Begin to take steps."""
-    parts = prepared.parts
-    return parts.kit(), parts.feed(prepared.cut, parts.world, parts.source.order.start)
+    parts = run_plan.components
+    return parts.step_context(), parts.feed(run_plan.cut, parts.world, parts.source.order.start)
 
 
-def steps(kit: Kit, feed: Feed, plans: list[PlannedBatch]) -> Turn:
+def steps(context: StepContext, feed: Feed, plans: list[PlannedBatch]) -> Turn:
     """Take steps as a run does, and note their plans."""
 
     def turn() -> int:
         batch = feed.next()
         feed.prefetch()
         plans.append(batch)
-        float(train_step(kit, batch, feed).loss)
+        float(train_step(context, batch, feed).loss)
         return batch.num_tokens
 
     return turn
 
 
-def roofline(kit: Kit, plans: list[PlannedBatch]) -> Turn:
+def roofline(context: StepContext, plans: list[PlannedBatch]) -> Turn:
     """Compute the micro-batches of the same plans, and nothing else."""
 
     def turn() -> int:
         batch = plans[-1]
         for micro_batch in batch.micro_batches:
-            sums = sums_of(kit.objective, kit.model.call, micro_batch.fields, micro_batch.weights)
+            sums = sums_of(
+                context.objective, context.model.call, micro_batch.fields, micro_batch.weights
+            )
             (sum(sums.losses.values()) / batch.num_tokens).backward()  # type: ignore[union-attr]
-        kit.model.drop_gradients()
+        context.model.drop_gradients()
         return batch.num_tokens
 
     return turn
@@ -142,17 +144,17 @@ def contenders(options: argparse.Namespace) -> Iterator[tuple[str, Contender]]:
     for setting in TABLES[options.table]:
         plans: list[PlannedBatch] = []
         began = time.perf_counter()
-        prepared = prepared_run(options, setting)
-        print(f"{setting}: a cap of {prepared.tuning and prepared.tuning.max_tokens}", flush=True)
-        kit, feed = begin(prepared)
+        run_plan = run_plan_of(options, setting)
+        print(f"{setting}: a cap of {run_plan.tuning and run_plan.tuning.max_tokens}", flush=True)
+        context, feed = begin(run_plan)
         seconds = time.perf_counter() - began
-        ours = Contender(prepared.how, steps(kit, feed, plans), seconds)
+        ours = Contender(run_plan.how, steps(context, feed, plans), seconds)
         if options.table != "roofline":
             yield setting, ours
             continue
         # The roofline is the base, and follows our step, whose plan it takes.
         yield "our step", ours
-        yield "its micro-batches alone", Contender(prepared.how, roofline(kit, plans), seconds)
+        yield "its micro-batches alone", Contender(run_plan.how, roofline(context, plans), seconds)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ from trainer.report.reporter import RunReporter
 from trainer.training.batches import Feed, Source
 from trainer.training.loop import record_of
 from trainer.training.step import train_step
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 
 VOCABULARY, LENGTH, MICRO = 258, 32, 8
 CLIP = 1.0
@@ -136,7 +136,7 @@ def our_loop(
         cursor=order.start,
     )
     optimizer = OPTIMIZER.build(model)
-    kit = Kit(
+    context = StepContext(
         model=Replicated(model, bind(model), list(model.parameters()), world),
         objective=objective,
         terms=("accuracy", "cross_entropy"),
@@ -154,10 +154,10 @@ def our_loop(
     if step_alone:
         loaded = itertools.cycle([feed.next() for _ in range(LOADED)])
         while True:
-            yield float(train_step(kit, next(loaded), feed).loss)
+            yield float(train_step(context, next(loaded), feed).loss)
     with (folder / "screen.txt").open("w") as screen:
         shown = Screen(folder, file=screen)
-        shown.begin(0, kit.total_steps)
+        shown.begin(0, context.total_steps)
         reporter = RunReporter(folder, shown, keep_samples=True)
         tokens = 0
         try:
@@ -165,7 +165,7 @@ def our_loop(
                 started = time.perf_counter()
                 batch = feed.next()
                 feed.prefetch()
-                report = train_step(kit, batch, feed)
+                report = train_step(context, batch, feed)
                 tokens += batch.num_tokens
                 seconds = time.perf_counter() - started
                 reporter.step(record_of(order, report, tokens, seconds), batch.samples.ids.tolist())

@@ -40,8 +40,8 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from peers import PEERS, Task, hand_loop, summed_loss
 from torch import Tensor, nn
 
-from trainer.build.parts import Parts, assemble, bind_run
-from trainer.build.prepare import Prepared, prepare
+from trainer.assemble.components import Components, assemble, bind_run
+from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.config.recipes import data_dir
@@ -112,20 +112,20 @@ class Setting:
     """Everything at one maximal length.
 
     Attributes:
-        prepared: parts and tuned cut of our run.
+        run_plan: parts and tuned cut of our run.
         weights: that every training starts from.
         num_steps: optimizer steps of one timed training.
     """
 
     length: int
-    prepared: Prepared
+    run_plan: RunPlan
     weights: Mapping[str, Tensor]
     num_steps: int
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> Components:
         """What our run is made of."""
-        return self.prepared.parts
+        return self.run_plan.components
 
     def documents(self, step: int) -> list[Sample]:
         """Read the documents of one step, from 0, in the order of their ids."""
@@ -160,18 +160,18 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
     parts = replace(setting.parts, precision=word, module=task.model, call=call)
     feed = Feed(
         parts.source,
-        cut=setting.prepared.cut,
+        cut=setting.run_plan.cut,
         layout=replace(parts.layout, packed=packed),
         world=world,
         seed=parts.config.seed,
         cursor=parts.source.order.start,
     )
-    kit = replace(parts.kit(), optimizer=task.optimizer)
+    context = replace(parts.step_context(), optimizer=task.optimizer)
     try:
         for _ in range(task.num_steps):
             batch = feed.next()
             feed.prefetch()
-            float(train_step(kit, batch, feed).loss)
+            float(train_step(context, batch, feed).loss)
     finally:
         # The loader is the setting's, and goes on.
         feed.close()
@@ -179,7 +179,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
 
 def train_without_padding(setting: Setting, task: Task) -> None:
     """Train on the tokens of every step in rows of equal length, with nothing around it."""
-    cap = setting.prepared.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
+    cap = setting.run_plan.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
     for step in range(task.num_steps):
         batches = equal_rows(task.documents[step * GLOBAL : (step + 1) * GLOBAL], cap)
         count = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
@@ -351,9 +351,9 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
     config = prepare_run(lines, Composer(data_dir("conf"))).config
     parts = assemble(config, World())
     with fresh_notebook():
-        prepared = prepare(parts)
+        run_plan = prepare(parts)
     weights = parts.module.state_dict()
-    return Setting(length=length, prepared=prepared, weights=weights, num_steps=arguments.steps)
+    return Setting(length=length, run_plan=run_plan, weights=weights, num_steps=arguments.steps)
 
 
 def trained(setting: Setting, num_steps: int) -> dict[str, Tensor]:
@@ -419,7 +419,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for length in arguments.lengths:
         setting = set_up(length, arguments)
-        print(f"\nmax_length {length}: {setting.prepared.how}", flush=True)
+        print(f"\nmax_length {length}: {setting.run_plan.how}", flush=True)
         found = time_all(setting, arguments.only, arguments.rounds)
         if length in arguments.exact:
             setting = replace(setting, weights=trained(setting, arguments.trained))
@@ -427,7 +427,7 @@ def main() -> None:
                 found[name].update(row)
         print_results(setting, found)
         results[str(length)] = {
-            "method": setting.prepared.how,
+            "method": setting.run_plan.how,
             "rows": {
                 name: row | ({"rate": row["rate"].to_json()} if "rate" in row else {})
                 for name, row in found.items()

@@ -37,14 +37,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.build.parallel import ParallelSetup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.fsdp_calls import _groups
 from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
-from trainer.plan.traffic import Bulk, Work
+from trainer.plan.traffic import ComputeTime, ModelBytes
 from trainer.tune.network import network_of
 
 MEBI = 2**20
@@ -182,7 +182,7 @@ def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSe
     """Say what is to be weighed."""
     parameters = list(Stack(options.width, options.depth).parameters())
     replicas = {"ddp": world.size, "fsdp": 1, "hsdp": 2}[mode]
-    bulk = Bulk(
+    sizes = ModelBytes(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
         shard=world.size // replicas,
@@ -190,7 +190,7 @@ def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSe
         limit_bytes=2**34,
         groups=len([*buckets(parameters)]) if mode == "ddp" else options.depth,
     )
-    return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), bulk=bulk, is_open=True)
+    return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), sizes=sizes, is_open=True)
 
 
 def compare(world: World, options: argparse.Namespace) -> None:
@@ -215,7 +215,7 @@ def compare(world: World, options: argparse.Namespace) -> None:
     say(*COLUMNS)
     say("none", "", f"{computing:.3f}")
     for mode in ["ddp", "fsdp"] + (["hsdp"] if world.size % 2 == 0 and world.size > 2 else []):
-        work = Work(
+        work = ComputeTime(
             micro_batches=options.steps,
             seconds=computing / options.steps,
             scatters_whole=True,  # gloo does

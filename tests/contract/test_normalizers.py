@@ -101,7 +101,7 @@ def test_a_step_without_any_weight_of_a_loss_changes_nothing_and_is_named(settin
     bench = Bench(Fixed(micro=4), model=lambda: TinyLM(norm=nn.BatchNorm1d(8)), **settings)
     before = {name: value.clone() for name, value in bench.module.state_dict().items()}
     assert bench.step().skipped == NO_LOSS_TERMS
-    assert not bench.kit.optimizer.state
+    assert not bench.context.optimizer.state
     after = bench.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 

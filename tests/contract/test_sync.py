@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
-from trainer.build.parallel import ParallelSetup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
@@ -26,7 +26,7 @@ from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.parallel.sync import Deferred, Immediate, Overlapped
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
-from trainer.plan.traffic import Bulk, Network, Work, bucket_bytes
+from trainer.plan.traffic import ComputeTime, ModelBytes, Network, bucket_bytes
 
 GIGA = 2**30
 FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
@@ -37,15 +37,15 @@ ROOMY = 64 * GIGA
 def setup_of(mode: str, *, sync=None, limit: int = ROOMY, replicas: int = 1) -> ParallelSetup:
     replicas = 8 if mode == "ddp" else replicas
     sizes = {"model_bytes": GIGA, "limit_bytes": limit, "groups": 25, "last_bytes": GIGA // 25}
-    bulk = Bulk(mode=mode, shard=8 // replicas, replicas=replicas, **sizes)
+    sizes = ModelBytes(mode=mode, shard=8 // replicas, replicas=replicas, **sizes)
     return ParallelSetup(
-        mode=mode, replicas=replicas, sync=sync or Deferred(), bulk=bulk, is_open=sync is None
+        mode=mode, replicas=replicas, sync=sync or Deferred(), sizes=sizes, is_open=sync is None
     )
 
 
 def table_of(mode: str, *, limit: int = ROOMY, replicas: int = 1, network=None, **work):
     setup = setup_of(mode, limit=limit, replicas=replicas)
-    found = setup.weighed(Work(**{"micro_batches": 8, **work}), network)
+    found = setup.weighed(ComputeTime(**{"micro_batches": 8, **work}), network)
     return {row.policy: row for row in found.rows}, found.sync.name
 
 
@@ -90,8 +90,8 @@ def test_the_table_holds_the_bytes_of_ring_collectives():
 
 def test_shards_gathered_in_two_bytes_send_and_hold_half_as_much_of_the_weights():
     setup = setup_of("fsdp")
-    bulk = replace(setup.bulk, gathered_bytes=setup.bulk.model_bytes // 2)
-    row, *_ = replace(setup, bulk=bulk).weighed(Work(micro_batches=8)).rows
+    sizes = replace(setup.sizes, gathered_bytes=setup.sizes.model_bytes // 2)
+    row, *_ = replace(setup, sizes=sizes).weighed(ComputeTime(micro_batches=8)).rows
     assert row.within == pytest.approx((GIGA / 2 + GIGA) * 7 / 8)
     assert row.unsharded_bytes == GIGA * 3 // 2
 
@@ -108,16 +108,16 @@ def test_a_bucket_travels_ten_times_its_latency_where_it_may_be_so_large(
 
 
 def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
-    chosen = setup_of("fsdp").weighed(Work(micro_batches=8), SLOW)
+    chosen = setup_of("fsdp").weighed(ComputeTime(micro_batches=8), SLOW)
     assert chosen.sync.name == "deferred"
     assert chosen.why == (
         "sync=auto takes deferred: deferred sends 1.75 GiB per step, 19 s of it not hidden; "
         "immediate sends 21.0 GiB per step, 3 min 46 s of it not hidden"
     )
-    chosen = setup_of("fsdp", limit=GIGA).weighed(Work(micro_batches=8), SLOW)
+    chosen = setup_of("fsdp", limit=GIGA).weighed(ComputeTime(micro_batches=8), SLOW)
     assert chosen.sync.name == "immediate"
     assert "and its 2.00 GiB of gradients do not fit" in chosen.why
-    typed = setup_of("fsdp", sync=Immediate()).weighed(Work(micro_batches=8), SLOW)
+    typed = setup_of("fsdp", sync=Immediate()).weighed(ComputeTime(micro_batches=8), SLOW)
     assert typed.sync.name == "immediate"
     assert typed.why is None
 

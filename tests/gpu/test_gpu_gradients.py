@@ -128,7 +128,7 @@ def test_an_update_that_runs_out_of_memory_ends_the_run(device):
     bench = Bench(
         cut=Fixed(), dtype=torch.float32, model=lambda: make_gpt(device), world=world_of(device)
     )
-    bench.kit.optimizer.register_step_pre_hook(lambda *_: run_out_of_memory(device))
+    bench.context.optimizer.register_step_pre_hook(lambda *_: run_out_of_memory(device))
     with pytest.raises(DoesNotFitError, match="update"):
         bench.step()
     assert float(torch.ones(8, device=device).sum()) == 8

@@ -50,5 +50,5 @@ def looks_of_a_step(bench: Bench) -> list[str]:
         bench.step()
         batch = bench.feed.next()
         looks.found.clear()
-        train_step(bench.kit, batch, bench.feed)
+        train_step(bench.context, batch, bench.feed)
     return looks.found

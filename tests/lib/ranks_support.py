@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer.core.world import World
 
 PATIENCE_S = 60
-Work = Callable[..., Any]
+ComputeTime = Callable[..., Any]
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class Ranks:
         self._context = multiprocessing.get_context("fork")
         self._ends: list[tuple[Any, Connection]] = []
 
-    def run(self, size: int, work: Work, *args: Any) -> list[Any]:
+    def run(self, size: int, work: ComputeTime, *args: Any) -> list[Any]:
         """What `work(world, *args)` gave on every rank."""
         while len(self._ends) < size:
             here, there = multiprocessing.Pipe()

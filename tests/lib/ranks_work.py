@@ -219,8 +219,8 @@ def moved_each(world: World, cases: list[Case]) -> list[tuple[Arrays, list[list[
     for case in cases:
         bench, news = bench_of(world, case, Moving), []
         for _ in range(case.steps):
-            train_step(bench.kit, bench.feed.next(), bench.feed)
-            news.append(sorted(bench.kit.model_state.news()))
+            train_step(bench.context, bench.feed.next(), bench.feed)
+            news.append(sorted(bench.context.model_state.news()))
         bench.feed.close()
         found.append(({n: plain(b.double()) for n, b in bench.module.named_buffers()}, news))
     return found
@@ -291,12 +291,12 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
         answer.setdefault("gradient", answer["last gradient"])
 
     if case.averaged:
-        bench.kit.optimizer.register_step_pre_hook(
-            lambda *_: bench.kit.model.scale_gradients(torch.tensor(1 / world.size))
+        bench.context.optimizer.register_step_pre_hook(
+            lambda *_: bench.context.model.scale_gradients(torch.tensor(1 / world.size))
         )
-    bench.kit.optimizer.register_step_pre_hook(keep)
+    bench.context.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
-        report = train_step(bench.kit, bench.feed.next(), bench.feed)
+        report = train_step(bench.context, bench.feed.next(), bench.feed)
         answer["loss"].append(float(report.loss))
         answer["norm"].append(float(report.grad_norm))
         answer["ids"].append(report.batch.samples.ids.tolist())
@@ -405,17 +405,19 @@ def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]
     The first rank alone uses one of the parameters.
     """
     bench = bench_of(world, Case(Fixed(micro=4), mode, dtype=torch.float32, spare=True))
-    kit, batch = bench.kit, bench.feed.next()
-    parts = [dict.fromkeys(kit.terms, 1.0)] * len(batch.micro_batches)
-    kit.sync.gather(kit.model)
-    kit.strategy.backward(kit.model, kit.objective, batch.micro_batches, parts, kit.sync)
+    context, batch = bench.context, bench.feed.next()
+    parts = [dict.fromkeys(context.terms, 1.0)] * len(batch.micro_batches)
+    context.sync.gather(context.model)
+    context.strategy.backward(
+        context.model, context.objective, batch.micro_batches, parts, context.sync
+    )
     used = [name != "idle" for name, _ in bench.module.named_parameters()]
     if mode == "ddp" and world.rank:
-        kit.model.drop_gradients()
+        context.model.drop_gradients()
     with Allocations() as before:
-        kit.model.make_room()
+        context.model.make_room()
     with Allocations() as after:
-        kit.model.reduce(used)
+        context.model.reduce(used)
     bench.feed.close()
     return before.sizes, after.sizes
 
@@ -460,10 +462,10 @@ class Collectives(TorchDispatchMode):
 def count_collectives(world: World, case: Case) -> dict[str, int]:
     """Collectives of the second step."""
     bench = bench_of(world, case)
-    train_step(bench.kit, bench.feed.next(), bench.feed)
+    train_step(bench.context, bench.feed.next(), bench.feed)
     batch = bench.feed.next()
     with Collectives() as counter:
-        train_step(bench.kit, batch, bench.feed)
+        train_step(bench.context, batch, bench.feed)
     bench.feed.close()
     return {**counter.counts, "micro_batches": len(batch.micro_batches)}
 
@@ -502,8 +504,10 @@ def evaluated(
         max_tokens=most,
     )
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
-    metrics, again = (evaluate(bench.kit.model, bench.objective, held_out, world) for _ in range(2))
-    train_step(bench.kit, bench.feed.next(), bench.feed)
+    metrics, again = (
+        evaluate(bench.context.model, bench.objective, held_out, world) for _ in range(2)
+    )
+    train_step(bench.context, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, seen, metrics == again and bench.feed.cut == cut
 

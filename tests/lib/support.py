@@ -27,7 +27,7 @@ from trainer.plan.order import Order
 from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, Source
 from trainer.training.step import StepReport, train_step
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.verify.proof import verify
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -141,7 +141,7 @@ class Bench:
         model = self.lay_out(module, world)
         optimizer = self.optimizer(module.parameters(), lr=1e-2)
         self.module = module
-        self.kit = Kit(
+        self.context = StepContext(
             model=model,
             objective=self.objective,
             terms=tuple(sorted(self.objective.weights(example))),
@@ -159,7 +159,7 @@ class Bench:
 
     def step(self) -> StepReport:
         """Take the next step."""
-        return train_step(self.kit, self.feed.next(), self.feed)
+        return train_step(self.context, self.feed.next(), self.feed)
 
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], float]:
         """Take a step; gives its gradient, caught before the update, and its loss."""
@@ -168,7 +168,7 @@ class Bench:
         def keep(*_: object) -> None:
             found.update({n: p.grad.clone() for n, p in self.module.named_parameters()})
 
-        handle = self.kit.optimizer.register_step_pre_hook(keep)
+        handle = self.context.optimizer.register_step_pre_hook(keep)
         report = self.step()
         handle.remove()
         return found, float(report.loss)
@@ -182,12 +182,12 @@ class Bench:
         modes = [part.training for part in self.module.modules()]
         state = {name: value.clone() for name, value in self.module.state_dict().items()}
         generator = torch.default_generator.get_state()
-        report = verify(self.kit, self.feed.next(), self.feed, whole_fits=whole_fits)
+        report = verify(self.context, self.feed.next(), self.feed, whole_fits=whole_fits)
         assert torch.equal(torch.default_generator.get_state(), generator)
         assert modes == [part.training for part in self.module.modules()]
         assert all(torch.equal(v, state[n]) for n, v in self.module.state_dict().items())
         assert all(p.grad is None for p in self.module.parameters())
-        assert report.exact == (not report.culprits)
+        assert report.exact == (not report.named_reasons)
         return report
 
 

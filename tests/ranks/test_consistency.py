@@ -16,9 +16,9 @@ from tests.lib.nightly import nightly
 from tests.lib.ranks_work import Collectives, error, plain
 from tests.lib.support import EXACT
 from tests.reliability import lab
-from trainer.build.checks import check_consistency
-from trainer.build.parallel import rank_memory
-from trainer.build.parts import assemble
+from trainer.assemble.checks import check_consistency
+from trainer.assemble.components import assemble
+from trainer.assemble.parallel import rank_memory
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.world import World
 from trainer.data.view import DataView
@@ -235,7 +235,7 @@ def collectives_before_limits(world: World, mode: str) -> list[int]:
             found.append(counter.counts["allreduce"])
             return rank_memory(*args, **named)
 
-        patch.setattr("trainer.build.parallel.rank_memory", spied)
+        patch.setattr("trainer.assemble.parallel.rank_memory", spied)
         assert (assemble(config, world).parallel.mesh is None) == (mode == "ddp")
     return found
 

@@ -25,7 +25,7 @@ from tests.lib.ranks_work import (
     start_sharded,
 )
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
-from trainer.build.parallel import ParallelSetup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT

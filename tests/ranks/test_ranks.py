@@ -297,10 +297,10 @@ def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_wi
 
 def due(world: World) -> bool:
     """Whether a rank is to save, by a clock that the first rank alone has."""
-    kit = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
+    context = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
     others: Any = {"feed": None, "reporter": None, "constants": {}}
-    every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_news=False)
-    checkpointer = Checkpointer(kit=kit, writer=writer, every_s=every_s, **others)
+    every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_result=False)
+    checkpointer = Checkpointer(context=context, writer=writer, every_s=every_s, **others)
     assert not checkpointer.poll(False)
     return checkpointer.is_due
 

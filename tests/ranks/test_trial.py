@@ -10,7 +10,7 @@ import pytest
 from tests.lib.ranks_support import Ranks
 from tests.lib.run_support import TOYS, go
 from tests.lib.run_toys import Averages, Forgets, Halves
-from trainer.build.parallel import ParallelSetup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.parallel.fsdp import make_mesh

@@ -57,7 +57,7 @@ def _arm(strikes: Mapping[str, str], marks: Path) -> None:
 
     def noted(world: World, phase: Phase, *, step: int | None = None) -> None:
         note(world, phase, step=step)
-        place = f"{phase}:{world.board.read().step}@{world.rank}"
+        place = f"{phase}:{world.rank_progress.read().step}@{world.rank}"
         if place in strikes:
             happen(strikes[place], marks)
 

@@ -37,8 +37,8 @@ def run_as_rank(
         config = config.model_copy(update={"resume": str(folder)})
     step = loop.train_step
 
-    def watched(kit: Any, batch: Any, replanner: Any) -> Any:
-        report = step(kit, batch, replanner)
+    def watched(context: Any, batch: Any, replanner: Any) -> Any:
+        report = step(context, batch, replanner)
         stop.is_set |= world.rank == world.size - 1 and batch.step == how.get("stop_after")
         return report
 

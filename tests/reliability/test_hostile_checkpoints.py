@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tests.reliability.support import put, save
-from trainer.build.checks import read_run_state
+from trainer.assemble.checks import read_run_state
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status

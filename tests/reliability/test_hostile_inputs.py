@@ -22,7 +22,7 @@ import torch
 from tests.lib.config_support import checked
 from tests.lib.nightly import nightly
 from tests.reliability import lab, toys
-from trainer.build.instantiate import look_up
+from trainer.assemble.instantiate import look_up
 from trainer.cli import main as cli
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
@@ -122,8 +122,8 @@ NOT_TRUSTED = {
     "model": "torch.nn.factory_kwargs torch.nn.Parameter torch.optim.SGD torch.nn.functional "
     "torch.nn.modules.module.warnings.warn transformers.AutoModel.from_pretrained os.system "
     "transformers.AutoModelForCausalLM transformers.pipeline trainer.core.durable evil.Net "
-    "trainer.core.durable.os.mkdir trainer.build.instantiate.construct trainer.plan.cuts.np.load "
-    "trainer.training.batches.ThreadPoolExecutor",
+    "trainer.core.durable.os.mkdir trainer.assemble.instantiate.construct "
+    "trainer.plan.cuts.np.load trainer.training.batches.ThreadPoolExecutor",
     "optimizer": "torch.hub.load torch.optim.lr_scheduler torch.nn.Linear subprocess.run",
     "data": "torch.nn.Sequential torch.load pathlib.Path.write_text urllib.request.urlopen "
     "trainer.core.durable.make_folder",

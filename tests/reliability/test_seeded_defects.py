@@ -27,7 +27,7 @@ from tests.reliability.test_full_disk import (
 from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings_of
 from trainer.accumulate import rollback
 from trainer.accumulate import sum as summing
-from trainer.build import prepare
+from trainer.assemble import prepare
 from trainer.checkpoint import state, store
 from trainer.commands import train
 from trainer.core import durable
@@ -189,7 +189,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda cursor: lambda **at: cursor(**at | {"step": 0}),
     ),
     "tokens are counted anew": (
-        *(stopped(), loop.Trained, "__init__"),
+        *(stopped(), loop.Progress, "__init__"),
         lambda init: lambda self, **fields: init(self, **fields | {"total_tokens": 0}),
     ),
     "metrics are not cut": (killed, metrics, "truncate_after", lambda _: nothing),

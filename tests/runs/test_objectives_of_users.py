@@ -104,7 +104,7 @@ def test_a_weight_or_a_metric_may_be_any_number():
             layout=Layout(),
             max_tokens=40,
         )
-        metrics = evaluate(own.kit.model, own.objective, samples, own.world)
+        metrics = evaluate(own.context.model, own.objective, samples, own.world)
         found.append([float(report.loss), float(report.metrics["share"]), metrics])
     assert found == [found[0]] * len(Numbers.KINDS)
 

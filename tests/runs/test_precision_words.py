@@ -7,7 +7,7 @@ import torch
 
 from tests.lib.run_support import TOYS, curve, go, meta, on, overrides, read_json, state, steps
 from trainer import train
-from trainer.build.precision import has_fast_bf16
+from trainer.assemble.precision import has_fast_bf16
 from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -110,9 +110,9 @@ def test_the_weights_that_are_named_are_the_ones_verified(monkeypatch, capsys):
     trained, seen = go("steps=2"), {}
     saved = state(trained)
 
-    def spied(kit, batch, feed, *, whole_fits):
-        seen.update((n, p.detach().clone()) for n, p in kit.model.module.named_parameters())
-        return verify(kit, batch, feed, whole_fits=whole_fits)
+    def spied(context, batch, feed, *, whole_fits):
+        seen.update((n, p.detach().clone()) for n, p in context.model.module.named_parameters())
+        return verify(context, batch, feed, whole_fits=whole_fits)
 
     monkeypatch.setattr("trainer.commands.reading.verify", spied)
     for key in ("init", "run", "resume"):

@@ -47,7 +47,7 @@ class ModelState:
 
     def moved(self) -> Sequence[bool]:
         """Tell which of its parts this rank's forwards have moved."""
-        return [part.moves or part.has_moved() for part in self._parts]
+        return [part.collectives or part.has_moved() for part in self._parts]
 
     def unmoved(self) -> Sequence[bool]:
         """Give what `moved` gives where nothing did."""
@@ -57,15 +57,15 @@ class ModelState:
         """Take what has ever moved, on any rank, from the main rank. Collective where it has."""
         self._is_first = False
         for part, flag in zip(self._parts, moved, strict=True):
-            if flag and not part.moves:
-                part.moves = True
+            if flag and not part.collectives:
+                part.collectives = True
                 self._news += [part.prefix + name for name in part.shapes]
         if self._is_ordered and self._news:
             raise ConfigError(
                 f"deterministic=layout: forward updates {self._news[0]} from the samples of each "
                 "rank: use GroupNorm or LayerNorm instead of BatchNorm, or deterministic=true"
             )
-        tensors = [tensor for part in self._parts if part.moves for tensor in part.tensors()]
+        tensors = [tensor for part in self._parts if part.collectives for tensor in part.tensors()]
         if not tensors:
             return
         values = self._world.copy_from_main(torch.cat([bits_of(tensor) for tensor in tensors]))
@@ -102,7 +102,7 @@ class _Part:
     # Before a step: the tensors, PyTorch's counts of writes to them, and in the first step copies
     # of buffers, which show what is written through `.data`.
     seen: list[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
-    moves: bool = False  # whether they were seen to
+    collectives: bool = False  # whether they were seen to
 
     def tensors(self) -> list[Tensor]:
         """List them as they are now."""

@@ -301,7 +301,7 @@ class CheckpointWriter:
             self._in_flight = self._thread.submit(self._store.save, step, *state)
 
     @property
-    def has_news(self) -> bool:
+    def has_result(self) -> bool:
         """Whether a write ended, well or not; where one rank has news, all soon have."""
         return self._in_flight is not None and self._in_flight.done()
 

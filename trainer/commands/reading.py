@@ -15,18 +15,18 @@ from typing import Any
 
 from torch import nn
 
-from trainer.build.checks import (
+from trainer.assemble.checks import (
     check_consistency,
     read_run_state,
     refuse_changed_data,
     terms_of,
     wrong_sum,
 )
-from trainer.build.instantiate import look_up
-from trainer.build.model import build_model
-from trainer.build.parallel import parallel_mode, parallel_setup
-from trainer.build.parts import Parts, assemble
-from trainer.build.prepare import Prepared, prepare, prepare_on_main
+from trainer.assemble.components import Components, assemble
+from trainer.assemble.instantiate import look_up
+from trainer.assemble.model import build_model
+from trainer.assemble.parallel import parallel_mode, parallel_setup
+from trainer.assemble.run_plan import RunPlan, prepare, prepare_on_main
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import export, load_weights
@@ -42,7 +42,7 @@ from trainer.report.console import Screen
 from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.evaluation import HeldOut, evaluate
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.verify.proof import verify
 
 VERIFY_FILE = "verify.json"
@@ -64,15 +64,17 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     state = read_run_state(loaded)
     if config.evaluates_all:
         config = _for_any_data(config, state)
-    parts = assemble(config, world, state)
+    components = assemble(config, world, state)
     if not config.evaluates_all:
-        refuse_changed_data(parts, state)
-    check_consistency(world, parts.data_views, parts.module, parts.weights, begins=False)
-    load_model(parts.module, loaded.weights, loaded.path)
-    data = prepare_on_main(parts).parts.held_out
+        refuse_changed_data(components, state)
+    check_consistency(
+        world, components.data_views, components.module, components.weights, begins=False
+    )
+    load_model(components.module, loaded.weights, loaded.path)
+    data = prepare_on_main(components).components.held_out
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
-    metrics = evaluate(parts.kit().model, parts.objective, data, world)
+    metrics = evaluate(components.step_context().model, components.objective, data, world)
 
     def report() -> None:
         file = folder / evaluation_file(config)
@@ -167,7 +169,7 @@ def name_read(screen: Screen, loaded: Loaded | None) -> None:
 
 def assemble_resumed(
     config: RunConfig, world: World, *, with_values: bool = False
-) -> tuple[Parts, Loaded | None, dict[str, Any]]:
+) -> tuple[Components, Loaded | None, dict[str, Any]]:
     """Build a run as it begins, or goes on from the checkpoint that `resume` names.
 
     Gives its parts, that checkpoint, as it is, and its state; what a resumption refuses is refused.
@@ -178,9 +180,9 @@ def assemble_resumed(
     store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False)
     extra = read_run_state(loaded)
-    parts = assemble(config, world, extra, with_values=with_values)
-    terms_of(parts, loaded, extra)
-    return parts, loaded, extra
+    components = assemble(config, world, extra, with_values=with_values)
+    terms_of(components, loaded, extra)
+    return components, loaded, extra
 
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -190,48 +192,51 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     verdict before an error says it with the exit code.
 
     Raises:
-        NotExactError: they differ, or cannot be compared; verify.json names the culprits.
+        NotExactError: they differ, or cannot be compared; verify.json names the named_reasons.
     """
     if world.size == 1:
         verify_sync(config, folder, world, stop)
-    parts, loaded, extra = assemble_resumed(config, world)
-    prepared = prepare(parts, extra.get("cut"))
-    batch, feed = _of_all_ranks(prepared)
+    components, loaded, extra = assemble_resumed(config, world)
+    run_plan = prepare(components, extra.get("cut"))
+    batch, feed = _of_all_ranks(run_plan)
     with feed.naming_samples(batch):
-        kit, loaded = _kit(parts, loaded)
-        report = verify(kit, batch, feed, whole_fits=_whole_fits(prepared))
-    report = replace(report, notes=(*_asides(parts), *report.notes))
+        context, loaded = _step_context(components, loaded)
+        report = verify(context, batch, feed, whole_fits=_whole_fits(run_plan))
+    report = replace(report, notes=(*_asides(components), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     name_read(screen, loaded)
     screen.show(verify_block(report))
     screen.close()
-    culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
+    named_reasons = ", ".join(dict.fromkeys(name for name, _ in report.named_reasons))
     if report.verdict == "not_proven":
         text = "not proven that the planned step is the whole-batch step"
-        raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
+        raise NotExactError(
+            f"{text}: {named_reasons} cannot be compared; see {folder / VERIFY_FILE}"
+        )
     if report.verdict == "not_exact":
         chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
-            f"{report.max_relative_error:.2g}, caused by {culprits}; see {folder / VERIFY_FILE}"
+            f"{report.max_relative_error:.2g}, caused by {named_reasons}; "
+            f"see {folder / VERIFY_FILE}"
         )
     return 0
 
 
-def _asides(parts: Parts) -> Iterator[str]:
+def _asides(components: Components) -> Iterator[str]:
     """Say what of the run's own step is not computed here."""
-    config, world = parts.config, parts.world
+    config, world = components.config, components.world
     if world.size > 1:
         sync = "how gradients are sent between ranks is not checked here"
         if config.sync.name != "auto":
-            sync = f"sync={parts.parallel.sync.name} was tried on two, with a small model"
+            sync = f"sync={components.parallel.sync.name} was tried on two, with a small model"
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
         yield f"{together}: {sync}"
     if config.compile:
         yield "compile=true compiles the run's own step, which is not checked here"
-    if parts.precision != "fp32":
-        rounding = f"precision={parts.precision} adds rounding to the run's own step"
+    if components.precision != "fp32":
+        rounding = f"precision={components.precision} adds rounding to the run's own step"
         yield f"{rounding}, which is not checked here"
 
 
@@ -254,7 +259,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         micro_batches=wrong.count * world.size,
         global_batch=wrong.count * world.size,
         limit=LIMIT,
-        culprits=(("sync", wrong.text),),
+        named_reasons=(("sync", wrong.text),),
     )
     if world.is_main:
         write_record(folder / VERIFY_FILE, report.to_json())
@@ -264,34 +269,41 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
 
 
-def _kit(parts: Parts, loaded: Loaded | None) -> tuple[Kit, Loaded | None]:
+def _step_context(
+    components: Components, loaded: Loaded | None
+) -> tuple[StepContext, Loaded | None]:
     """Compose the step with the weights that the run begins, or goes on, with, and name those."""
-    config, here = parts.config, World(device=parts.world.device)  # one process holds all ranks
-    kit = parts.kit(is_fresh=config.init is None and loaded is None)
+    config, here = (
+        components.config,
+        World(device=components.world.device),
+    )  # one process holds all ranks
+    context = components.step_context(is_fresh=config.init is None and loaded is None)
     if loaded is not None:
-        load_model(parts.module, loaded.weights, loaded.path)
+        load_model(components.module, loaded.weights, loaded.path)
     elif config.init is not None:
-        loaded = load_weights(parts.module, expanded(config.init), here, config.checkpoint_step)
-    return kit, loaded
+        loaded = load_weights(
+            components.module, expanded(config.init), here, config.checkpoint_step
+        )
+    return context, loaded
 
 
-def _of_all_ranks(prepared: Prepared) -> tuple[PlannedBatch, Feed]:
+def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:
     """Take the first step with the micro-batches of every rank, for one process to compute."""
-    parts, batches = prepared.parts, []
-    for rank in range(parts.world.size):
-        world = replace(parts.world, rank=rank)
-        with closing(parts.feed(prepared.cut, world, parts.source.order.start)) as feed:
+    components, batches = run_plan.components, []
+    for rank in range(components.world.size):
+        world = replace(components.world, rank=rank)
+        with closing(components.feed(run_plan.cut, world, components.source.order.start)) as feed:
             batches.append(feed.next())
     micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
     return replace(batches[0], micro_batches=micro_batches), feed
 
 
-def _whole_fits(prepared: Prepared) -> bool:
+def _whole_fits(run_plan: RunPlan) -> bool:
     """Scale the predicted activations up to the whole batch in float64; no prediction is a no."""
-    estimate, plan = prepared.predicted, prepared.plans[0]
-    if estimate is None or prepared.limit_bytes is None:
+    estimate, plan = run_plan.predicted, run_plan.plans[0]
+    if estimate is None or run_plan.limit_bytes is None:
         return False
     whole = len(plan.lengths) * int(plan.lengths.max())
     growth = DOUBLE * whole / max(1, plan.max_positions)
     resting = DOUBLE * (estimate.parameters + estimate.gradients) + estimate.buffers
-    return resting + estimate.activations * growth <= prepared.limit_bytes / DOUBLE
+    return resting + estimate.activations * growth <= run_plan.limit_bytes / DOUBLE

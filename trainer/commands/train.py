@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.build.checks import check_consistency, read_run_state, terms_of, wrong_sum
-from trainer.build.instantiate import construct
-from trainer.build.parts import Parts, assemble
-from trainer.build.prepare import Prepared, choose_sync, describe_cut, prepare, prepare_on_main
-from trainer.build.summary import summarize
+from trainer.assemble.checks import check_consistency, read_run_state, terms_of, wrong_sum
+from trainer.assemble.components import Components, assemble
+from trainer.assemble.instantiate import construct
+from trainer.assemble.run_plan import RunPlan, choose_sync, describe_cut, prepare, prepare_on_main
+from trainer.assemble.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import load_weights
@@ -38,9 +38,9 @@ from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
-from trainer.training.loop import Run, Trained, train
+from trainer.training.loop import Progress, Run, train
 from trainer.training.tracing import tracing
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
 from trainer.tune.predict import CannotRunFake
@@ -78,12 +78,12 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     Of ranks that are not there this process works out what the first would do.
     """
     try:
-        parts, loaded, extra = assemble_resumed(config, world)
-        prepared = prepare(parts, extra.get("cut"))
+        components, loaded, extra = assemble_resumed(config, world)
+        run_plan = prepare(components, extra.get("cut"))
     except CannotRunFake:  # shapes do not do
-        parts, loaded, extra = assemble_resumed(config, world, with_values=True)
-        prepared = prepare(parts, extra.get("cut"))
-    plan = summarize(choose_sync(prepared, extra.get("cut")))
+        components, loaded, extra = assemble_resumed(config, world, with_values=True)
+        run_plan = prepare(components, extra.get("cut"))
+    plan = summarize(choose_sync(run_plan, extra.get("cut")))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     name_read(screen, loaded)
@@ -99,37 +99,37 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     _end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
     extra = {} if loaded is None else read_run_state(loaded)
-    parts = _assemble(config, world, extra, begins=loaded is None and not config.init)
-    contract = terms_of(parts, loaded, extra)
+    components = _assemble(config, world, extra, begins=loaded is None and not config.init)
+    contract = terms_of(components, loaded, extra)
     # What was measured may not choose the order of sums.
     network = None if config.deterministic else network_of(world, extra.get("network"))
-    parts = replace(parts, parallel=replace(parts.parallel, network=network))
-    prepared = choose_sync(prepare_on_main(parts, extra.get("cut")), extra.get("cut"))
-    parts, plan, setup = prepared.parts, summarize(prepared), prepared.parts.parallel
+    components = replace(components, parallel=replace(components.parallel, network=network))
+    run_plan = choose_sync(prepare_on_main(components, extra.get("cut")), extra.get("cut"))
+    components, plan, setup = run_plan.components, summarize(run_plan), run_plan.components.parallel
     failed = FailedAllocation(
         folder,
         world,
         predicted_bytes=plan["predicted_peak_bytes"],
         limit_bytes=plan["memory_limit_bytes"],
     )
-    kit, taken = _kit(parts, loaded, extra, contract, failed)
-    world.on_main(lambda: _record_begin(folder, plan, parts))
+    context, taken = _step_context(components, loaded, extra, contract, failed)
+    world.on_main(lambda: _record_begin(folder, plan, components))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
-        run = _run(prepared, kit, store, reporter, stop, extra, contract)
+        run = _run(run_plan, context, store, reporter, stop, extra, contract)
         opened.callback(run.checkpointer.release)
         opened.callback(run.feed.close)
         progress = _progress(run, loaded, extra, folder)
-        if loaded is None and parts.train_set.num_skipped:
-            reporter.passed_over(parts.train_set.num_skipped, parts.train_set.skipped)
+        if loaded is None and components.train_set.num_skipped:
+            reporter.passed_over(components.train_set.num_skipped, components.train_set.skipped)
         reporter.start(plan, name=config.name)
-        _name_weights(reporter, parts, taken)
-        whole = BUILT_WHOLE if parts.is_sharded and parts.weights is None else None
+        _name_weights(reporter, components, taken)
+        whole = BUILT_WHOLE if components.is_sharded and components.weights is None else None
         for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
             reporter.line(line)
         with tracing(world, config.profile, progress.step, folder, reporter.warn):
             train(run, progress)
-        _end(parts, run, progress, plan, folder, started)
+        _end(components, run, progress, plan, folder, started)
 
 
 def _end_if_stopped(world: World, was_asked: bool) -> None:
@@ -138,60 +138,62 @@ def _end_if_stopped(world: World, was_asked: bool) -> None:
         raise Preempted(UNBEGUN)
 
 
-def _assemble(config: RunConfig, world: World, extra: Mapping[str, Any], *, begins: bool) -> Parts:
+def _assemble(
+    config: RunConfig, world: World, extra: Mapping[str, Any], *, begins: bool
+) -> Components:
     """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
-    parts: list[Parts] = []
+    components: list[Components] = []
     with suppress(Preempted):
-        parts.append(assemble(config, world, extra))
-    _end_if_stopped(world, not parts)
-    found = parts[0]
+        components.append(assemble(config, world, extra))
+    _end_if_stopped(world, not components)
+    found = components[0]
     check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
     if (wrong := wrong_sum(config, found.parallel, world)) is not None:
         raise ConfigError(f"sync: {wrong.text}")
     return found
 
 
-def _record_begin(folder: Path, plan: Record, parts: Parts) -> None:
+def _record_begin(folder: Path, plan: Record, components: Components) -> None:
     """Record how the run goes on, now that nothing refuses it."""
-    held_out = None if parts.held_out is None else parts.held_out.loader.dataset
+    held_out = None if components.held_out is None else components.held_out.loader.dataset
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
-    write_record(folder / SPLITS_FILE, parts.split.to_json(parts.train_set, held_out))
+    write_record(folder / SPLITS_FILE, components.split.to_json(components.train_set, held_out))
 
 
-def _kit(
-    parts: Parts,
+def _step_context(
+    components: Components,
     loaded: Loaded | None,
     extra: Mapping[str, Any],
     contract: Mapping[str, Any],
     failed: FailedAllocation,
-) -> tuple[Kit, Loaded | None]:
+) -> tuple[StepContext, Loaded | None]:
     """Compose the step, with the weights and the state it begins with; name those of `init=`."""
-    config, taken = parts.config, None
+    config, taken = components.config, None
     is_fresh = config.init is None and loaded is None
     scale = extra.get("loss_scale")
-    kit = parts.kit(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
+    context = components.step_context(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
     if config.init is not None and loaded is None:
         init = expanded(config.init)
-        taken = load_weights(parts.module, init, parts.world, config.checkpoint_step)
+        taken = load_weights(components.module, init, components.world, config.checkpoint_step)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
-        restore(loaded, parts.module, kit.optimizer, keeps_settings=not is_same)
-    return kit, taken
+        restore(loaded, components.module, context.optimizer, keeps_settings=not is_same)
+    return context, taken
 
 
-def _name_weights(reporter: Reporter, parts: Parts, taken: Loaded | None) -> None:
+def _name_weights(reporter: Reporter, components: Components, taken: Loaded | None) -> None:
     """Show which weights `init=` took, and warn where they may know what is held out here."""
-    config = parts.config
+    config = components.config
     if taken is not None:
         for message in taken.messages:
             reporter.warn(message)
         state, now = taken.meta.get("extra") or {}, contract_of(config)
         before = state.get("contract") or {}
         is_same_data = all(before.get(k) == now.get(k) for k in ("data._target_", "data.path"))
-        if is_same_data and state.get("fingerprint") != parts.train_set.fingerprint:
+        if is_same_data and state.get("fingerprint") != components.train_set.fingerprint:
             reporter.warn(
                 "init: those weights were trained on another part of these data, so that samples "
                 "held out here may be ones they were trained on"
@@ -231,58 +233,60 @@ def _reporter(
 
 
 def _run(
-    prepared: Prepared,
-    kit: Kit,
+    run_plan: RunPlan,
+    context: StepContext,
     store: CheckpointStore,
     reporter: Reporter,
     stop: Callable[[], bool],
     extra: Mapping[str, Any],
     contract: Mapping[str, Any],
 ) -> Run:
-    parts, config = prepared.parts, prepared.parts.config
-    cursor = Cursor(**extra["cursor"]) if extra else parts.source.order.start
-    feed = parts.feed(prepared.cut, parts.world, cursor)
-    every, network = config.checkpoint.every, parts.parallel.network
+    components, config = run_plan.components, run_plan.components.config
+    cursor = Cursor(**extra["cursor"]) if extra else components.source.order.start
+    feed = components.feed(run_plan.cut, components.world, cursor)
+    every, network = config.checkpoint.every, components.parallel.network
     constants = {
         **contract,
-        "cut": describe_cut(prepared),
+        "cut": describe_cut(run_plan),
         "config_hash": config_hash(contract["contract"]),
         "environment": environment(),
-        "total_steps": kit.total_steps,
+        "total_steps": context.total_steps,
         "ledger_from": extra.get("ledger_from") or cursor.step + 1 if config.log.samples else None,
         "network": network and asdict(network),
         # While W&B is off, too, for a resumption that turns it on again.
         "wandb": reporter.wandb_id or extra.get("wandb"),
     }
     checkpointer = Checkpointer(
-        kit=kit,
+        context=context,
         feed=feed,
-        writer=CheckpointWriter(store, parts.world, asynchronous=config.checkpoint.asynchronous),
+        writer=CheckpointWriter(
+            store, components.world, asynchronous=config.checkpoint.asynchronous
+        ),
         reporter=reporter,
         constants=constants,
         on_full=config.checkpoint.on_full,
         every_s=parse_time(every) if isinstance(every, str) else None,
     )
     return Run(
-        kit=kit,
+        context=context,
         feed=feed,
-        held_out=parts.held_out,
+        held_out=components.held_out,
         reporter=reporter,
         checkpointer=checkpointer,
         was_asked=stop,
-        eval_every=parts.every(config.eval.every),
+        eval_every=components.every(config.eval.every),
         eval_at_start=config.eval.at_start,
-        checkpoint_every=None if isinstance(every, str) else parts.every(every),
-        flops=prepared.flops,
+        checkpoint_every=None if isinstance(every, str) else components.every(every),
+        flops=run_plan.flops,
         nonfinite_limit=config.nonfinite.limit,
     )
 
 
-def _progress(run: Run, loaded: Loaded | None, extra: Mapping[str, Any], folder: Path) -> Trained:
+def _progress(run: Run, loaded: Loaded | None, extra: Mapping[str, Any], folder: Path) -> Progress:
     """Say how far the run came before this process, and what it evaluated there. Collective."""
     step = run.feed.cursor.step
-    evaluation = run.kit.world.on_main(lambda: evaluation_at(folder, step))
-    return Trained(
+    evaluation = run.context.world.on_main(lambda: evaluation_at(folder, step))
+    return Progress(
         step=step,
         total_tokens=extra.get("tokens", 0),
         failures=extra.get("failures", 0),
@@ -294,23 +298,27 @@ def _progress(run: Run, loaded: Loaded | None, extra: Mapping[str, Any], folder:
 
 def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
     """Describe a schedule that was made for fewer steps than the run now has."""
-    kit, step = run.kit, run.feed.cursor.step
-    before = extra.get("total_steps", kit.total_steps)
-    if before == kit.total_steps or step >= kit.total_steps:
+    context, step = run.context, run.feed.cursor.step
+    before = extra.get("total_steps", context.total_steps)
+    if before == context.total_steps or step >= context.total_steps:
         return None
-    lr = kit.lr * kit.schedule.factor(step, kit.total_steps)
-    what = f"steps {before} -> {kit.total_steps}: the schedule now spans them all"
+    lr = context.lr * context.schedule.factor(step, context.total_steps)
+    what = f"steps {before} -> {context.total_steps}: the schedule now spans them all"
     return f"{what}: lr {lr:.2e} at step {step + 1}"
 
 
-def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, at: float) -> None:
+def _end(
+    components: Components, run: Run, trained: Progress, plan: Record, folder: Path, at: float
+) -> None:
     """Write result.json, and show what a person wants to know at the end. Collective."""
-    parts.world.note("end")
-    spendings = parts.world.collect(parts.world.times.spending())  # of the steps' phases, by rank
-    peaks = parts.world.collect(peak_bytes(parts.world.device))
-    if not parts.world.is_main:
+    components.world.note("end")
+    spendings = components.world.collect(
+        components.world.times.spending()
+    )  # of the steps' phases, by rank
+    peaks = components.world.collect(peak_bytes(components.world.device))
+    if not components.world.is_main:
         return
-    config, device = parts.config, parts.world.device
+    config, device = components.config, components.world.device
     overlap = "collectives run on their own streams"  # what of the traffic can be hidden
     if plan["sync"] == "deferred":
         overlap = "sync=deferred reduces when all micro-batches are done"
@@ -320,9 +328,9 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
     metrics = trained.evaluation
     eval_loss = metrics.get("loss", metrics.get("eval_loss"))
     # Held-out losses of simple models, in nats per token, which the data may know.
-    entropies = parts.train_set.optional("byte_entropies")
+    entropies = components.train_set.optional("byte_entropies")
     simple: dict[str, float] = {}
-    if entropies is not None and parts.held_out is not None:
+    if entropies is not None and components.held_out is not None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
     result = {
         "step": trained.step,
@@ -340,7 +348,7 @@ def _end(parts: Parts, run: Run, trained: Trained, plan: Record, folder: Path, a
     }
     write_record(folder / RESULT_FILE, result)
     shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
-    clock, steps = "steps", parts.total_steps
+    clock, steps = "steps", components.total_steps
     if config.total_epochs is not None:
         clock, steps = "epochs", config.total_epochs
     commands = (

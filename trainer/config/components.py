@@ -140,7 +140,7 @@ LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for mod
 
 GPT = "trainer.models.gpt.GPT"
 TOKENS = "trainer.data.tokens.TokenWindows"
-AUTO_OBJECTIVE = "trainer.build.objective.ByModel"
+AUTO_OBJECTIVE = "trainer.assemble.objective.ByModel"
 FIXED_CUT = "trainer.plan.cuts.Fixed"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {

@@ -70,7 +70,7 @@ class AllocationGuard:
 
 
 @contextmanager
-def fatal(what: str) -> Iterator[None]:
+def no_replay(what: str) -> Iterator[None]:
     """End the run with `DoesNotFitError` when an allocation fails in a block that has no replay.
 
     Raises:

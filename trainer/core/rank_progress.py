@@ -32,7 +32,7 @@ _LAYOUT = struct.Struct("<qqq??d")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Where a rank is."""
 
     step: int = 0  # of the optimizer, from 1; 0 before the first
@@ -65,7 +65,7 @@ class Place:
 
 
 @final
-class Board:
+class RankProgress:
     """Memory in which one rank notes its place: a file's, or of this process alone."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -78,12 +78,12 @@ class Board:
             file.flush()
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
 
-    def read(self) -> Place:
+    def read(self) -> Position:
         """Read where the rank is."""
         step, phase, *others = _LAYOUT.unpack_from(self._memory)
-        return Place(step, _PHASES[phase], *others)
+        return Position(step, _PHASES[phase], *others)
 
-    def write(self, place: Place) -> None:
+    def write(self, place: Position) -> None:
         """Note where the rank is; `since` becomes now."""
         at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
         _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.core.errors import TrainError, error_from_dict, error_to_dict
 from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import Board, Phase, Place
+from trainer.core.rank_progress import Phase, Position, RankProgress
 
 Value = TypeVar("Value")
 
@@ -39,7 +39,7 @@ class World:
     # On the CPU, for what one rank does while the others wait; None where nothing is sent: on one
     # rank, and where one process works out what several would do.
     long_timeout_group: dist.ProcessGroup | None = None
-    board: Board = field(default_factory=Board, compare=False)
+    rank_progress: RankProgress = field(default_factory=RankProgress, compare=False)
     compiles: bool = False  # whether a new length may hold up any step, and not the first alone
     times: PhaseTimes = field(default_factory=PhaseTimes, compare=False)  # what its phases took
 
@@ -51,7 +51,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place. Collective."""
         if self.size > 1:
-            with self.board.waiting():
+            with self.rank_progress.waiting():
                 dist.all_reduce(values)
         return values
 
@@ -98,7 +98,7 @@ class World:
         if group is None:
             return [json.loads(text)]
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        with self.board.waiting():
+        with self.rank_progress.waiting():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
             counts = [int(size) for size in sizes]
@@ -138,15 +138,15 @@ class World:
         if self.long_timeout_group is None:
             return self
         group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
-        return replace(self, long_timeout_group=group, board=Board())
+        return replace(self, long_timeout_group=group, rank_progress=RankProgress())
 
     def note(self, phase: Phase, *, step: int | None = None) -> None:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
-        place = self.board.read()
+        place = self.rank_progress.read()
         number = place.step if step is None else step
         is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
-        self.board.write(Place(number, phase, waits=place.waits, is_first=is_first))
+        self.rank_progress.write(Position(number, phase, waits=place.waits, is_first=is_first))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

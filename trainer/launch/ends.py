@@ -29,7 +29,7 @@ from trainer.core.errors import (
     error_from_dict,
     error_to_dict,
 )
-from trainer.core.rank_progress import Place
+from trainer.core.rank_progress import Position
 from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
@@ -58,12 +58,12 @@ class Ended:
     code: int  # of its process; negative for the signal that killed it
     report: Mapping[str, Any]  # what `describe_end` made of its end, empty where it left none
     at: float  # in seconds since the epoch; clocks differ by less than time limits
-    place: Place  # where it was
+    place: Position  # where it was
     since: float  # when it came there, in seconds since the epoch
     is_killed: bool = False  # since it did not go on, or another one had ended
 
     @classmethod
-    def now(cls, rank: int, place: Place, report: Mapping[str, Any]) -> Ended:
+    def now(cls, rank: int, place: Position, report: Mapping[str, Any]) -> Ended:
         """Describe the end of a rank of this machine at this moment."""
         at, passed_s = time.time(), time.monotonic() - place.since
         return cls(rank, report.get("code", 1), report, at, place, at - passed_s)
@@ -96,7 +96,7 @@ class Records:
         """Those of supervisors on other machines; the folder is there once ranks have met."""
         return Records(self.folder / "shared")
 
-    def board(self, rank: int) -> Path:
+    def rank_progress(self, rank: int) -> Path:
         """Name the file of a rank's board."""
         return self.folder / f"board-{rank}"
 
@@ -119,7 +119,7 @@ class Records:
             found = json.loads((self.folder / f"end-{rank}.json").read_bytes())
         except (OSError, ValueError):
             return None
-        return Ended(**{**found, "place": Place(**found["place"])})
+        return Ended(**{**found, "place": Position(**found["place"])})
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.rank_progress import Board
+from trainer.core.rank_progress import RankProgress
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> NoReturn:
         level=logging.INFO,
     )
     mask_logs()
-    board = Board(records.board(rank))
-    report = _work(job, Membership(**job["members"][str(rank)]), records, board)
-    records.write(Ended.now(rank, board.read(), report))
+    rank_progress = RankProgress(records.rank_progress(rank))
+    report = _work(job, Membership(**job["members"][str(rank)]), records, rank_progress)
+    records.write(Ended.now(rank, rank_progress.read(), report))
     sys.stdout.flush()
     sys.stderr.flush()
     if report["code"] or is_hanging():
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _work(
-    job: Mapping[str, Any], member: Membership, records: Records, board: Board
+    job: Mapping[str, Any], member: Membership, records: Records, rank_progress: RankProgress
 ) -> dict[str, Any]:
     """Run the command among the other ranks, and describe how it ended."""
     folder = Path(job["folder"])
@@ -81,7 +81,7 @@ def _work(
             config = RunConfig.model_validate_json(json.dumps(job["config"]))
             if member.is_ours:
                 _redirect(rank_log(config, folder, member.rank))
-            with joined(config, member, board) as world:
+            with joined(config, member, rank_progress) as world:
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(rank_log(config, folder, member.rank))

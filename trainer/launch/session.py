@@ -28,7 +28,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes, stream_mark
-from trainer.core.rank_progress import FIRST_STEP, Board
+from trainer.core.rank_progress import FIRST_STEP, RankProgress
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World
@@ -110,7 +110,7 @@ def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
 
 
 @contextmanager
-def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[World]:
+def joined(config: RunConfig, member: Membership, rank_progress: RankProgress) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
     try:
         world = _prepare(config, gpu_index(member, torch.cuda.device_count()))
@@ -124,7 +124,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
     is_gpu = world.device.type == "cuda"
     card = str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
-    with board.waiting():
+    with rank_progress.waiting():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
             store=_open_store(member, card),
@@ -142,7 +142,7 @@ def joined(config: RunConfig, member: Membership, board: Board) -> Iterator[Worl
         size=member.size,
         local_size=member.local_size,
         long_timeout_group=group,
-        board=board,
+        rank_progress=rank_progress,
     )
     try:
         yield world

@@ -25,7 +25,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.rank_progress import Board, Place
+from trainer.core.rank_progress import Position, RankProgress
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, verdict
 from trainer.launch.membership import Membership
 from trainer.launch.start import READING
@@ -126,7 +126,7 @@ class Child:
 
     rank: int
     process: subprocess.Popen[bytes]
-    board: Board
+    rank_progress: RankProgress
 
     def kill(self) -> None:
         """Kill the rank, and what it started."""
@@ -158,7 +158,11 @@ def start(records: Records, member: Membership) -> Child:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Child(rank=member.rank, process=process, board=Board(records.board(member.rank)))
+    return Child(
+        rank=member.rank,
+        process=process,
+        rank_progress=RankProgress(records.rank_progress(member.rank)),
+    )
 
 
 def _flight_recorder(records: Records) -> dict[str, str]:
@@ -199,14 +203,14 @@ class Watch:
     ended: dict[int, Ended] = field(default_factory=dict)  # those that ended
     deadline: float = float("inf")  # when what still runs is killed, by the monotonic clock
     # Where the others were when the first one ended badly, or hung.
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Position] = field(default_factory=dict)
     stopped_at: float | None = None  # when they were asked to stop, by the monotonic clock
 
     def run(self) -> None:
         """Wait until every rank has ended; a second signal is a `KeyboardInterrupt`."""
         while len(self.ended) < len(self.children):
             running = [child for child in self.children if child.rank not in self.ended]
-            places = [child.board.read() for child in running]
+            places = [child.rank_progress.read() for child in running]
             if self.stop():
                 self._pass_on(running, places)
             if not self.places:
@@ -218,7 +222,7 @@ class Watch:
                 self._look_at(child)
             time.sleep(self.poll_s)
 
-    def _pass_on(self, running: Sequence[Child], places: Sequence[Place]) -> None:
+    def _pass_on(self, running: Sequence[Child], places: Sequence[Position]) -> None:
         """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
         if self.stopped_at is None:
             self.stopped_at = time.monotonic()
@@ -232,7 +236,7 @@ class Watch:
 
     def _note_places(self, running: Sequence[Child], left_s: float) -> None:
         """Note where ranks are before their stacks are asked for, which wakes stopped ones."""
-        self.places = {child.rank: child.board.read() for child in running}
+        self.places = {child.rank: child.rank_progress.read() for child in running}
         pipes = [self.records.collectives(child.rank).with_suffix(".pipe") for child in running]
         if left_s < ORDERLY_S and sum(_ask_for_collectives(pipe) for pipe in pipes):
             left_s = NCCL_S
@@ -252,7 +256,7 @@ class Watch:
         place = self.places.get(child.rank) if is_overdue else None
         end = self.records.read(child.rank)
         if end is None:
-            unsaid = Ended.now(child.rank, place or child.board.read(), {})
+            unsaid = Ended.now(child.rank, place or child.rank_progress.read(), {})
             end = replace(unsaid, is_killed=is_overdue)
         if "peer" in end.report:
             end = replace(end, place=self.places.get(child.rank, end.place))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from trainer.parallel.base import Parallel, Replicated
-from trainer.plan.traffic import Moves
+from trainer.plan.traffic import Collectives
 
 
 class SyncPolicy(ABC):
@@ -35,7 +35,7 @@ class SyncPolicy(ABC):
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch."""
-        model.world.board.next_micro_batch()
+        model.world.rank_progress.next_micro_batch()
         return nullcontext()
 
     def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
@@ -47,7 +47,7 @@ class SyncPolicy(ABC):
         """
         model.reduce(used)
 
-    def moves(self, micro_batches: float) -> Moves | None:
+    def collectives(self, micro_batches: float) -> Collectives | None:
         """Tell how often a step sends what, for the table of policies; None leaves it out.
 
         Args:
@@ -63,9 +63,9 @@ class Deferred(SyncPolicy):
 
     name = "deferred"
 
-    def moves(self, micro_batches: float) -> Moves:
+    def collectives(self, micro_batches: float) -> Collectives:
         """See the base class."""
-        return Moves(gathers=1, reductions=1, across=1)
+        return Collectives(gathers=1, reductions=1, across=1)
 
 
 @final
@@ -89,9 +89,9 @@ class Overlapped(SyncPolicy):
             model.begin_last()
         return super().micro_batch(model, is_last=is_last)
 
-    def moves(self, micro_batches: float) -> Moves:
+    def collectives(self, micro_batches: float) -> Collectives:
         """See the base class."""
-        return Moves(gathers=1, reductions=1, across=1, needs_whole=True)
+        return Collectives(gathers=1, reductions=1, across=1, needs_whole=True)
 
 
 class _EachMicroBatch(SyncPolicy):
@@ -102,7 +102,7 @@ class _EachMicroBatch(SyncPolicy):
 
     def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
         """See the base class."""
-        model.world.board.next_micro_batch()
+        model.world.rank_progress.next_micro_batch()
         return model.reducing(across=is_last or not self.within_copies)
 
 
@@ -113,9 +113,11 @@ class Immediate(_EachMicroBatch):
 
     name = "immediate"
 
-    def moves(self, micro_batches: float) -> Moves:
+    def collectives(self, micro_batches: float) -> Collectives:
         """See the base class: blocks are gathered for forward, and again for backward."""
-        return Moves(gathers=2 * micro_batches, reductions=micro_batches, across=micro_batches)
+        return Collectives(
+            gathers=2 * micro_batches, reductions=micro_batches, across=micro_batches
+        )
 
 
 @final
@@ -126,9 +128,9 @@ class Hierarchical(_EachMicroBatch):
     name = "hierarchical"
     within_copies = True
 
-    def moves(self, micro_batches: float) -> Moves:
+    def collectives(self, micro_batches: float) -> Collectives:
         """See the base class."""
-        return Moves(
+        return Collectives(
             gathers=2 * micro_batches, reductions=micro_batches, across=1, needs_copies=True
         )
 

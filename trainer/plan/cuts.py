@@ -137,7 +137,7 @@ class _Capped(Cut):
     micro: int | None = None  # most samples of a micro-batch
     # What an allocation failure has lowered the cap to. A single longer sample still gets its try,
     # alone: only the allocator knows.
-    lowered: int | None = None
+    cap_after_failure: int | None = None
 
     def smaller(self, plan: Plan) -> Self | None:
         """Lower the cap; see `Cut.smaller`."""
@@ -145,7 +145,11 @@ class _Capped(Cut):
         # which of the two failed is not known here. So the cap falls with every failure, and after
         # at most `log(cap) / log(10 / 7)` of them each micro-batch is one sample.
         shared = plan.max_shared_positions
-        return replace(self, lowered=max(1, shared * SHRINK[0] // SHRINK[1])) if shared else None
+        return (
+            replace(self, cap_after_failure=max(1, shared * SHRINK[0] // SHRINK[1]))
+            if shared
+            else None
+        )
 
     def _dearest(self, lengths: IntArray, layout: Layout) -> tuple[int, int]:
         """Find the longest sample of the dearest group, and the tokens which that group takes.
@@ -170,7 +174,7 @@ class _Capped(Cut):
         return begin + int(lengths[begin : begin + size].argmax()), int(needed[dearest])
 
     def _cheapest(self, lengths: IntArray, layout: Layout, max_tokens: int) -> Plan:
-        cap = min(max_tokens, self.lowered or max_tokens)
+        cap = min(max_tokens, self.cap_after_failure or max_tokens)
         return (pack if layout.packed else partition)(lengths, layout, cap, self.micro)
 
 
@@ -215,17 +219,25 @@ class Auto(_Capped):
 
     memory: int | None = None
     max_tokens: int | None = None
-    alone: int | None = None
+    single_sample_cap: int | None = None
     cost: Cost | None = None
 
     @property
     def hard_cap(self) -> int | None:
         """Most padded tokens of any micro-batch; `None` until tuned."""
-        return None if self.max_tokens is None else max(self.max_tokens, self.alone or 0)
+        return (
+            None if self.max_tokens is None else max(self.max_tokens, self.single_sample_cap or 0)
+        )
 
-    def tuned(self, cap: int, cost: Cost, alone: int | None = None) -> Auto:
+    def tuned(self, cap: int, cost: Cost, single_sample_cap: int | None = None) -> Auto:
         """Return this cut with the caps and the time model that tuning found."""
-        return replace(self, max_tokens=cap, cost=cost, alone=alone, lowered=None)
+        return replace(
+            self,
+            max_tokens=cap,
+            cost=cost,
+            single_sample_cap=single_sample_cap,
+            cap_after_failure=None,
+        )
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch at the least cost; see `Cut.cut`.

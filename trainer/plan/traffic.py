@@ -35,7 +35,7 @@ class Network:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ComputeTime:
     """What one rank computes in a step, as far as its traffic is concerned."""
 
     micro_batches: float
@@ -66,7 +66,7 @@ class Traffic:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class Collectives:
     """How often a policy moves all parameters or gradients in a step."""
 
     gathers: float  # of all parameters, within a copy of the model
@@ -78,7 +78,7 @@ class Moves:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bulk:
+class ModelBytes:
     """What sync policies move and hold, whatever they are."""
 
     mode: str  # where parameters and gradients live: ddp, fsdp or hsdp
@@ -93,48 +93,48 @@ class Bulk:
 
 def row(
     policy: str,
-    moves: Moves,
-    bulk: Bulk,
-    work: Work,
+    collectives: Collectives,
+    sizes: ModelBytes,
+    work: ComputeTime,
     network: Network | None = None,
     *,
     lockstep: bool,
 ) -> Traffic:
     """Work out what one policy costs; without a network, not its time."""
-    shard, size = bulk.shard, bulk.model_bytes
-    weights = size if bulk.gathered_bytes is None else bulk.gathered_bytes
+    shard, size = sizes.shard, sizes.model_bytes
+    weights = size if sizes.gathered_bytes is None else sizes.gathered_bytes
     ring = (shard - 1) / shard
-    gathered, reduced = moves.gathers * weights * ring, moves.reductions * size * ring
-    across = moves.across * 2 * size / shard * (bulk.replicas - 1) / bulk.replicas
+    gathered, reduced = collectives.gathers * weights * ring, collectives.reductions * size * ring
+    across = collectives.across * 2 * size / shard * (sizes.replicas - 1) / sizes.replicas
     seconds = exposed = None
     if network is not None:
-        calls = moves.gathers + moves.reductions if shard > 1 else 0
+        calls = collectives.gathers + collectives.reductions if shard > 1 else 0
         seconds = (
-            (calls + moves.across) * bulk.groups * network.latency_s
+            (calls + collectives.across) * sizes.groups * network.latency_s
             + gathered / network.all_gather
             + reduced / network.reduce_scatter
             + across / network.all_reduce
         )
         exposed = seconds
-        if work.overlaps and lockstep and bulk.mode != "ddp":
+        if work.overlaps and lockstep and sizes.mode != "ddp":
             # The first gather and the last reduction of a step have nothing to hide behind; the
             # rest does as far as computing takes as long.
-            edges = seconds / max(1.0, work.micro_batches) / max(1, bulk.groups)
+            edges = seconds / max(1.0, work.micro_batches) / max(1, sizes.groups)
             exposed = max(edges, seconds - work.micro_batches * (work.seconds or 0.0))
-        if work.overlaps_backward and moves.needs_whole:
+        if work.overlaps_backward and collectives.needs_whole:
             # All but the last bucket may hide behind the last backward.
             backward = BACKWARD * (work.seconds or 0.0)
-            exposed = max(seconds * bulk.last_bytes / size, seconds - backward)
+            exposed = max(seconds * sizes.last_bytes / size, seconds - backward)
     # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
     unsharded = size + weights
     if lockstep:
-        unsharded = 3 * size if bulk.mode == "ddp" else 0
+        unsharded = 3 * size if sizes.mode == "ddp" else 0
     return Traffic(
         policy=policy,
         within=gathered + reduced * (2 if work.scatters_whole else 1),
         across=across,
         unsharded_bytes=unsharded,
-        fits=unsharded <= bulk.limit_bytes * MOST_OF_MEMORY,
+        fits=unsharded <= sizes.limit_bytes * MOST_OF_MEMORY,
         seconds=seconds,
         exposed=exposed,
     )

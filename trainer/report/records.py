@@ -66,7 +66,7 @@ class VerifyReport:
     limit: float
     error_without_draws: float | None = None
     worst: tuple[tuple[str, float], ...] = ()
-    culprits: tuple[tuple[str, str], ...] = ()
+    named_reasons: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -78,7 +78,7 @@ class VerifyReport:
         """Give verify.json."""
         return asdict(self) | {
             "exact": self.exact,
-            "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
+            "culprits": [{"module": name, "reason": reason} for name, reason in self.named_reasons],
             "worst": [{"parameter": name, "error": error} for name, error in self.worst],
         }
 

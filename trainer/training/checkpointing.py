@@ -14,7 +14,7 @@ from trainer.checkpoint.store import MODEL, CheckpointWriter
 from trainer.core.errors import SaveError
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 
 
 @final
@@ -30,7 +30,7 @@ class Checkpointer:
         masks: names of buffers that begin with values that are not finite, as a causal mask does.
     """
 
-    kit: Kit
+    context: StepContext
     feed: Feed
     writer: CheckpointWriter
     reporter: Reporter
@@ -41,7 +41,7 @@ class Checkpointer:
     masks: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        named = self.kit.model.module.named_buffers()
+        named = self.context.model.module.named_buffers()
         self.masks = not_finite({f"{MODEL}{plain_name(name)}": buffer for name, buffer in named})
         self._saved_at = time.monotonic()
 
@@ -57,7 +57,7 @@ class Checkpointer:
         if is_last:
             self._attempt(self.writer.wait)
             self.on_full = "stop"
-        kit, world, cursor = self.kit, self.kit.world, self.feed.cursor
+        context, world, cursor = self.context, self.context.world, self.feed.cursor
         world.note("saving")
         self._attempt(lambda: world.on_main(self.reporter.flush))
         extra = {
@@ -65,10 +65,10 @@ class Checkpointer:
             "cursor": asdict(cursor),
             "tokens": tokens,
             "failures": failures,
-            "loss_scale": kit.loss_scale and asdict(kit.loss_scale),
+            "loss_scale": context.loss_scale and asdict(context.loss_scale),
             "cut": {**self.constants["cut"], "state": asdict(self.feed.cut)},
         }
-        tensors, meta = capture(kit.model.module, kit.optimizer, extra=extra)
+        tensors, meta = capture(context.model.module, context.optimizer, extra=extra)
         finite = {name: tensor for name, tensor in tensors.items() if name not in self.masks}
         world.on_all(lambda: assert_finite(finite))
         self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))
@@ -81,9 +81,11 @@ class Checkpointer:
         `claim` holds on any rank travels along, and is returned.
         """
         passed_s = time.monotonic() - self._saved_at
-        is_due = self.kit.world.is_main and self.every_s is not None and passed_s >= self.every_s
-        asked = [float(claim), float(self.writer.has_news), float(is_due)]
-        claims, news, due = self.kit.world.sum_numbers(asked)
+        is_due = (
+            self.context.world.is_main and self.every_s is not None and passed_s >= self.every_s
+        )
+        asked = [float(claim), float(self.writer.has_result), float(is_due)]
+        claims, news, due = self.context.world.sum_numbers(asked)
         self.is_due = due > 0
         if news:
             self._attempt(self.writer.wait)
@@ -107,7 +109,7 @@ class Checkpointer:
             path = write()
             if path is not None:
                 step = int(path.name.rpartition("-")[2])
-                self.kit.world.on_main(lambda: self.reporter.checkpoint(step, path))
+                self.context.world.on_main(lambda: self.reporter.checkpoint(step, path))
         except SaveError as error:
             if self.on_full == "stop":
                 raise

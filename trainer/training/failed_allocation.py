@@ -38,7 +38,7 @@ class FailedAllocation:
         if self._is_done:
             return
         self._is_done, rank, device = True, self.world.rank, self.world.device
-        at = self.world.board.read().micro_batch
+        at = self.world.rank_progress.read().micro_batch
         path = self.folder / "errors" / f"out-of-memory-step{batch.step}-rank{rank}.txt"
         known = {"predicted peak": self.predicted_bytes, "limit of tensors": self.limit_bytes}
         shapes = zip(batch.plan.ranks[rank], batch.plan.padded_lengths[rank], strict=True)

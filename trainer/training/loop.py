@@ -19,7 +19,7 @@ from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.tune.flops import ModelFlops
 from trainer.tune.memory_limit import peak_bytes
 
@@ -36,7 +36,7 @@ class Run:
         nonfinite_limit: steps in a row that are not finite, at which the run ends.
     """
 
-    kit: Kit
+    context: StepContext
     feed: Feed
     held_out: HeldOut | None
     reporter: Reporter
@@ -51,7 +51,7 @@ class Run:
 
 @final
 @dataclass(kw_only=True)
-class Trained:
+class Progress:
     """How far the loop has come.
 
     Attributes:
@@ -102,7 +102,7 @@ class Trained:
         self.has_terms |= report.skipped != NO_LOSS_TERMS
 
 
-def train(run: Run, progress: Trained) -> None:
+def train(run: Run, progress: Progress) -> None:
     """Train from the feed's cursor, which is at `progress`, to the last step. Collective.
 
     Raises:
@@ -114,7 +114,7 @@ def train(run: Run, progress: Trained) -> None:
         _evaluate_if_due(run, progress)  # which a signal may have ended
     elif run.eval_at_start:
         _evaluate(run, progress)
-    while progress.step < run.kit.total_steps:
+    while progress.step < run.context.total_steps:
         _take_step(run, progress)
         _refuse_no_terms(run, progress)
         _stop_if_not_finite(run, progress)
@@ -129,33 +129,33 @@ def train(run: Run, progress: Trained) -> None:
     run.checkpointer.close()
 
 
-def _take_step(run: Run, progress: Trained) -> None:
+def _take_step(run: Run, progress: Progress) -> None:
     """Take the next global batch, train on it, and report what came out. Collective."""
     started = time.perf_counter()
-    run.kit.world.note("data", step=progress.step + 1)
+    run.context.world.note("data", step=progress.step + 1)
     batch = run.feed.next()
     run.feed.prefetch()
     with run.feed.naming_samples(batch):
-        report = train_step(run.kit, batch, run.feed)
-    run.kit.world.note("report")
+        report = train_step(run.context, batch, run.feed)
+    run.context.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
-    here, tokens = peak_bytes(run.kit.world.device), progress.total_tokens
+    here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = record_of(run.feed.source.order, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
-    if names := run.kit.model_state.news():
+    if names := run.context.model_state.news():
         run.reporter.warn(
             f"forward updates {first_of(names)} by the samples of its own rank; after every step "
             "all ranks take the values of rank 0"
         )
 
 
-def _refuse_no_terms(run: Run, progress: Trained) -> None:
+def _refuse_no_terms(run: Run, progress: Progress) -> None:
     """Refuse data of which an epoch, or all steps, have no loss term."""
-    is_over = progress.step == run.kit.total_steps or run.feed.cursor.epoch > 0
+    is_over = progress.step == run.context.total_steps or run.feed.cursor.epoch > 0
     if is_over and not progress.has_terms:
         raise DataError(
             f"data: no sample of the first {plural(progress.step, 'step')} has a loss term, so "
@@ -163,7 +163,7 @@ def _refuse_no_terms(run: Run, progress: Trained) -> None:
         )
 
 
-def _stop_if_not_finite(run: Run, progress: Trained) -> None:
+def _stop_if_not_finite(run: Run, progress: Progress) -> None:
     if progress.failures >= run.nonfinite_limit:
         text = f"loss or gradient not finite for {progress.failures} steps in a row"
         remedy = "lower optimizer.lr, or look at the data of these steps"
@@ -171,13 +171,13 @@ def _stop_if_not_finite(run: Run, progress: Trained) -> None:
         _end(run, progress, NonFiniteError(error))
 
 
-def _stop_if_asked(run: Run, progress: Trained) -> None:
+def _stop_if_asked(run: Run, progress: Progress) -> None:
     """Stop before the last step where a signal came to any rank. Collective."""
-    if progress.step < run.kit.total_steps and run.checkpointer.poll(run.was_asked()):
+    if progress.step < run.context.total_steps and run.checkpointer.poll(run.was_asked()):
         _end(run, progress, _preempted(progress.step))
 
 
-def _end(run: Run, progress: Trained, error: TrainError) -> NoReturn:
+def _end(run: Run, progress: Progress, error: TrainError) -> NoReturn:
     """End the run before its last step, saved."""
     if progress.saved_at != progress.step:
         _save(run, progress, is_last=True)
@@ -194,25 +194,27 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _save(run: Run, progress: Trained, *, is_last: bool = False) -> None:
+def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
     run.checkpointer.save(progress.total_tokens, progress.failures, is_last=is_last)
     progress.saved_at = progress.step
 
 
-def _evaluate_if_due(run: Run, progress: Trained) -> None:
+def _evaluate_if_due(run: Run, progress: Progress) -> None:
     if _due(progress.step, run.eval_every):
         _evaluate(run, progress)
 
 
-def _evaluate(run: Run, progress: Trained) -> None:
+def _evaluate(run: Run, progress: Progress) -> None:
     """Evaluate, once at a step, unless a signal comes; the run that goes on evaluates first."""
     if run.held_out is None or progress.evaluated_at == progress.step:
         return
     progress.evaluated_at = progress.step
-    started, kit = time.perf_counter(), run.kit
+    started, context = time.perf_counter(), run.context
     run.feed.pause()
     try:
-        metrics = evaluate(kit.model, kit.objective, run.held_out, kit.world, run.was_asked)
+        metrics = evaluate(
+            context.model, context.objective, run.held_out, context.world, run.was_asked
+        )
     except Preempted:
         _end(run, progress, _preempted(progress.step))
     run.reporter.evaluation(progress.step, metrics, time.perf_counter() - started)

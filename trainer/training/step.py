@@ -21,11 +21,19 @@ from torch import Tensor
 
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import DoesNotFitError
-from trainer.core.out_of_memory import fatal, release_memory
+from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.models.check import batch_statistics
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import AT_BEGINNING, Kit, agree, check_names, compute, gather, reduce
+from trainer.training.window import (
+    AT_BEGINNING,
+    StepContext,
+    agree,
+    check_names,
+    compute,
+    gather,
+    reduce,
+)
 
 NO_LOSS_TERMS = "no loss terms"
 NOT_FINITE = "not finite"
@@ -58,7 +66,7 @@ class StepReport:
     peak_bytes: int = 0
 
 
-def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
+def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
@@ -71,71 +79,77 @@ def train_step(kit: Kit, batch: PlannedBatch, feed: Feed) -> StepReport:
         ConfigError: the objective or the strategy does not do what it must.
         DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
-    kit.world.note("normalizer", step=batch.step)
-    factor, replays = kit.schedule.factor(batch.step - 1, kit.total_steps), 0
-    apply_factor(kit.optimizer, kit.base_lrs, factor)
-    with fatal(AT_BEGINNING):
-        kit.snapshot.take()
+    context.world.note("normalizer", step=batch.step)
+    factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0
+    apply_factor(context.optimizer, context.base_lrs, factor)
+    with no_replay(AT_BEGINNING):
+        context.snapshot.take()
     while True:
-        check_names(kit, batch.micro_batches)
-        totals, by_micro_batch = divisors(kit.normalizer, kit.terms, batch.micro_batches, kit.world)
-        report = partial(StepReport, batch=batch, lr=kit.lr * factor, replays=replays)
-        if not any(totals[name] for name in kit.losses):
+        check_names(context, batch.micro_batches)
+        totals, by_micro_batch = divisors(
+            context.normalizer, context.terms, batch.micro_batches, context.world
+        )
+        report = partial(StepReport, batch=batch, lr=context.lr * factor, replays=replays)
+        if not any(totals[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
-        gather(kit, batch.step)
-        agreed = agree(kit, compute(kit, batch, by_micro_batch), totals)
+        gather(context, batch.step)
+        agreed = agree(context, compute(context, batch, by_micro_batch), totals)
         if agreed.loss is not None:
             break
-        _roll_back(kit)
-        batch, replays = _cut_for_replay(kit, batch, feed, replays), replays + 1
-    reduce(kit, agreed)
-    kit.world.note("update")
-    norm = kit.model.gradient_norm()
+        _roll_back(context)
+        batch, replays = _cut_for_replay(context, batch, feed, replays), replays + 1
+    reduce(context, agreed)
+    context.world.note("update")
+    norm = context.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
     report = partial(report, peak_bytes=agreed.peak_bytes)
-    feed.load_next(last_step=kit.total_steps)
+    feed.load_next(last_step=context.total_steps)
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
-        return report(skipped=_skip(kit))
-    if kit.clip_norm is not None:
-        kit.model.scale_gradients(torch.clamp(kit.clip_norm / (norm + 1e-6), max=1.0))
-    _update(kit)
+        return report(skipped=_skip(context))
+    if context.clip_norm is not None:
+        context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
+    _update(context)
     return report()
 
 
-def _roll_back(kit: Kit) -> None:
+def _roll_back(context: StepContext) -> None:
     """Forget the gradients and what forwards wrote."""
-    kit.model.drop_gradients()
-    kit.snapshot.restore()
+    context.model.drop_gradients()
+    context.snapshot.restore()
 
 
-def _skip(kit: Kit) -> str:
+def _skip(context: StepContext) -> str:
     """Roll back what is not finite, and say why: a loss scale that is now halved, or not."""
-    _roll_back(kit)
-    return LOSS_SCALE if kit.loss_scale is not None and kit.loss_scale.shrink() else NOT_FINITE
+    _roll_back(context)
+    return (
+        LOSS_SCALE if context.loss_scale is not None and context.loss_scale.shrink() else NOT_FINITE
+    )
 
 
-def _update(kit: Kit) -> None:
+def _update(context: StepContext) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
-    optimizer = kit.optimizer
-    with fatal(
+    optimizer = context.optimizer
+    with no_replay(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if kit.loss_scale is not None:
-        kit.loss_scale.grow()
+    if context.loss_scale is not None:
+        context.loss_scale.grow()
 
 
-def _cut_for_replay(kit: Kit, batch: PlannedBatch, feed: Feed, replays: int) -> PlannedBatch:
+def _cut_for_replay(
+    context: StepContext, batch: PlannedBatch, feed: Feed, replays: int
+) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
     release_memory()
-    norm = batch_statistics(kit.model.module)
+    norm = batch_statistics(context.model.module)
     why = "a mean of means depends on the micro-batch size"
     if norm is not None:
         why = f"{norm} is BatchNorm, which normalises within each micro-batch"
-    if norm is not None or kit.normalizer == "micro_batches":
+    if norm is not None or context.normalizer == "micro_batches":
         if not replays:
             return batch
         raise DoesNotFitError(

@@ -24,7 +24,7 @@ from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
-from trainer.core.out_of_memory import AllocationGuard, fatal, release_memory
+from trainer.core.out_of_memory import AllocationGuard, no_replay, release_memory
 from trainer.core.world import World
 from trainer.models.bind import Casts
 from trainer.models.check import batch_statistics
@@ -40,7 +40,7 @@ AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Kit:
+class StepContext:
     """Everything a step needs, composed once.
 
     Attributes:
@@ -110,38 +110,40 @@ class Outcome:
     peak_bytes: int = 0
 
 
-def gather(kit: Kit, step: int) -> None:
+def gather(context: StepContext, step: int) -> None:
     """Bring the parameters of the window to this rank. Collective."""
-    kit.world.note("gather", step=step)
-    with fatal(AT_BEGINNING):
-        kit.sync.gather(kit.model)
+    context.world.note("gather", step=step)
+    with no_replay(AT_BEGINNING):
+        context.sync.gather(context.model)
 
 
-def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome:
+def compute(context: StepContext, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome:
     """Run every micro-batch of this rank, and make room for the reduction.
 
     Raises:
         ConfigError: the strategy returns no 0-d tensor.
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
-    kit.world.note("compute")
-    model, device = kit.model, kit.world.device
-    micro_batches, scale = batch.micro_batches, kit.loss_scale
+    context.world.note("compute")
+    model, device = context.model, context.world.device
+    micro_batches, scale = batch.micro_batches, context.loss_scale
     parts = parts if scale is None else scale.scaled(parts)
-    with AllocationGuard(kit.on_out_of_memory and partial(kit.on_out_of_memory, batch)):
-        kit.model_state.watch()
+    with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
+        context.model_state.watch()
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
-        casts = nullcontext() if kit.sync.lockstep else kit.casts.once(device.type)
+        casts = nullcontext() if context.sync.lockstep else context.casts.once(device.type)
         with casts:
-            share = kit.strategy.backward(model, kit.objective, micro_batches, parts, kit.sync)
+            share = context.strategy.backward(
+                model, context.objective, micro_batches, parts, context.sync
+            )
         given: object = share  # whatever a strategy of the user's own returns
         if not isinstance(given, Tensor) or given.ndim:
             raise ConfigError(
-                f"accum.gradient: backward of {type(kit.strategy).__name__} returned a "
+                f"accum.gradient: backward of {type(context.strategy).__name__} returned a "
                 f"{type(given).__name__}; return this rank's share of the step's loss, a 0-d tensor"
             )
-        kit.model_state.refuse_late()
-        used, moved = model.used(), kit.model_state.moved()
+        context.model_state.refuse_late()
+        used, moved = model.used(), context.model_state.moved()
         model.make_room()
         found = {
             name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
@@ -149,24 +151,24 @@ def compute(kit: Kit, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome
         }
         share = share.detach() if scale is None else share.detach() / scale.value
         return Outcome(share, used, moved, found)
-    if kit.sync.lockstep and kit.world.size > 1:
+    if context.sync.lockstep and context.world.size > 1:
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory, and sync={kit.sync.name} reduces in every "
-            f"micro-batch, so the step cannot be repeated: {remedies(kit, batch)}"
+            f"step {batch.step}: out of memory, and sync={context.sync.name} reduces in every "
+            f"micro-batch, so the step cannot be repeated: {remedies(context, batch)}"
         )
     model.drop_gradients()
     release_memory()
-    return Outcome(None, [False] * len(model.parameters), kit.model_state.unmoved())
+    return Outcome(None, [False] * len(model.parameters), context.model_state.unmoved())
 
 
-def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
+def agree(context: StepContext, mine: Outcome, weights: Divisors) -> Outcome:
     """Tell all ranks what came out. Collective: a small vector of hosts, and one of devices.
 
     What decides on how the step goes on is known to the hosts, which need not wait for their
     devices; loss and metrics stay there. Metrics are divided by their weights over the whole global
     batch.
     """
-    world, names = kit.world, kit.terms
+    world, names = context.world, context.terms
     world.note("agree")
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
@@ -190,7 +192,7 @@ def agree(kit: Kit, mine: Outcome, weights: Divisors) -> Outcome:
     return replace(mine, metrics=means)
 
 
-def reduce(kit: Kit, agreed: Outcome) -> None:
+def reduce(context: StepContext, agreed: Outcome) -> None:
     """Leave the step's gradient, summed over ranks, and rank 0's model state on all. Collective.
 
     Raises:
@@ -199,39 +201,40 @@ def reduce(kit: Kit, agreed: Outcome) -> None:
     """
     if not any(agreed.used):
         raise ConfigError(
-            f"accum.gradient: backward of {type(kit.strategy).__name__} left no gradient: call "
+            f"accum.gradient: backward of {type(context.strategy).__name__} left no gradient: call "
             ".backward() on the normalised loss of every micro-batch, within sync.micro_batch"
         )
-    kit.world.note("reduce")
-    with fatal("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
-        kit.sync.reduce(kit.model, agreed.used)
-        if kit.loss_scale is not None:
-            factor = torch.full((), 1 / kit.loss_scale.value, device=kit.world.device)
-            kit.model.scale_gradients(factor)
-        kit.model_state.copy_from_main(agreed.moved)
+    context.world.note("reduce")
+    with no_replay("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
+        context.sync.reduce(context.model, agreed.used)
+        if context.loss_scale is not None:
+            factor = torch.full((), 1 / context.loss_scale.value, device=context.world.device)
+            context.model.scale_gradients(factor)
+        context.model_state.copy_from_main(agreed.moved)
 
 
-def remedies(kit: Kit, batch: PlannedBatch) -> str:
+def remedies(context: StepContext, batch: PlannedBatch) -> str:
     """Say what to type where a step in lockstep ran out of memory."""
     shared, (_, longest) = batch.plan.max_shared_positions, batch.largest_sample()
     cap = max(shared // 2, longest)
     remedy = (
         f"type accum=budget accum.max_tokens={cap}" if cap < shared else "lower data.max_length"
     )
-    if kit.normalizer == "micro_batches" or batch_statistics(kit.model.module):
+    if context.normalizer == "micro_batches" or batch_statistics(context.model.module):
         remedy = "lower accum.micro"
-    return remedy + ", or type sync=deferred" * kit.deferred_fits
+    return remedy + ", or type sync=deferred" * context.deferred_fits
 
 
-def check_names(kit: Kit, micro_batches: Sequence[MicroBatch]) -> None:
+def check_names(context: StepContext, micro_batches: Sequence[MicroBatch]) -> None:
     """Compare the names that the objective weighs with those of the first sample it weighed.
 
     Raises:
         ConfigError: a micro-batch has others.
     """
     for names in (m.weights.keys() for m in micro_batches):
-        if names != set(kit.terms):
+        if names != set(context.terms):
             raise ConfigError(
-                f"objective: `weights` of {type(kit.objective).__name__} gives {', '.join(names)} "
-                f"and then {', '.join(kit.terms)}: give every name each time, 0 where none counts"
+                f"objective: `weights` of {type(context.objective).__name__} gives "
+                f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
+                "time, 0 where none counts"
             )

@@ -54,7 +54,7 @@ _Duration = Annotated[float, Field(gt=0, le=1e6)]
 
 @final
 @dataclass
-class Facts:
+class Measurements:
     """What is known of one model, with or without activation checkpointing."""
 
     # Predicted peak of a step whose largest micro-batch has the shape
@@ -89,7 +89,7 @@ class Facts:
         }
 
 
-_FACTS = TypeAdapter(tuple[Facts, Facts])
+_FACTS = TypeAdapter(tuple[Measurements, Measurements])
 
 
 @final
@@ -103,7 +103,9 @@ class TuningCache:
     """
 
     path: Path | None = None
-    facts: tuple[Facts, Facts] = field(default_factory=lambda: (Facts(), Facts()))
+    facts: tuple[Measurements, Measurements] = field(
+        default_factory=lambda: (Measurements(), Measurements())
+    )
 
     @classmethod
     def open(cls, situation: Mapping[str, Any], folder: Path | None = None) -> Self:

@@ -12,16 +12,16 @@ from trainer.tune.memory_limit import ASKED, MEBI
 from trainer.tune.tuning import Candidate
 
 if TYPE_CHECKING:
-    from trainer.tune.tuner import Variant
+    from trainer.tune.tuner import MemoryVariant
 
 NEAR_BEST = 0.03  # steps that differ by less count as equally fast
 WORTHWHILE = 0.97  # of the time, that a compiled micro-batch must take less than
 
 
-def describe_choice(best: Variant, row: Candidate, fastest_s: float) -> str:
+def describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> str:
     """Say how the choice is known, for a person to read; `fastest_s` is the best of all steps."""
-    question = best.question
-    how = best.how if question.fixed_cap is None else "not timed: deterministic"
+    request = best.request
+    how = best.how if request.fixed_cap is None else "not timed: deterministic"
     if math.isinf(best.margin) and len(best.rows) > 1:
         how += f", one size only, too slow for more: a cap of {row.max_tokens:,} is a guess"
     slower = best.times[row.max_tokens] / fastest_s - 1.0
@@ -31,27 +31,29 @@ def describe_choice(best: Variant, row: Candidate, fastest_s: float) -> str:
             f", {slower:.0%} above the fastest row, which tells nothing: timings {noise}, so that "
             f"up to {best.margin:.0%} count as equal, and the most usual size is taken"
         )
-    method = [best.facts.method, how, question.limit.source]
-    if (share := best.facts.compiled_time) and question.work.compiled and question.timed:
-        lengths = max(len(question.layout.shapes), question.layout.max_shapes or 1)
-        gained_s = best.times[row.max_tokens] * question.num_steps * (1 / share - 1)
+    method = [best.facts.method, how, request.limit.source]
+    if (share := best.facts.compiled_time) and request.work.compiled and request.timed:
+        lengths = max(len(request.layout.shapes), request.layout.max_shapes or 1)
+        gained_s = best.times[row.max_tokens] * request.num_steps * (1 / share - 1)
         if share > WORTHWHILE or gained_s < lengths * best.facts.compile_s:
             words = f"compiled, a micro-batch takes {share:.0%} of its time without"
             method.append(f"{words}, and every length compiles: compile=false ends sooner")
-    if row.max_tokens < question.alone:
-        method.insert(0, f"longer samples, up to {question.alone:,}, get a micro-batch each")
+    if row.max_tokens < request.single_sample_cap:
+        method.insert(
+            0, f"longer samples, up to {request.single_sample_cap:,}, get a micro-batch each"
+        )
     return "; ".join(method)
 
 
-def refuse(variant: Variant) -> NoReturn:
+def refuse(variant: MemoryVariant) -> NoReturn:
     """Say what does not fit, and what would, within 4 %.
 
     Raises:
         DoesNotFitError: always.
     """
-    question, limit, there = variant.question, variant.question.limit, variant.limit_bytes
-    count, longest = question.single
-    needed = variant.peak(question.single).peak_bytes
+    request, limit, there = variant.request, variant.request.limit, variant.limit_bytes
+    count, longest = request.single
+    needed = variant.peak(request.single).peak_bytes
     fits = largest_cap(
         lambda length: variant.peak(Shape(count, length)).peak_bytes,
         there,
@@ -59,17 +61,17 @@ def refuse(variant: Variant) -> NoReturn:
     )
     remedies = []
     if limit.source.startswith(ASKED):
-        resident = question.work.resident_bytes
+        resident = request.work.resident_bytes
         grown = max(0, needed - resident) * variant.ratio
         enough = (resident + grown + limit.inputs) / (1 - limit.reserve)
         # What is left is rounded down to a byte.
         remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
     if fits is not None and fits > 1:
         remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
-    if question.recompute is False:
+    if request.recompute is False:
         remedies.append("try activation_checkpointing=true")
     inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
-    sample = f"sample {question.longest_id} of {question.longest} tokens"
+    sample = f"sample {request.longest_id} of {request.longest} tokens"
     what = f"{sample} does not fit, even alone: a step with it"
     if count > 1:
         what = (

@@ -72,7 +72,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     memo: dict[int, object] = {
         id(tensor): _fake_of(tensor, mode, work.device) for tensor in tensors
     }
-    ranks = nullcontext(work.alone) if work.fake_ranks is None else work.fake_ranks()
+    ranks = nullcontext(work.on_one_rank) if work.fake_ranks is None else work.fake_ranks()
     log = logging.getLogger(FakeTensorMode.__module__)  # tells of every fault, which is an answer
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -245,4 +245,6 @@ def resting(work: Workload) -> MemoryEstimate:
             return fullest_steps(replace(theirs, sync=Deferred()), lay_out(theirs.model))
     except CannotRunFake:
         # An optimizer that needs values, too, runs on a copy of the model.
-        return fullest_steps(replace(work, fake_ranks=None), work.alone(duplicate(work.model)))
+        return fullest_steps(
+            replace(work, fake_ranks=None), work.on_one_rank(duplicate(work.model))
+        )

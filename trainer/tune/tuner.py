@@ -26,7 +26,7 @@ from trainer.plan.memory import (
     largest_cap,
     largest_shapes,
 )
-from trainer.tune.cache import Facts, TuningCache
+from trainer.tune.cache import Measurements, TuningCache
 from trainer.tune.explain import NEAR_BEST, describe_choice, refuse
 from trainer.tune.memory_limit import resident_growth, resident_ratio
 from trainer.tune.predict import CannotRunFake, Predictor
@@ -44,7 +44,7 @@ from trainer.tune.speed import (
     speed_of,
 )
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import NEAR_BEST_TOKENS, Candidate, Question, Tuning
+from trainer.tune.tuning import NEAR_BEST_TOKENS, Candidate, Tuning, TuningRequest
 from trainer.tune.workload import Workload
 
 # With and without activation checkpointing, by `Question.recompute`
@@ -62,7 +62,7 @@ RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 10.0
 
 
 def tune(
-    question: Question,
+    request: TuningRequest,
     cache: TuningCache | None = None,
     clock: Clock = time.perf_counter,
     meter: Clock | None = None,
@@ -76,7 +76,7 @@ def tune(
     timings 2 % of the run, but at least 1.5 s and at most 10 s; twice that beside other programs.
 
     Args:
-        question: what is to be tuned.
+        request: what is to be tuned.
         cache: what is known already; gets what is found.
         clock: seconds that timing takes, which has a budget.
         meter: seconds that a micro-batch takes; the clock's unless given.
@@ -85,10 +85,10 @@ def tune(
         DoesNotFitError: even one sample exceeds the memory.
     """
     cache, meter = cache or TuningCache(), meter or clock
-    variants: list[Variant] = []
-    for recompute in VARIANTS[question.recompute]:
+    variants: list[MemoryVariant] = []
+    for recompute in VARIANTS[request.recompute]:
         if not variants or _may_gain_by_recomputing(variants[0]):
-            variants.append(Variant(question, cache.facts[recompute], clock, meter, recompute))
+            variants.append(MemoryVariant(request, cache.facts[recompute], clock, meter, recompute))
             variants[-1].explore()
     found = [variant for variant in variants if variant.rows]
     if not found:
@@ -97,11 +97,11 @@ def tune(
     fastest_s = min(min(variant.times.values()) for variant in found)
     # The chosen shapes themselves are run, whatever the rows of the table were interpolated from.
     chosen = replace(row, predicted_bytes=best.peak_under(row.max_tokens).peak_bytes, chosen=True)
-    predicted = best.peak_of(best.question.plans_under(row.max_tokens, best.cost))
+    predicted = best.peak_of(best.request.plans_under(row.max_tokens, best.cost))
     cache.save()
     return Tuning(
         max_tokens=row.max_tokens,
-        alone=question.alone,
+        single_sample_cap=request.single_sample_cap,
         activation_checkpointing=row.activation_checkpointing,
         cost=best.cost,
         predicted=predicted,
@@ -113,26 +113,26 @@ def tune(
     )
 
 
-def _may_gain_by_recomputing(plain: Variant) -> bool:
+def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
     """Tell whether a cap that memory forbids might have been faster."""
-    if not can_recompute(plain.question.work.model):
+    if not can_recompute(plain.request.work.model):
         return False
     if not plain.rows:
         return True
     largest = plain.rows[-1]
-    return largest.max_tokens < plain.question.top and _best([plain])[1] is largest
+    return largest.max_tokens < plain.request.top and _best([plain])[1] is largest
 
 
-def _best(variants: Sequence[Variant]) -> tuple[Variant, Candidate]:
+def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
     """Choose among the rows as fast as any, within the noise of the timings.
 
     Of these, one that recomputes nothing, nearest to what such devices need as a rule: noise must
     not choose between sizes that it makes look different.
     """
-    question = variants[0].question
-    usual = NEAR_BEST_TOKENS[question.work.device.type]
+    request = variants[0].request
+    usual = NEAR_BEST_TOKENS[request.work.device.type]
     # Where nothing is timed, only the largest cap may be chosen.
-    first = 0 if question.timed else -1
+    first = 0 if request.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]
     margin = max(variant.margin for variant in variants)
     enough = (1.0 + margin) * min(variant.times[row.max_tokens] for variant, row in pool)
@@ -152,11 +152,11 @@ def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
 
 @final
 @dataclass
-class Variant:
+class MemoryVariant:
     """What is found out with, or without, activation checkpointing."""
 
-    question: Question
-    facts: Facts  # known already; gets what is found
+    request: TuningRequest
+    facts: Measurements  # known already; gets what is found
     clock: Clock  # seconds that timing takes
     meter: Clock  # seconds that a micro-batch takes
     recompute: bool
@@ -171,29 +171,29 @@ class Variant:
     @property
     def ratio(self) -> float:
         """Resident bytes per byte of tensors; of a machine that is not here nobody knows."""
-        return self.facts.ratio if self.question.timed else 1.0
+        return self.facts.ratio if self.request.timed else 1.0
 
     @property
     def limit_bytes(self) -> int:
         """What tensors may take, as far as is known."""
-        return self.question.limit.for_tensors(self.ratio, self.question.work.resident_bytes)
+        return self.request.limit.for_tensors(self.ratio, self.request.work.resident_bytes)
 
     def explore(self) -> None:
         """Find the caps that fit, and what a step takes under each."""
-        question, layout = self.question, self.question.layout
+        request, layout = self.request, self.request.layout
         self.cost = layout.cost
         speed, is_known = speed_of(self.cost), self.cost.seconds_per_token is not None
         fits = self.largest_fit()
-        if fits is not None and question.timed:
+        if fits is not None and request.timed:
             speed = self.timed_speed(fits)
             self.cost = speed.cost
             fits = self.largest_fit()
         # Where nothing is timed, recomputing costs what arithmetic says.
-        factor = RECOMPUTED if self.recompute and not question.timed else 1.0
+        factor = RECOMPUTED if self.recompute and not request.timed else 1.0
         # As long as the same corner is the worst, peaks are affine in the cap.
         caps, peaks = zip(*sorted(self.caps_run.items()), strict=True)
-        for cap in () if fits is None else _doublings(question.smallest_cap, fits):
-            plans = question.plans_under(cap, self.cost)
+        for cap in () if fits is None else _doublings(request.smallest_cap, fits):
+            plans = request.plans_under(cap, self.cost)
             seconds = [speed.step_seconds(plan, lockstep=layout.lockstep) for plan in plans]
             self.times[cap] = factor * fmean(seconds)
             computed = sum(plan.num_positions for plan in plans)
@@ -202,7 +202,7 @@ class Variant:
                 Candidate(
                     max_tokens=cap,
                     predicted_bytes=int(np.interp(cap, caps, peaks)),
-                    seconds_per_step=self.times[cap] if is_known or question.timed else None,
+                    seconds_per_step=self.times[cap] if is_known or request.timed else None,
                     padding=1.0 - tokens / computed if computed else 0.0,
                     micro_batches=fmean(plan.num_micro_batches for plan in plans),
                     activation_checkpointing=self.recompute,
@@ -211,18 +211,18 @@ class Variant:
 
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does."""
-        question, limit = self.question, self.limit_bytes
-        if question.as_needed:  # where a prediction saved matters more than the table's first rows
-            most = self.peak_under(question.top)
+        request, limit = self.request, self.limit_bytes
+        if request.as_needed:  # where a prediction saved matters more than the table's first rows
+            most = self.peak_under(request.top)
             self.caps_run[0] = most.peak_bytes - most.activations
             if most.peak_bytes <= limit:
-                return question.top
-        caps = candidate_caps(question.smallest_cap, question.top)
+                return request.top
+        caps = candidate_caps(request.smallest_cap, request.top)
         fits = largest_cap(self._bytes_under, limit, caps)
-        if fits is None and self.peak(question.single).peak_bytes <= limit:
+        if fits is None and self.peak(request.single).peak_bytes <= limit:
             # Many short samples may take more than the longest one, which is alone then.
-            least = question.padded(question.shortest)
-            caps = candidate_caps(least, question.smallest_cap)
+            least = request.padded(request.shortest)
+            caps = candidate_caps(least, request.smallest_cap)
             fits = largest_cap(self._bytes_under, limit, caps)
         return fits
 
@@ -237,7 +237,7 @@ class Variant:
 
     def corners(self, cap: int) -> tuple[Shape, ...]:
         """Name the shapes that can be worst under a cap; the first has the longest samples."""
-        q = self.question
+        q = self.request
         shapes = corner_shapes(cap, q.padded(q.longest), q.padded(q.shortest), q.most_samples)
         # What is not run here is estimated: models whose short samples need more are few.
         return shapes[:1] if q.as_needed else shapes
@@ -248,9 +248,9 @@ class Variant:
         For a machine that is not here that of as many positions, in samples of the greatest length.
         """
         shapes = largest_shapes(plans)
-        if not self.question.as_needed:
+        if not self.request.as_needed:
             return max(map(self.peak, shapes), key=lambda peak: peak.peak_bytes)
-        longest = self.question.padded(self.question.longest)
+        longest = self.request.padded(self.request.longest)
         return self.peak(Shape(-(-positions(shapes[0]) // longest), longest))
 
     def peak(self, shape: Shape) -> MemoryEstimate:
@@ -259,9 +259,9 @@ class Variant:
         Raises:
             ConfigError: the model is to be sharded and needs values.
         """
-        question, peaks = self.question, self.facts.peaks
+        request, peaks = self.request, self.facts.peaks
         few, many = (Shape(n // shape.length, shape.length) for n in EXTRAPOLATED)
-        if question.as_needed and 0 < few.num_samples < many.num_samples < shape.num_samples:
+        if request.as_needed and 0 < few.num_samples < many.num_samples < shape.num_samples:
             # A loss in chunks runs as many operators as there are positions: two runs, and a line.
             one, two = self.peak(few), self.peak(many)
             slope = (two.activations - one.activations) / (many.num_samples - few.num_samples)
@@ -271,7 +271,7 @@ class Variant:
         if shape not in peaks:
             signals.check()
             if self.predictor is None:
-                self.predictor = Predictor(question.work, question.single, recompute=self.recompute)
+                self.predictor = Predictor(request.work, request.single, recompute=self.recompute)
             try:
                 peaks[shape] = self.predictor(shape)
             except CannotRunFake as answer:
@@ -311,28 +311,28 @@ class Variant:
 
     def budget_s(self, rate: float) -> float:
         """Give the seconds that timing may take, by those that a position takes."""
-        run_s = rate * self.question.num_positions
+        run_s = rate * self.request.num_positions
         return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), MOST_BUDGET_S)
 
     def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
         """Choose shapes: sizes at the typical length, one at others, and a tiny one: fixed cost."""
-        question, typical = self.question, self.question.typical
-        caps = _doublings(question.smallest_cap, fits)
+        request, typical = self.request, self.request.typical
+        caps = _doublings(request.smallest_cap, fits)
         middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
 
         def shape(size: int, length: int) -> Shape:
-            return Shape(max(1, min(question.most_samples, size // length)), length)
+            return Shape(max(1, min(request.most_samples, size // length)), length)
 
         sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
-        if question.shortest == question.longest:
+        if request.shortest == request.longest:
             return sizes, []  # attention's share is the same in every sample, and so is the cut
-        tiny, quarter = (question.padded(max(question.shortest, typical // n)) for n in (TINY, 4))
-        lengths = sorted({quarter, question.padded(question.longest)} - {typical})
+        tiny, quarter = (request.padded(max(request.shortest, typical // n)) for n in (TINY, 4))
+        lengths = sorted({quarter, request.padded(request.longest)} - {typical})
         return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
 
     def _measure(self, sizes: Sequence[Shape], others: Sequence[Shape]) -> None:
         """Time shapes, and compare the memory they took with the predicted."""
-        question, work, facts = self.question, self.question.work, self.facts
+        request, work, facts = self.request, self.request.work, self.facts
         started = self.clock()
         with work.filled():
             timings, growth = self._time(work, sizes, others)
@@ -342,7 +342,7 @@ class Variant:
             # The least ratio that explains the failure, and so stays clear of it.
             resident = work.resident_bytes
             failed = self.peak(timings.failed).peak_bytes - resident - 1
-            facts.ratio = max(facts.ratio, (question.limit.bytes - resident) / max(1, failed))
+            facts.ratio = max(facts.ratio, (request.limit.bytes - resident) / max(1, failed))
         elif not work.compiled:
             peak = self.peak(max(timings.seconds, key=positions))
             tensors = peak.activations + peak.gradients
@@ -356,9 +356,9 @@ class Variant:
 
         What a compiler takes itself says nothing of tensors.
         """
-        question, facts = self.question, self.facts
-        work = replace(question.work, compiled=False)
-        predict = Predictor(work, question.single, recompute=self.recompute)
+        request, facts = self.request, self.facts
+        work = replace(request.work, compiled=False)
+        predict = Predictor(work, request.single, recompute=self.recompute)
         for shape in sorted(compiled, key=positions, reverse=True):
             peak = predict(shape)
             if peak.peak_bytes <= self.limit_bytes:

@@ -46,7 +46,7 @@ class Tuning:
     """What tuning found; rank 0's counts for all, and a checkpoint holds it."""
 
     max_tokens: int  # the cap, in padded tokens of a micro-batch of several samples
-    alone: int  # what a longer sample may take in a micro-batch of its own
+    single_sample_cap: int  # what a longer sample may take in a micro-batch of its own
     activation_checkpointing: bool
     cost: Cost  # the time model of the cuts
     predicted: MemoryEstimate  # the peak of the sampled steps, no higher than the cap allows
@@ -57,7 +57,7 @@ class Tuning:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TuningRequest:
     """What is to be tuned."""
 
     work: Workload  # one rank's model, loss, optimizer and data
@@ -94,14 +94,14 @@ class Question:
         return Shape(min(self.layout.group_size, self.most_samples), self.padded(self.longest))
 
     @property
-    def alone(self) -> int:
+    def single_sample_cap(self) -> int:
         """What the longest sample takes, or the largest group: it must fit, whatever the cap."""
         return self.single.num_samples * self.single.length
 
     @property
     def smallest_cap(self) -> int:
         """The least cap worth asking about: what is longer than it is alone."""
-        cap = self.alone
+        cap = self.single_sample_cap
         while cap % 2 == 0 and cap // 2 >= max(self.typical, LEAST_CAP):
             cap //= 2
         return cap
@@ -114,11 +114,14 @@ class Question:
         bound = LARGEST_TIMED[self.work.device.type] if self.timed else self.fixed_cap
         if self.as_needed:
             bound = max(plan.max_positions for plan in self.plans_under(whole, self.layout.cost))
-        return max(self.alone, min(whole, bound or whole))
+        return max(self.single_sample_cap, min(whole, bound or whole))
 
     def plans_under(self, cap: int, cost: Cost) -> list[Plan]:
         """Cut the sampled batches under a cap, at the least cost."""
-        cut, layout = self.cut_at(cap, cost, self.alone), replace(self.layout, cost=cost)
+        cut, layout = (
+            self.cut_at(cap, cost, self.single_sample_cap),
+            replace(self.layout, cost=cost),
+        )
         return [cut.cut(lengths, layout) for lengths in self.batches]
 
     @property

@@ -108,7 +108,7 @@ class Workload:
             return drawn(self.model, self.weights, self.device)
         return nullcontext()
 
-    def alone(self, model: nn.Module) -> Parallel:
+    def on_one_rank(self, model: nn.Module) -> Parallel:
         """Lay a copy of the model out on one rank."""
         trained = [p for p in model.parameters() if p.requires_grad]
         return Replicated(model, self.bind(model), trained, World(device=self.device))
@@ -236,7 +236,7 @@ class Dims:
     own: Mapping[Dim, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
 
 
-def look(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
+def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
     """Look at samples of every length: at a few, and at more where these have lengths of their own.
 
     `lengths` are those of all data; `load` gives one sample, collated alone, or None for a bad one.

@@ -25,7 +25,7 @@ from trainer.objectives.base import weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
 
 NARROWING: Mapping[Any, torch.dtype] = {
@@ -105,25 +105,27 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
-def copied(kit: Kit, dtype: torch.dtype | None, shared: Iterable[object] = ()) -> Kit:
+def copied(
+    context: StepContext, dtype: torch.dtype | None, shared: Iterable[object] = ()
+) -> StepContext:
     """Copy the model and the objective of a run.
 
     Hooks on parameters are not copied, and a function that holds the model goes on holding it.
 
     Args:
-        kit: the run's; the copy computes alone, on the same device.
+        context: the run's; the copy computes alone, on the same device.
         dtype: of parameters and buffers; None leaves each its own.
         shared: objects that the copy has in common with the run.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
-    module, objective = duplicate(kit.model.module, memo), kit.objective
+    module, objective = duplicate(context.model.module, memo), context.objective
     with suppress(Exception):  # one that holds a lock, say, is shared
         objective = duplicate(objective, memo)
     module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
     parameters = [p for p in module.parameters() if p.requires_grad]
-    world = World(device=kit.world.device)
+    world = World(device=context.world.device)
     model = Replicated(module, bind(module), parameters, world)
-    return replace(kit, model=model, objective=objective, world=world)
+    return replace(context, model=model, objective=objective, world=world)
 
 
 @final
@@ -132,7 +134,7 @@ class Case:
     """A copy of the run's model, and the samples of one planned step to compute with it.
 
     Attributes:
-        kit: the run's, around the copy, on this rank alone.
+        context: the run's, around the copy, on this rank alone.
         dtype: of the copy's parameters and fields; None leaves both as they are. In float64,
             hand-written casts to fewer bits are undone.
         batch: the planned step, of all ranks.
@@ -143,7 +145,7 @@ class Case:
         plain: names of tensors in plain attributes of modules after a pass.
     """
 
-    kit: Kit
+    context: StepContext
     dtype: torch.dtype | None
     batch: PlannedBatch
     feed: Feed
@@ -155,12 +157,12 @@ class Case:
     @property
     def module(self) -> nn.Module:
         """The copy."""
-        return self.kit.model.module
+        return self.context.model.module
 
     @property
     def objective_name(self) -> str:
         """The objective, as a culprit."""
-        return f"objective {type(self.kit.objective).__name__}"
+        return f"objective {type(self.context.objective).__name__}"
 
     @property
     def limit_dtype(self) -> torch.dtype:
@@ -209,7 +211,7 @@ class Case:
         return MicroBatch(
             fields=fields,
             ids=ids,
-            weights=weights_of(self.kit.objective, fields),
+            weights=weights_of(self.context.objective, fields),
             num_tokens=int(lengths.sum()),
             num_positions=length if plan.packed else length * len(ids),
             rng_key=self.batch.micro_batches[0].rng_key,  # draws as the step's first does
@@ -228,7 +230,7 @@ class Case:
         mixed = np.concatenate([mixed, positions[len(mixed) :]])
         groups = np.split(mixed, range(self.size, len(mixed), self.size))
         # A mean of means has no reference of its own; what it approximates is the mean.
-        kind: Kind = "samples" if self.kit.normalizer == "samples" else "tokens"
+        kind: Kind = "samples" if self.context.normalizer == "samples" else "tokens"
         return self.gradient([self.load(group) for group in groups], kind)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
@@ -247,7 +249,9 @@ class Case:
             The copy.
         """
         # Generators of the model's own are shared: no seed governs them, and that is to show.
-        kit = copied(self.kit, self.dtype, own_generators(self.module, self.kit.objective))
+        context = copied(
+            self.context, self.dtype, own_generators(self.module, self.context.objective)
+        )
         default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
         widened = Widened(self.undone) if is_wide else nullcontext()
         held = ConstantDraws() if self.holds_draws else nullcontext()  # type: ignore[no-untyped-call] # untyped in torch
@@ -255,15 +259,15 @@ class Case:
         with torch.backends.cudnn.flags(enabled=False), widened, held:
             try:
                 torch.set_default_dtype(torch.float64 if is_wide else default)
-                yield replace(self, kit=kit)
+                yield replace(self, context=context)
             finally:
                 torch.set_default_dtype(default)
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
         fields: Fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
-        weights = weights_of(self.kit.objective, fields)
-        fields = to_device(fields, self.kit.world.device)
+        weights = weights_of(self.context.objective, fields)
+        fields = to_device(fields, self.context.world.device)
         key = self.batch.micro_batches[0].rng_key if self.holds_draws else micro_batch.rng_key
         return replace(micro_batch, fields=fields, weights=weights, rng_key=key)
 
@@ -284,9 +288,14 @@ class Case:
             By parameter; those that no micro-batch used are left out.
         """
         with self.running() as run:
-            kit, cast = run.kit, [self.cast(m) for m in micro_batches or self.batch.micro_batches]
-            _, parts = divisors(kind or kit.normalizer, kit.terms, cast, kit.world)
-            (strategy or kit.strategy).backward(kit.model, kit.objective, cast, parts, kit.sync)
+            context, cast = (
+                run.context,
+                [self.cast(m) for m in micro_batches or self.batch.micro_batches],
+            )
+            _, parts = divisors(kind or context.normalizer, context.terms, cast, context.world)
+            (strategy or context.strategy).backward(
+                context.model, context.objective, cast, parts, context.sync
+            )
             # Tensors that modules hold and have not registered, but for computed ones.
             self.plain.update(
                 f"{name}.{key}".lstrip(".")

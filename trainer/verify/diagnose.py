@@ -15,10 +15,10 @@ from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.report.records import Verdict
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
-from trainer.verify.find_module import Culprits, Found, Reason, describe, find
+from trainer.verify.find_module import Found, NamedReasons, Reason, describe, find
 from trainer.verify.trace import OUTSIDE
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
@@ -37,55 +37,61 @@ def low_precision(module: nn.Module) -> str | None:
 
 
 def diagnose(
-    case: Case, kit: Kit, found: Found, planned: Gradient, expected: Gradient, *, traces_whole: bool
-) -> tuple[Culprits, Errors]:
+    case: Case,
+    context: StepContext,
+    found: Found,
+    planned: Gradient,
+    expected: Gradient,
+    *,
+    traces_whole: bool,
+) -> tuple[NamedReasons, Errors]:
     """Name the culprits of a step that is not exact, first what random draws do not explain.
 
     Also gives the errors that are left with the draws held, and without a mean of means.
 
     Args:
         case: with its draws held, by `examine`, which gave `found`.
-        kit: the run's.
+        context: the run's.
         found: in a few samples.
         planned: the step's gradient in the case's precision, with what draws.
         expected: the reference, likewise.
         traces_whole: whether what every module gives for the whole batch fits into memory.
     """
-    errors, culprits, drawing = case.errors(planned, expected), Culprits(), Culprits()
-    kind: Kind = "tokens" if kit.normalizer == "micro_batches" else kit.normalizer
-    if (low := low_precision(kit.model.module)) is not None:
+    errors, named_reasons, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
+    kind: Kind = "tokens" if context.normalizer == "micro_batches" else context.normalizer
+    if (low := low_precision(context.model.module)) is not None:
         text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
             f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
             "precision=bf16"
         )
-        culprits.append(("parameters", Reason(text)))
-    if kit.normalizer == "micro_batches" and not errors.is_exact:
+        named_reasons.append(("parameters", Reason(text)))
+    if context.normalizer == "micro_batches" and not errors.is_exact:
         errors = case.errors(case.gradient(kind=kind), expected)
         name, remedy = "batch.normalizer=micro_batches", "use batch.normalizer=tokens"
         text = f"a mean of means: a token's weight depends on its micro-batch; {remedy}"
-        culprits.append((name, Reason(text)))
+        named_reasons.append((name, Reason(text)))
     if not errors.is_exact and (found.quiet or found.loud):
         expected = case.expected()
         errors = case.errors(case.gradient(kind=kind), expected)
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
-        return [*culprits, *drawing, *found.sums], errors
+        return [*named_reasons, *drawing, *found.sums], errors
     if hidden := _not_finite(planned, expected) or _amplified(case, errors):
-        return [*culprits, *hidden, *found.sums, *drawing], errors
+        return [*named_reasons, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
-        is_sum = kit.objective.scope not in Sum.scopes or isinstance(kit.strategy, Sum)
+        is_sum = context.objective.scope not in Sum.scopes or isinstance(context.strategy, Sum)
         if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
-            name = type(kit.strategy).__name__
+            name = type(context.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
-            return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors
+            return [*named_reasons, ("accum.gradient", Reason(text)), *drawing], errors
         named = _search_step(case, errors, traces_whole=traces_whole)
-    causes = [*culprits, *(culprit for culprit in named if culprit not in culprits)]
+    causes = [*named_reasons, *(culprit for culprit in named if culprit not in named_reasons)]
     return [*causes, *(culprit for culprit in drawing if culprit not in causes)], errors
 
 
-def _drawing(case: Case, found: Found, errors: Errors) -> Culprits:
+def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
     """Name what draws at random; `errors` are with the draws held."""
     draws = "draws at random anew for every micro-batch"
     outcome = f"; with it off the step still differs (error {errors.largest:.0e}), see above"
@@ -117,7 +123,7 @@ def _loud(module: nn.Module | None, draws: str) -> Reason:
     return Reason(text, verdict="not_proven")
 
 
-def _not_finite(*gradients: Gradient) -> Culprits:
+def _not_finite(*gradients: Gradient) -> NamedReasons:
     """Tell whether none of the gradients is finite."""
     if any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
         return []
@@ -125,7 +131,7 @@ def _not_finite(*gradients: Gradient) -> Culprits:
     return [("gradient", Reason(text, "not_proven"))]
 
 
-def _amplified(case: Case, errors: Errors) -> Culprits:
+def _amplified(case: Case, errors: Errors) -> NamedReasons:
     """Tell whether rounding alone moves the gradient as far as the cut does."""
     # An error that has lost more than half of the digits of the limit is not asked.
     if errors.largest > math.sqrt(EXACT[case.limit_dtype]):
@@ -146,7 +152,7 @@ def _amplified(case: Case, errors: Errors) -> Culprits:
     return [("rounding", reason)]
 
 
-def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
+def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReasons:
     """Take the step's own micro-batches apart: a few samples may be too few to show a coupling."""
     ends = np.cumsum([len(m.ids) for m in case.batch.micro_batches if m.ids])
     slots, size = np.split(case.positions, ends[:-1]), case.batch.plan.group_size
@@ -157,8 +163,8 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> Culprits:
             ways = {"its micro-batch": [case.load(part) for part in parts]}
             if len(parts) > 1:
                 found = find(case, case.load(positions), ways)
-                if culprits := [*found.modules, *found.sums]:
-                    return culprits
+                if named_reasons := [*found.modules, *found.sums]:
+                    return named_reasons
     name, error = errors.worst[0]
     reason = Reason(
         f"the gradient of {name} depends on the micro-batches (error {error:.0e}), while all "

@@ -28,7 +28,7 @@ class Reason(NamedTuple):
     verdict: Verdict = "not_exact"
 
 
-Culprits = list[tuple[str, Reason]]
+NamedReasons = list[tuple[str, Reason]]
 """Names of modules, the objective, the data or a setting, each with the reason."""
 
 Faults = Iterator[tuple[str, Reason]]
@@ -102,8 +102,8 @@ class Found(NamedTuple):
         was_checked: whether two samples fit into memory, or all of this is empty.
     """
 
-    modules: Culprits
-    sums: Culprits
+    modules: NamedReasons
+    sums: NamedReasons
     quiet: Collection[str] = ()
     loud: Collection[str] = ()
     was_checked: bool = True
@@ -163,9 +163,9 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
     added = [*_added_faults(case, trace, parts)] if losses else []
-    faults = Culprits()
-    if case.kit.objective.scope == "sample":
-        if case.kit.normalizer != "samples":
+    faults = NamedReasons()
+    if case.context.objective.scope == "sample":
+        if case.context.normalizer != "samples":
             faults += _weight_faults(case, trace, parts)
         if not (data or added):
             faults += _sum_faults(case, trace, losses)
@@ -197,7 +197,7 @@ def _compare_ways(
     return fields, losses
 
 
-def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> Culprits:
+def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> NamedReasons:
     """Put modules into words; those that differ in their numbers only share a line.
 
     Args:
@@ -208,18 +208,18 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) ->
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
-    culprits = Culprits()
+    named_reasons = NamedReasons()
     for (pattern, kind, reason), names in groups.items():
         count = f"{len(names)} x " if len(names) > 1 else ""
         name = pattern if count else names[0] or f"{kind} (in its own forward)"
-        culprits.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
-    return culprits
+        named_reasons.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
+    return named_reasons
 
 
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
     """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
     # It can be exact for one cut: a mean over micro-batches of one size, say.
-    remedy = REMEDY_OF_MODEL if isinstance(case.kit.objective, ModelLoss) else REMEDY
+    remedy = REMEDY_OF_MODEL if isinstance(case.context.objective, ModelLoss) else REMEDY
     for term, loss in trace.losses.items():
         # A group without a loss term may leave it out.
         apart = {way: [float(each.get(term, 0.0)) for each in ways[way]] for way in ways}

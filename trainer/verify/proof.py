@@ -14,16 +14,16 @@ import torch
 
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
-from trainer.core.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
+from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 from trainer.objectives.base import IGNORED
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import LOW, diagnose, low_precision, short
-from trainer.verify.find_module import Culprits, Faults, Found, Reason, examine
+from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
 from trainer.verify.trace import OUTSIDE
 
 WORST_FIRST: tuple[Verdict, ...] = ("not_exact", "not_proven", "exact_without_dropout")
@@ -32,14 +32,16 @@ WORST_FIRST: tuple[Verdict, ...] = ("not_exact", "not_proven", "exact_without_dr
 MAX_WORST = 10
 
 
-def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
+def verify(
+    context: StepContext, batch: PlannedBatch, feed: Feed, *, whole_fits: bool
+) -> VerifyReport:
     """Compare the gradient of a planned step with the whole batch's.
 
     A step planned as one micro-batch is compared with its samples one by one, which proves more;
     where they differ through its modules alone, it is the whole batch's step all the same.
 
     Args:
-        kit: the run's; its model is copied, and the generators are put back.
+        context: the run's; its model is copied, and the generators are put back.
         batch: the planned step, of all ranks.
         feed: gives the same samples in other groups.
         whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
@@ -49,20 +51,22 @@ def verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> Ve
         ConfigError: the model runs on no group of samples but the planned ones.
         DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
     """
-    devices = [kit.world.device] if kit.world.device.type == "cuda" else []
+    devices = [context.world.device] if context.world.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            return _verify(kit, batch, feed, whole_fits=whole_fits)
+            return _verify(context, batch, feed, whole_fits=whole_fits)
         finally:
-            kit.model.drop_gradients()  # of a copy that shares weights with it
+            context.model.drop_gradients()  # of a copy that shares weights with it
 
 
-def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> VerifyReport:
-    case, planned, notes = _plan(kit, batch, feed)
-    uncopied, whole = [*_uncopied(kit)], replace(case, size=case.num_samples)
+def _verify(
+    context: StepContext, batch: PlannedBatch, feed: Feed, *, whole_fits: bool
+) -> VerifyReport:
+    case, planned, notes = _plan(context, batch, feed)
+    uncopied, whole = [*_uncopied(context)], replace(case, size=case.num_samples)
     is_one_piece = case.batch.plan.num_micro_batches == 1
     case, expected = _refer(case, whole_first=whole_fits and not is_one_piece)
-    errors, low = case.errors(planned, expected), low_precision(kit.model.module)
+    errors, low = case.errors(planned, expected), low_precision(context.model.module)
     whole_errors, why = errors, list[str]()
     if is_one_piece and case.size < case.num_samples:
         why = ["the plan is one micro-batch, so it is compared with smaller ones, a stronger check"]
@@ -70,7 +74,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
         why = [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
     if low is not None:
-        as_is = replace(case, kit=copied(kit, None), dtype=None)
+        as_is = replace(case, context=copied(context, None), dtype=None)
         errors = case.errors(as_is.gradient(), expected)
         why.append(f"the planned step in {low}, as the weights are")
     elif is_one_piece and not errors.is_exact:
@@ -78,12 +82,14 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     case, found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = replace(case, size=case.num_samples), whole_errors, []
-    culprits, rest = found.sums, errors
+    named_reasons, rest = found.sums, errors
     if not errors.is_exact:
-        culprits, rest = diagnose(case, kit, found, planned, expected, traces_whole=whole_fits)
-    notes += [*why, *_asides(case, errors, found, culprits)]
-    culprits = [*culprits, *uncopied]
-    verdicts = {reason.verdict for _, reason in culprits}
+        named_reasons, rest = diagnose(
+            case, context, found, planned, expected, traces_whole=whole_fits
+        )
+    notes += [*why, *_asides(case, errors, found, named_reasons)]
+    named_reasons = [*named_reasons, *uncopied]
+    verdicts = {reason.verdict for _, reason in named_reasons}
     verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
     return VerifyReport(
         verdict=verdict,
@@ -92,7 +98,7 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
         reference=case.reference,
         dtype=short(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
-        culprits=tuple((name, reason.text) for name, reason in culprits),
+        named_reasons=tuple((name, reason.text) for name, reason in named_reasons),
         num_parameters=len(errors.by_name),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
@@ -101,14 +107,16 @@ def _verify(kit: Kit, batch: PlannedBatch, feed: Feed, *, whole_fits: bool) -> V
     )
 
 
-def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, list[str]]:
+def _plan(
+    context: StepContext, batch: PlannedBatch, feed: Feed
+) -> tuple[Case, Gradient, list[str]]:
     """Compute the planned gradient in float64, or float32 where the model fixes that; add notes."""
     notes = list[str]()
     for dtype in (torch.float64, torch.float32):
         try:
-            with fatal(f"copying the model in {short(dtype)}, for train verify"):
-                copy = copied(kit, dtype)
-            case = Case(kit=copy, dtype=dtype, batch=batch, feed=feed)
+            with no_replay(f"copying the model in {short(dtype)}, for train verify"):
+                copy = copied(context, dtype)
+            case = Case(context=copy, dtype=dtype, batch=batch, feed=feed)
             case, planned = _fit(case)
             break
         except Exception as error:  # a model that fixes its precision may raise anything
@@ -120,7 +128,7 @@ def _plan(kit: Kit, batch: PlannedBatch, feed: Feed) -> tuple[Case, Gradient, li
                 "error beyond the model's own rounding, which was measured"
             )
     low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
-    if low and low_precision(kit.model.module) is None:
+    if low and low_precision(context.model.module) is None:
         notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:
@@ -177,10 +185,10 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     )
 
 
-def _uncopied(kit: Kit) -> Faults:
+def _uncopied(context: StepContext) -> Faults:
     """Name the weights of the run's own model whose hooks, or gradients, a copy does not show."""
-    named = dict(kit.model.module.named_parameters())
-    for name in hooked(kit.model.module):
+    named = dict(context.model.module.named_parameters())
+    for name in hooked(context.model.module):
         text = (
             "has a hook on its gradient, which runs for every micro-batch and is not copied with "
             "the model, so nothing is proven: move its work into the optimizer's step, once per "
@@ -196,7 +204,7 @@ def _uncopied(kit: Kit) -> Faults:
         yield first_of(reached), Reason(text, "not_proven")
 
 
-def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> Iterator[str]:
+def _asides(case: Case, errors: Errors, found: Found, named_reasons: NamedReasons) -> Iterator[str]:
     """Say what the verdict leaves open, and what this batch could not show."""
     if not found.was_checked:
         yield "the loss sums were not checked on their own: fewer than two samples fit into memory"
@@ -204,7 +212,7 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> Ite
         names = {OUTSIDE: "the objective", "": "the model itself"}
         drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
         yield f"{drawn}: draws at random, without effect here; another step may differ"
-    if errors.is_exact and culprits:
+    if errors.is_exact and named_reasons:
         yield "the gradients agree by coincidence: other micro-batches or batches would differ"
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
         yield "no sample of this batch has a loss term, so nothing is checked: try another seed"
@@ -228,7 +236,7 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: Culprits) -> Ite
 
 def _hides_shift(case: Case) -> bool:
     """Whether a loss that shifts labels wrongly would look right; ours cannot."""
-    objective = case.kit.objective
+    objective = case.context.objective
     if type(objective).__module__.startswith("trainer.") and not isinstance(objective, ModelLoss):
         return False
     labels = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]

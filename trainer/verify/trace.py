@@ -234,7 +234,7 @@ def record(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Tr
             parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
         with _watching(run.module, recorder):
             # As the forward will, so that what the objective draws before it is seen.
-            seed_draws(micro_batch.rng_key, run.kit.world.device)
+            seed_draws(micro_batch.rng_key, run.context.world.device)
             recorder.charge()
             sums = _forward(run, micro_batch, micro_batch.rng_key)
             recorder.charge()
@@ -290,12 +290,12 @@ def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list
 
 def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     """Run a copy that was lent, from the same random numbers each time."""
-    seed_draws(key, run.kit.world.device)
+    seed_draws(key, run.context.world.device)
     fields = run.cast(micro_batch).fields
-    call = run.kit.model.call
+    call = run.context.model.call
     # With the output layer in every pass: whether chunks replace it depends on their size.
     whole = call.run if isinstance(call, ModelRun) else call
-    return sums_of(run.kit.objective, whole, fields, micro_batch.weights)
+    return sums_of(run.context.objective, whole, fields, micro_batch.weights)
 
 
 def _detached(sums: Sums) -> Losses:

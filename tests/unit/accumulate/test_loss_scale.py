@@ -17,7 +17,7 @@ from trainer.training.step import LOSS_SCALE, NOT_FINITE
 def scaled(value: float | None, **changes) -> Bench:
     bench = Bench(Fixed(micro=3), torch.float32, clip_norm=0.1, **changes)
     scale = None if value is None else LossScale(value)
-    bench.kit = replace(bench.kit, loss_scale=scale)
+    bench.context = replace(bench.context, loss_scale=scale)
     return bench
 
 
@@ -28,7 +28,7 @@ def test_it_changes_no_bit_of_loss_metrics_norm_and_update():
         assert (one.loss, one.grad_norm, one.metrics) == (two.loss, two.grad_norm, two.metrics)
     pairs = zip(plain.parameters().values(), other.parameters().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert other.kit.loss_scale == LossScale(2.0**16, good_steps=3)
+    assert other.context.loss_scale == LossScale(2.0**16, good_steps=3)
 
 
 class Overflows(Sum):
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_halves_the_scale_until
         assert all(torch.equal(p, before[n]) for n, p in bench.parameters().items())
         reports.append(bench.step())
     assert {report.skipped for report in reports[:-1]} == {LOSS_SCALE}
-    assert bench.kit.loss_scale == LossScale(2.0 ** (25 - len(reports)), good_steps=1)
+    assert bench.context.loss_scale == LossScale(2.0 ** (25 - len(reports)), good_steps=1)
     assert 2 < len(reports) < 20
     assert [report.batch.step for report in reports] == [*range(1, len(reports) + 1)]
 

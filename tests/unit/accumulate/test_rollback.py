@@ -143,14 +143,14 @@ def after_three_steps(
     """Train; memory runs out in some steps, or these are cut finer from the start."""
     settings = {} if objective is None else {"objective": objective}
     bench = Bench(Fixed(micro=6), model=model, strategy=Failing(0, "forward"), **settings)
-    strategy = bench.kit.strategy
+    strategy = bench.context.strategy
     for number in range(1, 4):
         at, phase = strikes.get(number, (0, "none"))
         strategy.at, strategy.phase, strategy.done = at, phase, phase in {"none", "finer"}
         batch = bench.feed.next()
         if phase == "finer":
             batch = bench.feed.smaller(batch)
-        report = train_step(bench.kit, batch, bench.feed)
+        report = train_step(bench.context, batch, bench.feed)
         assert report.replays == (number in strikes and phase != "finer")
     return [plain(bench.module.state_dict()), plain(bench.module.state())]
 

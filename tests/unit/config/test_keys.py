@@ -57,8 +57,8 @@ NEEDS = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
-    "Auto": {"max_tokens", "alone", "cost", "lowered"},
-    "Budget": {"lowered"},
+    "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
+    "Budget": {"cap_after_failure"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},
     "TokenWindows": {"split"},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.errors import DoesNotFitError
-from trainer.core.out_of_memory import AllocationGuard, fatal, is_out_of_memory, release_memory
+from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
 
@@ -92,7 +92,10 @@ def test_a_real_allocation_that_fails_is_recognised() -> None:
         with AllocationGuard() as guard:
             allocate()
         assert guard.failed
-        with pytest.raises(DoesNotFitError, match="out of memory in a test"), fatal("in a test"):
+        with (
+            pytest.raises(DoesNotFitError, match="out of memory in a test"),
+            no_replay("in a test"),
+        ):
             allocate()
 
 

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from tests.reliability import lab
 from trainer.core.errors import ConfigError
-from trainer.core.rank_progress import Board
+from trainer.core.rank_progress import RankProgress
 from trainer.launch.membership import Membership
 from trainer.launch.session import claim_card, gpu_index, joined, refuse_shared_cards
 
@@ -45,7 +45,7 @@ def test_a_fault_of_parting_from_the_other_ranks_does_not_hide_how_the_command_e
     member = Membership(rank=0, size=1, local_rank=0, local_size=1, address=address)
 
     def fail() -> None:
-        with joined(config, member, Board()):
+        with joined(config, member, RankProgress()):
             dist.destroy_process_group()
             raise ValueError("the first")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.core.errors import Preempted
-from trainer.core.rank_progress import Board, Place
+from trainer.core.rank_progress import Position, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, is_peer_failure, verdict
@@ -34,7 +34,9 @@ def watching(tmp_path: Path) -> Iterator[Callable[..., Watch]]:
         before = signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # which processes inherit
         for rank, work in enumerate(works):
             process = subprocess.Popen(["sh", "-c", work], start_new_session=True)
-            child = Child(rank=rank, process=process, board=Board(records.board(rank)))
+            child = Child(
+                rank=rank, process=process, rank_progress=RankProgress(records.rank_progress(rank))
+            )
             for end in (process.wait, child.kill):
                 opened.callback(end)
             children.append(child)
@@ -58,9 +60,9 @@ def test_a_rank_that_leaves_with_code_0_and_no_word_is_named_and_ends_the_others
 
 def test_a_rank_waits_in_a_sum_so_that_one_that_hangs_before_it_is_named(monkeypatch):
     world, seen = World(size=2), []
-    monkeypatch.setattr(dist, "all_reduce", lambda _: seen.append(world.board.read().waits))
+    monkeypatch.setattr(dist, "all_reduce", lambda _: seen.append(world.rank_progress.read().waits))
     world.sum(torch.ones(1))
-    assert [*seen, world.board.read().waits] == [True, False]
+    assert [*seen, world.rank_progress.read().waits] == [True, False]
 
 
 HELD_UP, ALL = ("agree", "compute"), ("compute", "compute")
@@ -81,7 +83,7 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
 ):
     watch = watching(SLEEPS, SLEEPS, timeout_s=0.1)
     for child, phase in zip(watch.children, phases, strict=True):
-        child.board.write(Place(step=3, phase=phase, is_first=is_first))
+        child.rank_progress.write(Position(step=3, phase=phase, is_first=is_first))
         if signalled is not None:
             child.process.send_signal(signalled)
             watch.stop.is_set, watch.stopped_at = True, time.monotonic() - UNBEGUN_S
@@ -92,7 +94,7 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
 
 
 def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
-    end = Ended(1, -signal.SIGABRT, {}, 1.0, Place(step=2, phase="reduce"), 0.0)
+    end = Ended(1, -signal.SIGABRT, {}, 1.0, Position(step=2, phase="reduce"), 0.0)
     text = str(verdict({1: end}, tmp_path, 600))
     assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
@@ -106,7 +108,7 @@ def test_a_rank_that_hangs_is_asked_for_its_last_collectives(tmp_path, watching,
     watch = watching(
         "mkfifo $FILE.pipe; read -r _ < $FILE.pipe; printf it > $FILE; sleep 600", timeout_s=0.5
     )
-    watch.children[0].board.write(Place(step=3, phase="reduce"))
+    watch.children[0].rank_progress.write(Position(step=3, phase="reduce"))
     watch.run()
     watch.end(folder)
     assert (folder / "errors" / "nccl-0").read_text() == "it"
@@ -114,7 +116,7 @@ def test_a_rank_that_hangs_is_asked_for_its_last_collectives(tmp_path, watching,
 
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
 def test_outside_of_steps_ranks_may_take_their_time(phase):
-    assert not Place(step=3, phase=phase).is_overdue(1e-9)
+    assert not Position(step=3, phase=phase).is_overdue(1e-9)
 
 
 def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
@@ -128,7 +130,7 @@ def test_word_of_a_bad_end_on_another_machine_ends_the_ranks_here(watching, monk
     monkeypatch.setattr("trainer.launch.supervise.ORDERLY_S", 0.1)
     watch = watching(SLEEPS)
     watch.records.shared.folder.mkdir()
-    watch.records.shared.write(Ended.now(1, Place(), {"crash": "injected", "code": 1}))
+    watch.records.shared.write(Ended.now(1, Position(), {"crash": "injected", "code": 1}))
     watch.run()
     assert watch.ended[0].is_killed
 
@@ -156,7 +158,10 @@ def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_s
     found = {}
 
     def end(rank, report):
-        own, shared = Ended.now(rank, Place(step=2, phase="compute"), report), tmp_path / "shared"
+        own, shared = (
+            Ended.now(rank, Position(step=2, phase="compute"), report),
+            tmp_path / "shared",
+        )
         found[rank] = conclude(own, Records(shared), len(reports), tmp_path, 600)
 
     with ThreadPoolExecutor(len(reports)) as pool:
@@ -173,7 +178,7 @@ def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_tak
 ):
     watch, folder = watching("true", "true"), tmp_path / "run"
     for rank, report in enumerate((TORN, PEER)):
-        watch.records.write(Ended.now(rank, Place(), report))
+        watch.records.write(Ended.now(rank, Position(), report))
         watch.records.stacks(rank).write_text("where it was")
     watch.run()
     watch.end(folder)
@@ -187,7 +192,7 @@ def test_ranks_that_saved_and_stopped_leave_no_word_that_would_end_the_others(tm
     (tmp_path / "shared").mkdir()
     saved = {"error": "Preempted", "text": "saved", "code": 75, "is_own": False}
     for rank, is_there in ((1, True), (0, False)):
-        own = Ended.now(rank, Place(step=2, phase="end"), saved)
+        own = Ended.now(rank, Position(step=2, phase="end"), saved)
         error = conclude(own, Records(tmp_path / "shared"), 2, tmp_path, 600)
         assert isinstance(error, Preempted)
         assert not error.is_own

@@ -134,12 +134,12 @@ class Sharpness(Sum):
 
     def backward(self, model: Any, objective: Any, *rest: Any) -> Tensor:
         super().backward(model, objective, *rest)
-        moves = [p.grad for p in model.parameters]
-        for weight, move in zip(model.parameters, moves, strict=True):
+        collectives = [p.grad for p in model.parameters]
+        for weight, move in zip(model.parameters, collectives, strict=True):
             self.moved(weight, move)
             weight.grad = None
         share = super().backward(model, objective, *rest)
-        for weight, move in zip(model.parameters, moves, strict=True):
+        for weight, move in zip(model.parameters, collectives, strict=True):
             self.moved(weight, -move)
         return share
 

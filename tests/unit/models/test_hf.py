@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from tests.lib.heads import save_causal_model
-from trainer.build.instantiate import construct
+from trainer.assemble.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
 from trainer.models.hf import PRETRAINED, stored_dtypes

@@ -89,7 +89,7 @@ def test_auto_cuts_by_the_cost_it_was_tuned_with():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_longer_sample_is_alone_under_a_tuned_cap_that_suits_the_short_ones(packed):
-    cut = Auto().tuned(20, Cost(), alone=30)
+    cut = Auto().tuned(20, Cost(), single_sample_cap=30)
     plan = cut.cut(np.array([5, 30, 7, 6]), Layout(packed=packed))
     assert [ids for ids in samples_of(plan)[0] if 1 in ids] == [[1]]
     assert cut.hard_cap == plan.max_positions == 30
@@ -134,9 +134,9 @@ def test_cuts_shrink_until_every_micro_batch_is_one_sample_or_group(lengths, lay
 
 def test_a_lowered_cap_still_lets_a_longer_sample_try_alone():
     cut = Budget(max_tokens=100)
-    lowered = cut.smaller(cut.cut(np.full(10, 10), Layout()))
-    assert lowered == Budget(max_tokens=100, lowered=70)
-    plan = lowered.cut(np.array([95, 10, 10]), Layout())
+    cap_after_failure = cut.smaller(cut.cut(np.full(10, 10), Layout()))
+    assert cap_after_failure == Budget(max_tokens=100, cap_after_failure=70)
+    plan = cap_after_failure.cut(np.array([95, 10, 10]), Layout())
     assert plan.max_positions == 95
     assert plan.max_shared_positions <= 70
 

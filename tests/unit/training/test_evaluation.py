@@ -53,7 +53,7 @@ def held_out(
 
 
 def evaluated(bench: Bench, samples: HeldOut) -> dict[str, float]:
-    return evaluate(bench.kit.model, bench.objective, samples, bench.kit.world)
+    return evaluate(bench.context.model, bench.objective, samples, bench.context.world)
 
 
 def by_hand(module: nn.Module, data: RaggedText) -> dict[str, float]:
@@ -194,7 +194,7 @@ def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
     visited = [i for rank in range(num_ranks) for each in samples.requests(rank) for i in each.ids]
     assert sorted(visited) == list(range(33))
     ranks = [World(rank=rank, size=num_ranks) for rank in range(num_ranks)]
-    found = [_attempt(bench.kit.model, OBJECTIVE, samples, world, bool) for world in ranks]
+    found = [_attempt(bench.context.model, OBJECTIVE, samples, world, bool) for world in ranks]
     sums, weights = (
         {
             name: _rounded_once([n for each in found for n in each[k].get(name, [])])
@@ -240,9 +240,12 @@ def test_a_weight_that_a_forward_writes_is_cast_again():
     losses = []
     for forgets in (False, True):
         bench = Bench(Budget(max_tokens=100), torch.float32, model=Counting, lay_out=lay_out)
-        call = bench.kit.model.call
+        call = bench.context.model.call
         forget = torch.clear_autocast_cache if forgets else int
-        bench.kit.model.call = lambda fields, call=call, forget=forget: (forget(), call(fields))[1]
+        bench.context.model.call = lambda fields, call=call, forget=forget: (
+            forget(),
+            call(fields),
+        )[1]
         losses.append(evaluated(bench, held_out(24))["loss"])
     assert losses[0] == losses[1]
 

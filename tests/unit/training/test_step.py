@@ -53,9 +53,9 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
     terms, total = sum(m.weights["cross_entropy"] for m in tail.micro_batches), 0.0
     with torch.no_grad():
         for micro_batch in tail.micro_batches:
-            sums = bench.kit.objective.sums(bench.kit.model.call, micro_batch.fields)
+            sums = bench.context.objective.sums(bench.context.model.call, micro_batch.fields)
             total += float(sums.losses["cross_entropy"])
-    report = train_step(bench.kit, tail, bench.feed)
+    report = train_step(bench.context, tail, bench.feed)
     assert float(report.loss) == pytest.approx(total / terms, rel=1e-12)
 
 
@@ -100,13 +100,13 @@ def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_w
     ):
         bench = Bench(cut, normalizer=normalizer)
         batch = bench.feed.next()
-        text = remedies(bench.kit, batch)
+        text = remedies(bench.context, batch)
         assert text.startswith(says)
         assert text.endswith(", or type sync=deferred")
         if says.endswith("="):
             cap = int(text.removeprefix(says).partition(",")[0])
             assert batch.largest_sample()[1] <= cap < batch.plan.max_shared_positions
-        assert f"{remedies(replace(bench.kit, deferred_fits=False), batch)}, or" in text
+        assert f"{remedies(replace(bench.context, deferred_fits=False), batch)}, or" in text
 
 
 def test_the_host_looks_at_the_device_once_a_step():

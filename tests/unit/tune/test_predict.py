@@ -28,7 +28,7 @@ from tests.lib.tune_support import (
     traces,
     workload,
 )
-from trainer.build.parallel import ParallelSetup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT

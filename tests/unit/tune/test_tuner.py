@@ -25,13 +25,13 @@ from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
-from trainer.tune.cache import Facts, TuningCache, describe
+from trainer.tune.cache import Measurements, TuningCache, describe
 from trainer.tune.forward import count_forward
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
 from trainer.tune.speed import Stopwatch
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Question, Tuning
+from trainer.tune.tuning import Tuning, TuningRequest
 
 tune = partial(tuner.tune, clock=lambda: 0.0)
 """Tunes as if it took no time, unless a test brings a clock."""
@@ -53,7 +53,7 @@ def book():
     return TuningCache()
 
 
-def question(model: nn.Module | None = None, limit=10**9, **changes) -> Question:
+def question(model: nn.Module | None = None, limit=10**9, **changes) -> TuningRequest:
     draws = np.random.default_rng(0)
     batches = changes.pop("batches", [draws.choice(LENGTHS, NUM_SAMPLES) for _ in range(3)])
     if isinstance(limit, int):
@@ -69,7 +69,7 @@ def question(model: nn.Module | None = None, limit=10**9, **changes) -> Question
         "limit": limit,
         "timed": False,
     }
-    return Question(**(settings | changes))
+    return TuningRequest(**(settings | changes))
 
 
 class Paced(nn.Module):
@@ -102,7 +102,7 @@ class PacedBlock(nn.Module):
         return self.out(self.hidden(x).relu())
 
 
-def fits(asked: Question, cap: float) -> bool:
+def fits(asked: TuningRequest, cap: float) -> bool:
     """Take real steps at the largest shape of every length that a cap allows."""
     try:
         for length in LENGTHS:
@@ -243,8 +243,8 @@ def test_only_what_fits_uncompiled_is_compared_with_the_compiled_times():
     found = []
     for limit in (needed[1] - 1, needed[1], needed[0] - 1):
         limited = replace(asked, limit=MemoryLimit(bytes=limit, source="a test"))
-        facts, clock = Facts(), time.perf_counter
-        variant = tuner.Variant(limited, facts, clock, clock, recompute=False)
+        facts, clock = Measurements(), time.perf_counter
+        variant = tuner.MemoryVariant(limited, facts, clock, clock, recompute=False)
         variant._compare_uncompiled({small: 1e9, large: 1e-9})
         found.append(facts.compiled_time)
     assert found[0] > 1 > found[1] > found[2] == 0
@@ -291,13 +291,13 @@ def test_a_fixed_cap_is_lowered_by_memory_alone_and_no_clock_is_asked(book):
         return tuner.tune(asked, cache, clock, clock)
 
     found = tuned(book)
-    assert (found.max_tokens, found.alone, found.cost) == (256, 32, Cost())
+    assert (found.max_tokens, found.single_sample_cap, found.cost) == (256, 32, Cost())
     assert not found.activation_checkpointing
     assert "not timed: deterministic" in found.method
     peaks = dict(book.facts[False].peaks)
     seconds = {Shape(n, 32): 1e-9 / n for n in (1, 4, 16)}
-    facts = Facts(peaks=peaks, seconds=seconds, noise=0.0, ratio=3.0, compiled_time=0.5)
-    timed = TuningCache(facts=(replace(facts, method=book.facts[False].method), Facts()))
+    facts = Measurements(peaks=peaks, seconds=seconds, noise=0.0, ratio=3.0, compiled_time=0.5)
+    timed = TuningCache(facts=(replace(facts, method=book.facts[False].method), Measurements()))
     assert tuned(timed) == found, "what was timed before counts as little"
     assert replace(tuned(book, limit=10**8), method="", limit_bytes=0) == replace(
         found, method="", limit_bytes=0
@@ -354,13 +354,17 @@ def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_
             return self.head(x) + drawn[:, None, None]
 
     asked = question(Greedy(), batches=[np.array([32] + [1] * 31)], longest=32, shortest=1)
-    alone = predict_peak(asked.work, Shape(1, 32)).peak_bytes
+    single_sample_cap = predict_peak(asked.work, Shape(1, 32)).peak_bytes
     many = predict_peak(asked.work, Shape(32, 1)).peak_bytes
-    assert many > 1.2 * alone
-    tight = replace(asked, limit=MemoryLimit(bytes=int(1.1 * alone), source="a simulated budget"))
+    assert many > 1.2 * single_sample_cap
+    tight = replace(
+        asked, limit=MemoryLimit(bytes=int(1.1 * single_sample_cap), source="a simulated budget")
+    )
     found = tune(tight)
-    assert found.max_tokens < 32 == found.alone
-    plan = tight.cut_at(found.max_tokens, found.cost, found.alone).cut(asked.batches[0], Layout())
+    assert found.max_tokens < 32 == found.single_sample_cap
+    plan = tight.cut_at(found.max_tokens, found.cost, found.single_sample_cap).cut(
+        asked.batches[0], Layout()
+    )
     for rank, slot in plan.slots():
         shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
         measured_peak(tight.work, shape, limit=tight.limit.bytes)
@@ -385,7 +389,7 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, damage):
     book.save()
     assert TuningCache.open({}, tmp_path).facts == book.facts
     book.path.write_text(damage)
-    assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+    assert TuningCache.open({}, tmp_path).facts == (Measurements(), Measurements())
 
 
 def test_a_row_that_is_not_the_fastest_is_taken_with_its_reason():
@@ -394,7 +398,7 @@ def test_a_row_that_is_not_the_fastest_is_taken_with_its_reason():
     asked = question(Paced(), timed=True, **batches)
     reasons = {0.0: None, 0.4: "are noisy, so that up to 40%", math.inf: "could not be repeated"}
     for noise, reason in reasons.items():
-        book = TuningCache(facts=(Facts(seconds={**sizes}, noise=noise), Facts()))
+        book = TuningCache(facts=(Measurements(seconds={**sizes}, noise=noise), Measurements()))
         found = tune(asked, book)
         (row,) = [row for row in found.candidates if row.chosen]
         slower = row.seconds_per_step / min(row.seconds_per_step for row in found.candidates) - 1
@@ -414,7 +418,7 @@ def test_a_group_that_does_not_fit_is_what_the_message_names(book):
 
 def damaged_facts() -> Iterator[object]:
     """Give what a cache may hold after somebody altered one value."""
-    facts = Facts(peaks={Shape(2, 8): MemoryEstimate(peak_bytes=30, activations=30)})
+    facts = Measurements(peaks={Shape(2, 8): MemoryEstimate(peak_bytes=30, activations=30)})
     facts.add_timings({Shape(2, 8): 0.5}, noise=0.1)
     good = json.loads(json.dumps(facts.to_dict()))
     peak = good["peaks"][0][2]
@@ -444,14 +448,16 @@ def test_every_altered_value_of_a_cache_is_found_and_said_and_nothing_of_it_is_b
     for content in damaged_facts():
         caplog.clear()
         path.write_text(json.dumps(content))
-        assert TuningCache.open({}, tmp_path / "tune").facts == (Facts(), Facts()), content
+        assert TuningCache.open({}, tmp_path / "tune").facts == (Measurements(), Measurements()), (
+            content
+        )
         assert "not used, and measured again" in caplog.text, content
 
 
 def test_a_pipe_in_place_of_a_cache_is_passed_over(tmp_path, caplog):
     path = TuningCache.open({}, tmp_path).path
     os.mkfifo(path)
-    assert TuningCache.open({}, tmp_path).facts == (Facts(), Facts())
+    assert TuningCache.open({}, tmp_path).facts == (Measurements(), Measurements())
     assert "not used" in caplog.text
 
 

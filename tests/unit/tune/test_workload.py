@@ -19,7 +19,7 @@ from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
 from trainer.tune.predict import predict_peak
 from trainer.tune.speed import rehearsal
-from trainer.tune.workload import Tiled, look
+from trainer.tune.workload import Tiled, measured_dims
 
 OWN = "tests.unit.tune.test_workload"
 
@@ -67,7 +67,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     def fail(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("trainer.build.peak.Predictor", fail)
+    monkeypatch.setattr("trainer.assemble.peak.Predictor", fail)
     plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
     assert plan["predicted_peak_bytes"] is None
     shown = " ".join("".join(capsys.readouterr()).split())
@@ -135,22 +135,22 @@ def test_an_objective_with_a_tensor_of_its_own_gets_no_fake_one():
 
 
 class Tabled(nn.Module):
-    def __init__(self, num_bytes: int, *, moves: bool) -> None:
+    def __init__(self, num_bytes: int, *, collectives: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.head = nn.Linear(8, VOCABULARY)
-        self.moves = moves
+        self.collectives = collectives
         self.register_buffer("table", torch.zeros(num_bytes // 4))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        if self.moves:
+        if self.collectives:
             self.table.add_(1.0)
         return self.head(self.embedding(input_ids)) + self.table[0]
 
 
 @pytest.mark.parametrize(("num_bytes", "moves"), [(2**14, False), (2**24, True)])
-def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, moves):
-    model = Tabled(num_bytes, moves=moves)
+def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, collectives):
+    model = Tabled(num_bytes, collectives=collectives)
     work = workload(model, text())
     predicted = predict_peak(work, Shape(2, 8)).peak_bytes
     assert predicted == pytest.approx(measured_peak(work, Shape(2, 8)).peak_bytes, rel=0.03)
@@ -173,7 +173,7 @@ class Opposed:
 
 def test_a_dimension_with_a_length_of_its_own_takes_the_most_it_has_up_to_that_length():
     data = Opposed()
-    dims = look(data.lengths, data.load)
+    dims = measured_dims(data.lengths, data.load)
     assert dims.sequence is not None
     assert {("mask", 1), ("mask", 2)} < dims.sequence
     fields = Tiled(data.load(19), 23, dims)(2, 10)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from trainer.build.instantiate import construct, look_up
+from trainer.assemble.instantiate import construct, look_up
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -77,9 +77,9 @@ def all_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None
     Of data that bring their own parts these are all of them, in turn. Raises as `build_data`.
     """
     seed = config.data.split_seed
-    parts, _, _ = _parts(config, {**config.data.params, "holdout": 0}, seed, world)
-    parts = [part for part in parts if len(part)] or parts[:1]
-    every = parts[0] if len(parts) == 1 else _view(Joined(parts), config)
+    components, _, _ = _parts(config, {**config.data.params, "holdout": 0}, seed, world)
+    components = [part for part in components if len(part)] or components[:1]
+    every = components[0] if len(components) == 1 else _view(Joined(components), config)
     return every, every if len(every) else None, Split(rule="all of them", holdout=None, seed=seed)
 
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from trainer.accumulate.loss_scale import LossScale
-from trainer.build.parallel import ParallelSetup
-from trainer.build.parts import Parts
+from trainer.assemble.components import Components
+from trainer.assemble.parallel import ParallelSetup
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig, contract, contract_diff
@@ -51,33 +51,34 @@ LARGE = 0.02
 FAR = 10.0
 
 
-def check_parts(parts: Parts) -> None:
+def check_parts(components: Components) -> None:
     """Refuse what no cut can make exact, and a schedule that does not fit into the run.
 
     Raises:
         ConfigError: naming what, and what to type.
     """
-    parts.schedule.factor(0, parts.total_steps)
-    scope, strategy, cut = parts.objective.scope, parts.strategy, parts.cut
+    components.schedule.factor(0, components.total_steps)
+    config = components.config
+    scope, strategy, cut = components.objective.scope, components.strategy, components.cut
     if scope not in strategy.scopes:
         name = type(strategy).__name__
         text = f"{name} is wrong where samples share a loss ({scope}); use another strategy"
         raise ConfigError(f"accum.gradient: {text}")
     if isinstance(cut, Budget):  # refuses the longest of all samples now, and not in its step
-        cut.cut(parts.source.lengths[[parts.source.lengths.argmax()]], parts.layout)
-    norm = batch_statistics(parts.module)
+        cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
+    norm = batch_statistics(components.module)
     if norm is not None and not cut.keeps_order:
         raise ConfigError(
             f"model: {norm} is BatchNorm, whose result depends on the micro-batch size, and "
-            f"accum={parts.config.accum.name or parts.config.accum.target} chooses that size: set "
+            f"accum={config.accum.name or config.accum.target} chooses that size: set "
             "accum=fixed accum.micro=N batchnorm=micro to fix it "
-            f"(N={parts.source.order.global_batch} is the whole step at once), or use GroupNorm"
+            f"(N={config.batch.global_batch} is the whole step at once), or use GroupNorm"
         )
-    if parts.config.batch.normalizer == "micro_batches" and not cut.keeps_order:
+    if config.batch.normalizer == "micro_batches" and not cut.keeps_order:
         raise ConfigError("batch.normalizer=micro_batches: needs accum=fixed accum.micro=N")
 
 
-def check_sums(parts: Parts) -> list[str]:
+def check_sums(components: Components) -> list[str]:
     """Compare the loss of two samples of the first step together with that of both apart.
 
     Only where an objective is the user's own, or the loss is the model's. Not collective; the
@@ -87,25 +88,28 @@ def check_sums(parts: Parts) -> list[str]:
     Raises:
         ConfigError: the model's loss is no sum, with the settings under which it is.
     """
-    objective, ids = parts.objective, parts.source.order.next(parts.source.order.start).ids
+    objective, ids = (
+        components.objective,
+        components.source.order.next(components.source.order.start).ids,
+    )
     is_tested = type(objective).__module__.startswith("trainer.")
     is_coupled = objective.scope != "sample" or objective.group_size > 1
-    is_here = not is_on_meta(parts.module) and parts.config.command != "verify"
+    is_here = not is_on_meta(components.module) and components.config.command != "verify"
     if (is_tested and not isinstance(objective, ModelLoss)) or is_coupled or not is_here:
         return []
-    lengths = parts.source.lengths[ids]
+    lengths = components.source.lengths[ids]
     pair = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
     # What fails on so few samples fails again, in full, in the step.
     with suppress(RuntimeError, ValueError, IndexError):
-        limit, error = ROUNDING[parts.precision], _error(parts, objective, pair)
+        limit, error = ROUNDING[components.precision], _error(components, objective, pair)
         if error <= limit or len(ids) == 1:
             return []
-        padded = _error(parts, objective, pair, is_padded=True)
+        padded = _error(components, objective, pair, is_padded=True)
         remedy = "mask the padding, or use samples of one length"
         if padded > limit:
             remedy = "sum over samples and divide by nothing"
             if isinstance(objective, ModelLoss):
-                _refuse(parts, objective, pair, padded)
+                _refuse(components, objective, pair, padded)
         return [
             f"objective: {type(objective).__name__} gives two samples in one micro-batch a loss "
             f"that differs by {error:.2g} from their separate losses, so the step depends on the "
@@ -114,11 +118,11 @@ def check_sums(parts: Parts) -> list[str]:
     return []
 
 
-def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) -> None:
+def _refuse(components: Components, objective: ModelLoss, pair: IntArray, error: float) -> None:
     """Refuse a model's loss that is no sum, unless by little; name settings that make it one."""
     shifts = (objective.causal, not objective.causal)
     others = [replace(objective, reduction=r, causal=c) for r, c in product(REDUCTIONS, shifts)]
-    errors = [_error(parts, other, pair, is_padded=True) for other in others]
+    errors = [_error(components, other, pair, is_padded=True) for other in others]
     best, is_better = others[errors.index(min(errors))], min(errors) * FAR <= error
     if error <= LARGE and not is_better:
         return
@@ -129,34 +133,37 @@ def _refuse(parts: Parts, objective: ModelLoss, pair: IntArray, error: float) ->
     ]
     remedy = f"type {' '.join(typed)}, or " if is_better else ""
     raise ConfigError(
-        f"objective.reduction={objective.reduction}: the loss of {type(parts.module).__name__} is "
-        f"not a sum over samples, so the step depends on the micro-batches: {remedy}use an "
+        f"objective.reduction={objective.reduction}: the loss of "
+        f"{type(components.module).__name__} is not a sum over samples, so the "
+        f"step depends on the micro-batches: {remedy}use an "
         "objective that sums, such as next_token or classify"
     )
 
 
-def _error(parts: Parts, objective: Objective, pair: IntArray, *, is_padded: bool = False) -> float:
+def _error(
+    components: Components, objective: Objective, pair: IntArray, *, is_padded: bool = False
+) -> float:
     """Compute the relative difference between two samples together and apart.
 
     With `is_padded` each of the two is padded to the longer one, as it is where they are together,
     so that what is left is no effect of padding.
     """
-    longest = int(parts.source.lengths[pair].max()) if is_padded else 1
-    with restoring(parts.module, objective), torch.no_grad():
-        parts.module.eval()
-        whole = _sum(parts, objective, pair, longest)
-        apart = sum(_sum(parts, objective, ids, longest) for ids in (pair[:1], pair[1:]))
+    longest = int(components.source.lengths[pair].max()) if is_padded else 1
+    with restoring(components.module, objective), torch.no_grad():
+        components.module.eval()
+        whole = _sum(components, objective, pair, longest)
+        apart = sum(_sum(components, objective, ids, longest) for ids in (pair[:1], pair[1:]))
     error = abs(whole - apart) / (abs(apart) or 1.0)
     # A mean over a sample without a label is NaN; a loss that always is says nothing.
     return error if not math.isnan(error) else 0.0 if math.isnan(whole) else math.inf
 
 
-def _sum(parts: Parts, objective: Objective, ids: IntArray, pad_to: int) -> float:
-    lengths, packed = parts.source.lengths[ids], parts.layout.packed
+def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: int) -> float:
+    lengths, packed = components.source.lengths[ids], components.layout.packed
     length = int(lengths.sum()) if packed else max(pad_to, int(lengths.max()))
-    fields = parts.source.loader.load(Request(tuple(ids.tolist()), 0, length, packed))
+    fields = components.source.loader.load(Request(tuple(ids.tolist()), 0, length, packed))
     weights = weights_of(objective, fields)
-    found = sums_of(objective, parts.call, to_device(fields, parts.world.device), weights)
+    found = sums_of(objective, components.call, to_device(fields, components.world.device), weights)
     return float(sum(map(float, found.losses.values())))
 
 
@@ -235,8 +242,8 @@ class _CutState(BaseModel):
     micro: _Count | None = None
     steps: _Count | None = None
     max_tokens: _Count | None = None
-    alone: _Count | None = None
-    lowered: _Count | None = None
+    single_sample_cap: _Count | None = None
+    cap_after_failure: _Count | None = None
 
 
 class _Prepared(BaseModel):
@@ -300,7 +307,9 @@ def read_run_state(loaded: Loaded) -> dict[str, Any]:
     return extra
 
 
-def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> dict[str, Any]:
+def terms_of(
+    components: Components, loaded: Loaded | None, state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Give what the steps of a run depend on: its contract, and its data.
 
     `state` is that of the checkpoint, where there is one. The run's config.yaml was compared before
@@ -310,11 +319,11 @@ def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> d
         DataError: the run was begun with other data, and may not change them.
         ConfigError: the run was begun with other steps, and may not; one line per key.
     """
-    statistics, ranks = batch_statistics(parts.module) is not None, parts.world.size
-    found = {"precision": parts.precision, "objective": parts.chosen.component}
-    config = parts.config.model_copy(update=found)
+    statistics, ranks = batch_statistics(components.module) is not None, components.world.size
+    found = {"precision": components.precision, "objective": components.chosen.component}
+    config = components.config.model_copy(update=found)
     now = contract(config, has_batch_statistics=statistics, ranks=ranks)
-    fingerprint, allow = parts.train_set.fingerprint, config.resume_allow
+    fingerprint, allow = components.train_set.fingerprint, config.resume_allow
     if loaded is not None and state["fingerprint"] != fingerprint and "data" not in allow:
         raise DataError(
             "data: changed since the checkpoint was written, so the remaining steps would use "
@@ -322,23 +331,23 @@ def terms_of(parts: Parts, loaded: Loaded | None, state: Mapping[str, Any]) -> d
         )
     if loaded is not None and (faults := contract_diff(state["contract"], now, allow)):
         raise ConfigError(*faults)
-    return {"contract": now, **_fingerprints(parts), "given": dict(parts.given)}
+    return {"contract": now, **_fingerprints(components), "given": dict(components.given)}
 
 
-def refuse_changed_data(parts: Parts, state: Mapping[str, Any]) -> None:
+def refuse_changed_data(components: Components, state: Mapping[str, Any]) -> None:
     """Refuse to evaluate on data that are not those of the run any more.
 
     Raises:
         DataError: what it trained on, or held out, was other data.
     """
-    changed = any(state.get(name) != found for name, found in _fingerprints(parts).items())
-    if changed and "data" not in parts.config.resume_allow:
+    changed = any(state.get(name) != found for name, found in _fingerprints(components).items())
+    if changed and "data" not in components.config.resume_allow:
         raise DataError(
             "data: changed since the checkpoint was written, so that samples it trained on may be "
             "held out: restore the data, or evaluate all of other data with data.holdout=all"
         )
 
 
-def _fingerprints(parts: Parts) -> dict[str, str | None]:
-    held_out = parts.held_out and parts.held_out.loader.dataset.fingerprint
-    return {"fingerprint": parts.train_set.fingerprint, "held_out": held_out}
+def _fingerprints(components: Components) -> dict[str, str | None]:
+    held_out = components.held_out and components.held_out.loader.dataset.fingerprint
+    return {"fingerprint": components.train_set.fingerprint, "held_out": held_out}

@@ -15,7 +15,7 @@ from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
-from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.reliability import lab
-from trainer.build.parts import assemble
-from trainer.build.reads import check_reads
+from trainer.assemble.components import assemble
+from trainer.assemble.reads import check_reads
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums
@@ -78,7 +78,7 @@ class MaskedLoss(Objective):
 
 
 def warnings_of(data, model, *more):
-    own = [f"{k}._target_=tests.unit.build.test_reads.{v}" for k, v in (("data", data), model)]
+    own = [f"{k}._target_=tests.unit.assemble.test_reads.{v}" for k, v in (("data", data), model)]
     config = lab.config(*own, "command=plan", *more)
     return check_reads(assemble(config, World()))
 
@@ -91,7 +91,7 @@ def test_a_field_that_nothing_reads_is_named(data, model):
 
 
 def test_a_field_that_model_or_objective_reads_is_not_named():
-    objective = "objective._target_=tests.unit.build.test_reads.MaskedLoss"
+    objective = "objective._target_=tests.unit.assemble.test_reads.MaskedLoss"
     assert warnings_of("Masked", ("model", "Weighing")) == []
     assert warnings_of("Masked", ("model", "Swallowing"), objective) == []
     assert len(warnings_of("Masked", ("model", "Net"), "model.norm=true", "batchnorm=micro")) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.build.parts import Parts
+from trainer.assemble.components import Components
 from trainer.config.messages import clip
 from trainer.core.errors import TrainError
 from trainer.plan.cut import Plan
@@ -18,34 +18,42 @@ from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload, restoring
 
 
-def open_cache(parts: Parts, work: Workload, forward: Forward | None) -> TuningCache:
+def open_cache(components: Components, work: Workload, forward: Forward | None) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
-    model, setup = parts.config.model, parts.parallel
+    model, setup = components.config.model, components.parallel
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "ranks": [parts.world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
+        "ranks": [
+            components.world.size,
+            setup.replicas,
+            work.sync.name,
+            setup.buckets(work.device),
+        ],
     }
-    described = describe(work, parts.source.lengths.max(), parts.precision, forward)
+    described = describe(work, components.source.lengths.max(), components.precision, forward)
     return TuningCache.open(described | situation)
 
 
 def predict_sampled(
-    parts: Parts,
+    components: Components,
     work: Workload,
     forward: Forward | None,
     plans: tuple[Plan, ...],
     warnings: list[str],
 ) -> MemoryEstimate | None:
     """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
-    shapes, recompute = _dearest(parts, plans), parts.config.activation_checkpointing is True
+    shapes, recompute = (
+        _dearest(components, plans),
+        components.config.activation_checkpointing is True,
+    )
     try:
-        cache = open_cache(parts, work, forward)
+        cache = open_cache(components, work, forward)
         facts = cache.facts[recompute]
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
             # One that the run has, not one sample alone: BatchNorm of single values needs two.
             smallest = min(shapes, key=lambda shape: shape.num_samples)
-            with restoring(parts.module, parts.objective):
+            with restoring(components.module, components.objective):
                 predictor = Predictor(work, smallest, recompute=recompute)
                 facts.peaks.update({shape: predictor(shape) for shape in unknown})
             cache.save()
@@ -58,15 +66,15 @@ def predict_sampled(
         return None
 
 
-def _dearest(parts: Parts, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
+def _dearest(components: Components, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
     """Name shapes of which one needs the most memory of the sampled steps.
 
     Under a fixed cut it is that of all steps: the longest sample of the data may come with a whole
     micro-batch of others.
     """
     shapes = largest_shapes(plans)
-    if isinstance(parts.cut, Fixed | LayoutInvariant) and not parts.layout.packed:
-        longest = pad(np.array([parts.source.lengths.max()]), parts.layout)
+    if isinstance(components.cut, Fixed | LayoutInvariant) and not components.layout.packed:
+        longest = pad(np.array([components.source.lengths.max()]), components.layout)
         return (
             Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),
         )

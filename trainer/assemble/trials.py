@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, final
 
-from trainer.build.parts import Parts
+from trainer.assemble.components import Components
 from trainer.data.loader import Request
 from trainer.models.meta_start import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
@@ -34,26 +34,26 @@ class Trials:
     forward: Forward | None = None
 
     @classmethod
-    def run(cls, parts: Parts, work: Workload) -> Self:
+    def run(cls, components: Components, work: Workload) -> Self:
         """Try the model; not collective.
 
         Raises:
             CannotRunFake: the model was built without weights, and needs more than shapes.
         """
-        longest = parts.source.lengths.max()
-        limits = lookup_limits(work, longest, parts.source.loader.limits)
+        longest = components.source.lengths.max()
+        limits = lookup_limits(work, longest, components.source.loader.limits)
         forward = count_forward(work, Shape(2, longest))
-        if forward is None and is_on_meta(parts.module) and parts.weights is None:
+        if forward is None and is_on_meta(components.module) and components.weights is None:
             raise CannotRunFake("the model was built without weights")
-        layer = candidate(parts.module)
+        layer = candidate(components.module)
         return cls(limits, layer is not None and IS_LAST in vars(layer), forward)
 
-    def apply(self, parts: Parts) -> None:
+    def apply(self, components: Components) -> None:
         """Have the loaders compare numbers with the limits, and losses know the output layer."""
-        loader, lengths = parts.source.loader, parts.source.lengths
-        for each in [loader, *([parts.held_out.loader] if parts.held_out else [])]:
+        loader, lengths = components.source.loader, components.source.lengths
+        for each in [loader, *([components.held_out.loader] if components.held_out else [])]:
             each.limit(self.limits)
         if self.limits:
             loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
         if self.gives_logits:
-            setattr(candidate(parts.module), IS_LAST, True)
+            setattr(candidate(components.module), IS_LAST, True)

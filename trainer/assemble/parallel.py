@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from trainer.build.instantiate import construct
+from trainer.assemble.instantiate import construct
 from trainer.config.cards import card_of
 from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
@@ -25,7 +25,7 @@ from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
 from trainer.plan import traffic
-from trainer.plan.traffic import Bulk, Network, Traffic, Work
+from trainer.plan.traffic import ComputeTime, ModelBytes, Network, Traffic
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
 if TYPE_CHECKING:
@@ -57,28 +57,30 @@ class ParallelSetup:
     sync: SyncPolicy
     mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
-    bulk: Bulk | None = None
+    sizes: ModelBytes | None = None
     is_open: bool = False
     rows: tuple[Traffic, ...] = ()
     network: Network | None = None
     why: str | None = None
     why_mode: str | None = None
 
-    def weighed(self, work: Work, network: Network | None = None, begun: str | None = None) -> Self:
+    def weighed(
+        self, work: ComputeTime, network: Network | None = None, begun: str | None = None
+    ) -> Self:
         """Work the table of policies out, and under `sync=auto` take its best row.
 
         `work` is what a rank computes in a step; `network` must be the same on every rank; `begun`
         is the policy that the run began with, which stays while it fits.
         """
-        if self.bulk is None:
+        if self.sizes is None:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
         rows = tuple(
-            traffic.row(name, moves, self.bulk, work, network, lockstep=policy.lockstep)
+            traffic.row(name, collectives, self.sizes, work, network, lockstep=policy.lockstep)
             for name, policy in policies.items()
-            if (moves := policy.moves(work.micro_batches)) is not None
-            and (self.mode == "hsdp" or not moves.needs_copies)
-            and (self.mode == "ddp" or not moves.needs_whole)
+            if (collectives := policy.collectives(work.micro_batches)) is not None
+            and (self.mode == "hsdp" or not collectives.needs_copies)
+            and (self.mode == "ddp" or not collectives.needs_whole)
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
@@ -169,13 +171,13 @@ def parallel_setup(
     if mode == "none":
         sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce
         return ParallelSetup(mode=mode, replicas=1, sync=sync)
-    moves = policy.moves(1)
-    if moves is not None and moves.needs_copies and mode != "hsdp":
+    collectives = policy.collectives(1)
+    if collectives is not None and collectives.needs_copies and mode != "hsdp":
         raise ConfigError(
             f"sync={policy.name}: needs shards and replicas, which {mode} does not have; use "
             "parallel=hsdp"
         )
-    if moves is not None and moves.needs_whole and mode != "ddp":
+    if collectives is not None and collectives.needs_whole and mode != "ddp":
         raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
     mesh = None
     if mode in SHARDED and world.long_timeout_group is not None:
@@ -186,20 +188,20 @@ def parallel_setup(
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
         dtype = None
-    itemsize, parts = None if dtype is None else dtype.itemsize, [*buckets(parameters[::-1])]
-    bulk = Bulk(
+    itemsize, components = None if dtype is None else dtype.itemsize, [*buckets(parameters[::-1])]
+    sizes = ModelBytes(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
         gathered_bytes=itemsize and itemsize * sum(p.numel() for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
-        groups=len(parts) if mode == "ddp" else len(separable_blocks(module)) + 1,
-        last_bytes=sum(p.nbytes for part in parts[-1:] for p in part),
+        groups=len(components) if mode == "ddp" else len(separable_blocks(module)) + 1,
+        last_bytes=sum(p.nbytes for part in components[-1:] for p in part),
     )
     is_open = config.sync.name == "auto"
-    found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, bulk=bulk, is_open=is_open)
-    return replace(found, mesh=mesh, dtype=dtype).weighed(Work(micro_batches=1))
+    found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open)
+    return replace(found, mesh=mesh, dtype=dtype).weighed(ComputeTime(micro_batches=1))
 
 
 def _may_cast(module: nn.Module, device: torch.device) -> bool:

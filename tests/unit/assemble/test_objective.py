@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.lib.config_support import checked
 from tests.lib.heads import Examples, Head
-from trainer.build.objective import fitting_objective
+from trainer.assemble.objective import fitting_objective
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.build.parallel import planned_device
+from trainer.assemble.parallel import planned_device
 from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from trainer.build.instantiate import construct
+from trainer.assemble.instantiate import construct
 from trainer.config.components import AUTO_OBJECTIVE, Component
 from trainer.config.keys import options_of
 from trainer.config.messages import show

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.lib.cli_support import make_own_folder, prepared
-from trainer.build.data_sets import all_data
+from trainer.assemble.data_sets import all_data
 from trainer.core.world import World
 
-HERE = "tests.unit.build.test_all_data"
+HERE = "tests.unit.assemble.test_all_data"
 
 
 class Halves:

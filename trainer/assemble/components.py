@@ -12,18 +12,18 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
-from trainer.build.data_sets import all_data, build_data
-from trainer.build.instantiate import (
+from trainer.assemble.data_sets import all_data, build_data
+from trainer.assemble.instantiate import (
     arguments_of,
     check_components,
     check_names,
     construct,
     look_up,
 )
-from trainer.build.model import arguments_from_data, build_model
-from trainer.build.objective import Chosen, fitting_objective, limits_of, typed_objective
-from trainer.build.packing import leave_out_mask, needs_mask, packing_fault
-from trainer.build.parallel import (
+from trainer.assemble.model import arguments_from_data, build_model
+from trainer.assemble.objective import Chosen, fitting_objective, limits_of, typed_objective
+from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.assemble.parallel import (
     SHARDED,
     ParallelSetup,
     auto_mode,
@@ -31,7 +31,7 @@ from trainer.build.parallel import (
     parallel_setup,
     planned_device,
 )
-from trainer.build.precision import resolve_precision, set_matmul_precision
+from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
-from trainer.training.window import Kit
+from trainer.training.window import StepContext
 from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
 from trainer.verify.case import hooked
 
@@ -66,7 +66,7 @@ NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody s
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """What a run is made of, before it is tuned.
 
     Attributes:
@@ -155,13 +155,13 @@ class Parts:
             )
         return optimizer
 
-    def kit(
+    def step_context(
         self,
         *,
         is_fresh: bool = True,
         on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
         loss_scale: Mapping[str, Any] | None = None,
-    ) -> Kit:
+    ) -> StepContext:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
         Unless `is_fresh`, the weights of a model on the meta device are to be loaded. `loss_scale`
@@ -172,7 +172,7 @@ class Parts:
             compile_model(self.module, COMPILED_SHAPES)
         model = self.parallel.lay_out(self.module, self.call, self.world, draw)
         optimizer = self.make_optimizer(self.module)
-        return Kit(
+        return StepContext(
             model=model,
             objective=self.objective,
             terms=tuple(sorted(weights_of(self.objective, self.example))),
@@ -198,7 +198,7 @@ def assemble(
     state: Mapping[str, Any] | None = None,
     *,
     with_values: bool = False,
-) -> Parts:
+) -> Components:
     """Build everything a run is made of. Collective.
 
     `state` is that of the checkpoint that is read, where there is one; see `read_run_state`. A plan
@@ -240,7 +240,7 @@ def assemble(
     loader.limit(limits_of(module, objective))
     layout, example = _layout(config, world, loader, objective, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
-    return Parts(
+    return Components(
         config=config,
         world=world,
         train_set=train_set,

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.build.parallel import planned_device
-from trainer.build.parts import Parts
-from trainer.build.precision import has_fast_bf16
-from trainer.build.prepare import Prepared
+from trainer.assemble.components import Components
+from trainer.assemble.parallel import planned_device
+from trainer.assemble.precision import has_fast_bf16
+from trainer.assemble.run_plan import RunPlan
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
@@ -33,23 +33,27 @@ SHORT = {
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
 
-def summarize(prepared: Prepared) -> dict[str, Any]:
+def summarize(run_plan: RunPlan) -> dict[str, Any]:
     """Work the whole arithmetic of a run out: the keys of plan.json, with plain values.
 
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
     None is what is not known.
     """
-    parts, plan, cut = prepared.parts, prepared.plans[0], prepared.cut
-    config, order, plans = parts.config, parts.source.order, prepared.plans
-    lengths, parallel, every = parts.source.lengths, parts.parallel, config.checkpoint.every
-    planned, device = planned_device(config, parts.world), parts.world.device
-    predicted, limit, tuning = prepared.predicted, prepared.limit_bytes, prepared.tuning
-    sizes = [(p.requires_grad, p.numel()) for p in parts.module.parameters()]
-    num_held_out = 0 if parts.held_out is None else len(parts.held_out.loader.dataset)
+    components, plan, cut = run_plan.components, run_plan.plans[0], run_plan.cut
+    config, order, plans = components.config, components.source.order, run_plan.plans
+    lengths, parallel, every = (
+        components.source.lengths,
+        components.parallel,
+        config.checkpoint.every,
+    )
+    planned, device = planned_device(config, components.world), components.world.device
+    predicted, limit, tuning = run_plan.predicted, run_plan.limit_bytes, run_plan.tuning
+    sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
+    num_held_out = 0 if components.held_out is None else len(components.held_out.loader.dataset)
     return {
         "global_batch": order.global_batch,
         "unit": config.batch.unit,
-        "world_size": parts.world.size,
+        "world_size": components.world.size,
         "accum_steps": plan.accum_steps,
         "micro_batches": plan.num_micro_batches,
         # One longer sample's alone included.
@@ -59,32 +63,34 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
         "memory_limit_bytes": limit,
         "sync": parallel.sync.name,
         "parallel": parallel.mode,
-        "steps": parts.total_steps,
+        "steps": components.total_steps,
         "steps_per_epoch": order.steps_per_epoch,
         "normalizer": config.batch.normalizer,
         "tail": config.batch.tail,
         # Of tokens, which samples are left depends on the epoch.
         "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % order.global_batch,
-        "epochs": parts.total_steps / order.steps_per_epoch,
+        "epochs": components.total_steps / order.steps_per_epoch,
         "model": config.model.name or config.model.target,
         "init": _init(config),
-        "dtypes": _dtypes(parts),
+        "dtypes": _dtypes(components),
         "num_parameters": sum(count for is_trained, count in sizes if is_trained),
         "num_frozen": sum(count for is_trained, count in sizes if not is_trained),
-        "groups": _groups(parts),
-        "objective": parts.chosen.text,
+        "groups": _groups(components),
+        "objective": components.chosen.text,
         "data": config.data.name or config.data.target,
         "num_samples": len(lengths),
         "num_held_out": num_held_out,
         "num_tokens": int(lengths.sum()),
-        "num_cut_tokens": int(parts.train_set.optional("num_cut") or 0),
+        "num_cut_tokens": int(components.train_set.optional("num_cut") or 0),
         "optimizer": config.optimizer.name or config.optimizer.target,
-        "lr": parts.spec.lr * parts.lr_scale,
+        "lr": components.spec.lr * components.lr_scale,
         "scheduler": config.scheduler.name or config.scheduler.target,
-        "warmup_steps": warmup_steps(getattr(parts.schedule, "warmup", 0) or 0, parts.total_steps),
+        "warmup_steps": warmup_steps(
+            getattr(components.schedule, "warmup", 0) or 0, components.total_steps
+        ),
         "device": f"{config.device} (not here)" if planned.type != device.type else str(device),
-        "precision": parts.precision,
-        "num_workers": parts.source.loader.num_workers,
+        "precision": components.precision,
+        "num_workers": components.source.loader.num_workers,
         "shapes": [
             {
                 "rank": rank,
@@ -106,7 +112,7 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
             name.replace("_", " "): getattr(predicted, name)
             for name in (MEMORY_PARTS if predicted else ())
         },
-        "memory_note": None if prepared.is_here else "an estimate for a machine that is not here",
+        "memory_note": None if run_plan.is_here else "an estimate for a machine that is not here",
         "candidates": [
             {
                 "max_tokens": row.max_tokens,
@@ -120,16 +126,16 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
             }
             for row in (() if tuning is None else tuning.candidates)
         ],
-        "cap_source": prepared.how,
-        "step_seconds": prepared.step_seconds,
-        "time_note": _time_note(prepared),
+        "cap_source": run_plan.how,
+        "step_seconds": run_plan.step_seconds,
+        "time_note": _time_note(run_plan),
         "cadences": {
             "log": config.log.every,
-            **({"evaluate": parts.every(config.eval.every)} if num_held_out else {}),
-            "checkpoint": every if isinstance(every, str) else parts.every(every),
+            **({"evaluate": components.every(config.eval.every)} if num_held_out else {}),
+            "checkpoint": every if isinstance(every, str) else components.every(every),
         },
         "defaults": _defaults(config),
-        "warnings": _warnings(prepared),
+        "warnings": _warnings(run_plan),
         "parallel_why": parallel.why_mode,
         "sync_why": parallel.why,
         "sync_table": [asdict(row) for row in parallel.rows],
@@ -137,30 +143,33 @@ def summarize(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _time_note(prepared: Prepared) -> str | None:
+def _time_note(run_plan: RunPlan) -> str | None:
     """Say how the time of a step is known, or why it is not; None where it was timed."""
-    config, card = prepared.parts.config, card_of(prepared.parts.config.device)
-    if card is not None and prepared.step_seconds:
-        peak = card.peak(prepared.parts.precision) / 1e12
+    config, card = run_plan.components.config, card_of(run_plan.components.config.device)
+    if card is not None and run_plan.step_seconds:
+        peak = card.peak(run_plan.components.precision) / 1e12
         return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {config.device}"
-    if prepared.tuning is None or prepared.step_seconds:
+    if run_plan.tuning is None or run_plan.step_seconds:
         return None
     remedy = ": nothing can be timed for another machine; device=h100 estimates it"
-    return "unknown" + remedy * (not prepared.is_here)
+    return "unknown" + remedy * (not run_plan.is_here)
 
 
-def _warnings(prepared: Prepared) -> list[str]:
+def _warnings(run_plan: RunPlan) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
-    parts, unit = prepared.parts, prepared.parts.config.batch.unit
-    warnings = [*parts.split.warnings, *prepared.warnings]
-    lengths, asked = parts.source.lengths, parts.source.order.global_batch
-    if parts.config.batch.normalizer == "micro_batches":
+    components, unit = run_plan.components, run_plan.components.config.batch.unit
+    warnings = [*components.split.warnings, *run_plan.warnings]
+    lengths, asked = components.source.lengths, components.source.order.global_batch
+    if components.config.batch.normalizer == "micro_batches":
         warnings.append(
             "batch.normalizer=micro_batches is a mean of means, so the step depends on the "
             "micro-batch size; batch.normalizer=tokens is exact"
         )
-    device, is_open = planned_device(parts.config, parts.world), parts.config.precision == "auto"
-    if is_open and parts.precision == "bf16" and not has_fast_bf16(device):
+    device, is_open = (
+        planned_device(components.config, components.world),
+        components.config.precision == "auto",
+    )
+    if is_open and components.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
             "fp32: precision=fp32 resume_allow=[precision]"
@@ -170,23 +179,23 @@ def _warnings(prepared: Prepared) -> list[str]:
             f"batch.global={asked} is more than the {there} {unit} of an epoch, so each step uses "
             f"the whole epoch; set batch.global={there}"
         )
-    low, pieces = low_precision(parts.module), max(p.num_micro_batches for p in prepared.plans)
+    low, pieces = low_precision(components.module), max(p.num_micro_batches for p in run_plan.plans)
     if low is not None and pieces > 1:
         warnings.append(
             f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
             "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
             "model.dtype=float32 does where the class takes it, and type precision=bf16"
         )
-    norm = batch_statistics(parts.module)
-    is_whole = all(plan.num_micro_batches == 1 for plan in prepared.plans)
-    if norm is not None and parts.config.batchnorm != "micro" and not is_whole:
-        ranks = " of each rank, whose running statistics are its own" * (parts.world.size > 1)
+    norm = batch_statistics(components.module)
+    is_whole = all(plan.num_micro_batches == 1 for plan in run_plan.plans)
+    if norm is not None and components.config.batchnorm != "micro" and not is_whole:
+        ranks = " of each rank, whose running statistics are its own" * (components.world.size > 1)
         warnings.append(
             f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step depends "
             "on the micro-batch size; to accept this, set batchnorm=micro"
         )
-    known, rows = parts.train_set.optional("vocab_size"), vocabulary_of(parts.module)[0]
-    is_loaded = pretrained_of(parts.config.model.params) is not None
+    known, rows = components.train_set.optional("vocab_size"), vocabulary_of(components.module)[0]
+    is_loaded = pretrained_of(components.config.model.params) is not None
     # Tables are padded, but not to the double.
     if is_loaded and known and rows and rows >= 2 * known:
         warnings.append(
@@ -206,16 +215,16 @@ def _init(config: RunConfig) -> str:
     return f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
 
 
-def _dtypes(parts: Parts) -> dict[str, str | None]:
+def _dtypes(components: Components) -> dict[str, str | None]:
     """Name the dtypes of weights in their files and in memory, and of matrix products."""
-    weights = [p for p in parts.module.parameters() if p.is_floating_point()]
+    weights = [p for p in components.module.parameters() if p.is_floating_point()]
     memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
-    follows = memory not in {"", "fp32"} and parts.precision in {"fp32", "tf32"}
+    follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
     return {
-        "disk": ", ".join(stored_dtypes(parts.config.model.params)) or None,
+        "disk": ", ".join(stored_dtypes(components.config.model.params)) or None,
         "memory": memory,
         # Without autocast products are computed in what the weights are in.
-        "compute": memory if follows else parts.precision,
+        "compute": memory if follows else components.precision,
     }
 
 
@@ -227,15 +236,15 @@ def _defaults(config: RunConfig) -> list[str]:
     return [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
 
 
-def _groups(parts: Parts) -> list[str]:
+def _groups(components: Components) -> list[str]:
     """List what every pattern of `optimizer.groups` took, and what is left to the others."""
-    spec, lines = parts.spec, list[str]()
-    matched = match_groups(parts.module, spec.groups)
+    spec, lines = components.spec, list[str]()
+    matched = match_groups(components.module, spec.groups)
     taken = {id(p) for members in matched.values() for p in members}
-    rest = [p for p in parts.module.parameters() if id(p) not in taken]
+    rest = [p for p in components.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * parts.lr_scale
+        lr = settings.get("lr", spec.lr) * components.lr_scale
         rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.reliability import lab
-from trainer.build.parts import assemble
-from trainer.build.prepare import choose_sync, describe_cut, prepare
+from trainer.assemble.components import assemble
+from trainer.assemble.run_plan import choose_sync, describe_cut, prepare
 from trainer.core.world import World
 from trainer.parallel.base import IN_FLIGHT
 from trainer.plan.traffic import Network
@@ -19,18 +19,19 @@ def test_sync_auto_stays_what_it_was_on_the_same_ranks_while_that_fits():
     config = lab.config("command=plan", "parallel=hsdp", "parallel.ranks=4", "parallel.shard=2")
     parts = assemble(config, World(size=4, local_size=4))
     setup = replace(parts.parallel, network=NETWORK)
-    small = replace(setup, bulk=replace(setup.bulk, limit_bytes=0))
+    small = replace(setup, sizes=replace(setup.sizes, limit_bytes=0))
     first = choose_sync(prepare(replace(parts, parallel=small)))
-    assert first.parts.parallel.sync.name == "hierarchical"
+    assert first.components.parallel.sync.name == "hierarchical"
     saved = describe_cut(first)
     assert saved["sync"] == ["hsdp", 4, "hierarchical"]
 
     def chosen(*recorded: object, setup=setup) -> str:
         ready = prepare(replace(parts, parallel=setup))
-        return choose_sync(ready, saved | {"sync": [*recorded]}).parts.parallel.sync.name
+        return choose_sync(ready, saved | {"sync": [*recorded]}).components.parallel.sync.name
 
     assert (
-        choose_sync(prepare(replace(parts, parallel=setup))).parts.parallel.sync.name == "deferred"
+        choose_sync(prepare(replace(parts, parallel=setup))).components.parallel.sync.name
+        == "deferred"
     )
     assert chosen(*saved["sync"]) == "hierarchical"
     assert chosen("hsdp", 2, "hierarchical") == chosen("fsdp", 4, "hierarchical") == "deferred"
@@ -46,6 +47,6 @@ def test_the_plan_of_whole_copies_counts_the_gradients_that_travel():
     for ranks in (1, 2):
         ready = prepare(assemble(config, World(size=ranks, local_size=ranks)))
         found.append(ready.predicted)
-    trained = sum(p.nbytes for p in ready.parts.module.parameters() if p.requires_grad)
+    trained = sum(p.nbytes for p in ready.components.module.parameters() if p.requires_grad)
     assert found[1].buffers - found[0].buffers == IN_FLIGHT * trained
     assert found[1].peak_bytes - found[0].peak_bytes == IN_FLIGHT * trained

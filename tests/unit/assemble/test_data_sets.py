@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.config_support import checked
-from trainer.build.data_sets import build_data
+from trainer.assemble.data_sets import build_data
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data import split as split_module

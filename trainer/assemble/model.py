@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import seed_draws
-from trainer.build.instantiate import construct, look_up
-from trainer.build.parallel import SHARDED, parallel_mode, planned_device, rank_memory
+from trainer.assemble.instantiate import construct, look_up
+from trainer.assemble.parallel import SHARDED, parallel_mode, planned_device, rank_memory
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError, DoesNotFitError
 from trainer.core.format import plural, size

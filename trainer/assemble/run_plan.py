@@ -16,13 +16,13 @@ import torch
 from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
-from trainer.build.checks import check_parts, check_sums
-from trainer.build.packing import unpacked
-from trainer.build.parallel import planned_device, rank_memory
-from trainer.build.parts import Parts, bind_run
-from trainer.build.peak import open_cache, predict_sampled
-from trainer.build.reads import check_reads
-from trainer.build.trials import Trials
+from trainer.assemble.checks import check_parts, check_sums
+from trainer.assemble.components import Components, bind_run
+from trainer.assemble.packing import unpacked
+from trainer.assemble.parallel import planned_device, rank_memory
+from trainer.assemble.peak import open_cache, predict_sampled
+from trainer.assemble.reads import check_reads
+from trainer.assemble.trials import Trials
 from trainer.config.cards import card_of, reported_as
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.micro_batch import Fields
@@ -34,7 +34,7 @@ from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.sync import POLICIES
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto
-from trainer.plan.traffic import MOST_OF_MEMORY, Work
+from trainer.plan.traffic import MOST_OF_MEMORY, ComputeTime
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.flops import ModelFlops, model_flops, peak_flops
 from trainer.tune.forward import Forward, card_cost
@@ -42,8 +42,8 @@ from trainer.tune.memory_limit import MemoryLimit, begin_peak
 from trainer.tune.speed import meter_for, speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import NEAR_BEST_TOKENS, Question, Tuning
-from trainer.tune.workload import Tiled, Workload, look
+from trainer.tune.tuning import NEAR_BEST_TOKENS, Tuning, TuningRequest
+from trainer.tune.workload import Tiled, Workload, measured_dims
 
 _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
@@ -51,7 +51,7 @@ SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan'
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class RunPlan:
     """A run that knows how to cut.
 
     Attributes:
@@ -66,7 +66,7 @@ class Prepared:
         trials: what the model showed on fake tensors.
     """
 
-    parts: Parts
+    components: Components
     cut: Cut
     plans: tuple[Plan, ...]
     tuning: Tuning | None
@@ -81,7 +81,7 @@ class Prepared:
     @property
     def step_seconds(self) -> float | None:
         """The time of a step that tuning, or a card's data sheet, predicts; None where neither."""
-        layout = self.parts.layout
+        layout = self.components.layout
         if not self.is_here and layout.cost.seconds_per_token is not None:
             speed = speed_of(layout.cost)
             return fmean(speed.step_seconds(p, lockstep=layout.lockstep) for p in self.plans)
@@ -89,35 +89,37 @@ class Prepared:
         return next((row.seconds_per_step for row in rows if row.chosen), None)
 
 
-def prepare_on_main(parts: Parts, saved: Mapping[str, Any] | None = None) -> Prepared:
+def prepare_on_main(components: Components, saved: Mapping[str, Any] | None = None) -> RunPlan:
     """Find the cut of a run on the main rank, and give every rank the same. Collective."""
-    found: list[Prepared] = []
+    found: list[RunPlan] = []
 
     def find() -> dict[str, Any]:
-        found.append(prepare(parts, saved))
+        found.append(prepare(components, saved))
         return {
             "cut": describe_cut(found[0]),
             "trials": asdict(replace(found[0].trials, forward=None)),
         }
 
-    answer = parts.world.on_main(find)
-    return found[0] if found else prepare(parts, answer["cut"], Trials(**answer["trials"]))
+    answer = components.world.on_main(find)
+    return found[0] if found else prepare(components, answer["cut"], Trials(**answer["trials"]))
 
 
-def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> Prepared:
+def choose_sync(run_plan: RunPlan, saved: Mapping[str, Any] | None = None) -> RunPlan:
     """Weigh the sync policies with what the plan and the network cost. Collective.
 
-    `prepared` is the plan under the policy so far; `saved` as for `prepare`. What `sync=auto` took
+    `run_plan` is the plan under the policy so far; `saved` as for `prepare`. What `sync=auto` took
     stays on the same ranks: after a cut was lowered it would be another policy, of other bits.
     """
-    parts, seconds = prepared.parts, prepared.step_seconds
-    count = fmean(plan.accum_steps for plan in prepared.plans)
-    is_gpu = planned_device(parts.config, parts.world).type == "cuda"
+    components, seconds = run_plan.components, run_plan.step_seconds
+    count = fmean(plan.accum_steps for plan in run_plan.plans)
+    is_gpu = planned_device(components.config, components.world).type == "cuda"
     # Of a model that is compiled as a whole, all gradients come at the end.
-    in_parts = not parts.config.compile or bool(blocks_of(parts.module))
+    in_parts = not components.config.compile or bool(blocks_of(components.module))
     # What is measured differs from run to run, and buckets in another order round otherwise.
-    is_plain = isinstance(parts.strategy, Sum) and in_parts and not parts.config.deterministic
-    work = Work(
+    is_plain = (
+        isinstance(components.strategy, Sum) and in_parts and not components.config.deterministic
+    )
+    work = ComputeTime(
         micro_batches=count,
         seconds=None if seconds is None else seconds / count,
         overlaps=is_gpu,
@@ -125,18 +127,20 @@ def choose_sync(prepared: Prepared, saved: Mapping[str, Any] | None = None) -> P
         scatters_whole=not is_gpu,
     )
     *layout, begun = (saved or {}).get("sync") or (None,)
-    begun = begun if layout == [parts.parallel.mode, parts.world.size] else None
-    setup = parts.parallel.weighed(work, parts.parallel.network, begun)
-    lockstep = setup.sync.lockstep and parts.world.size > 1
-    changed = replace(parts, parallel=setup, layout=replace(parts.layout, lockstep=lockstep))
-    if lockstep != parts.layout.lockstep:
+    begun = begun if layout == [components.parallel.mode, components.world.size] else None
+    setup = components.parallel.weighed(work, components.parallel.network, begun)
+    lockstep = setup.sync.lockstep and components.world.size > 1
+    changed = replace(
+        components, parallel=setup, layout=replace(components.layout, lockstep=lockstep)
+    )
+    if lockstep != components.layout.lockstep:
         return prepare_on_main(changed, saved)
-    return replace(prepared, parts=changed)
+    return replace(run_plan, components=changed)
 
 
 def prepare(
-    parts: Parts, saved: Mapping[str, Any] | None = None, trials: Trials | None = None
-) -> Prepared:
+    components: Components, saved: Mapping[str, Any] | None = None, trials: Trials | None = None
+) -> RunPlan:
     """Find the cut of a run.
 
     `saved` is `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
@@ -148,46 +152,50 @@ def prepare(
         Preempted: a signal ended the tuning.
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
-    check_parts(parts)
-    work = _workload(parts)
-    trials = trials or Trials.run(parts, work)
-    trials.apply(parts)
+    check_parts(components)
+    work = _workload(components)
+    trials = trials or Trials.run(components, work)
+    trials.apply(components)
     forward = trials.forward
-    parts = _with_cost(parts, forward, saved)
-    limit, is_here = _limit_of(parts, work.resident_bytes)
-    batches, known = _sampled(parts), _restored(parts, saved)
-    cut, tuning, how = parts.cut, None, f"{type(parts.cut).__name__}, as typed"
+    components = _with_cost(components, forward, saved)
+    limit, is_here = _limit_of(components, work.resident_bytes)
+    batches, known = _sampled(components), _restored(components, saved)
+    cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
     if known is not None:
         cut, tuning, how = *known, "as before, from the checkpoint"
     elif isinstance(cut, Auto):
         assert limit is not None  # a machine that is not here has what accum.memory says
-        tuning = _tune(parts, cut, work, forward, limit, batches, is_here=is_here)
-        cut, how = cut.tuned(tuning.max_tokens, tuning.cost, tuning.alone), tuning.method
+        tuning = _tune(components, cut, work, forward, limit, batches, is_here=is_here)
+        cut, how = (
+            cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap),
+            tuning.method,
+        )
     if tuning is not None and tuning.activation_checkpointing:
-        checkpoint_blocks(parts.module)  # again where it was typed, which changes nothing
-    plans = tuple(cut.cut(lengths, parts.layout) for lengths in batches)
+        checkpoint_blocks(components.module)  # again where it was typed, which changes nothing
+    plans = tuple(cut.cut(lengths, components.layout) for lengths in batches)
     for plan in plans:
-        plan.check(parts.layout)
+        plan.check(components.layout)
     tokens = max(plan.max_positions for plan in plans)
     if known is not None and saved is not None:
         tokens = saved["evaluation_tokens"]
     predicted, warnings = tuning and tuning.predicted, list[str]()
-    if parts.world.is_main:
+    if components.world.is_main:
         if tuning is None:
-            predicted = predict_sampled(parts, work, forward, plans, warnings)
-        warnings += [*check_sums(parts), *check_reads(parts)]
-    begin_peak(parts.world.device)
-    return Prepared(
+            predicted = predict_sampled(components, work, forward, plans, warnings)
+        warnings += [*check_sums(components), *check_reads(components)]
+    begin_peak(components.world.device)
+    return RunPlan(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
-        parts=replace(
-            parts, held_out=parts.held_out and replace(parts.held_out, max_tokens=tokens)
+        components=replace(
+            components,
+            held_out=components.held_out and replace(components.held_out, max_tokens=tokens),
         ),
         cut=cut,
         plans=plans,
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
-        flops=_count_flops(parts, work) if parts.config.command == "train" else None,
+        flops=_count_flops(components, work) if components.config.command == "train" else None,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -195,46 +203,50 @@ def prepare(
     )
 
 
-def _with_cost(parts: Parts, forward: Forward | None, saved: Mapping[str, Any] | None) -> Parts:
+def _with_cost(
+    components: Components, forward: Forward | None, saved: Mapping[str, Any] | None
+) -> Components:
     """Give every cut the time model of the device: what the run began with, or by arithmetic.
 
     On a CPU it is a constant; `accum=auto` times its own where it can.
     """
-    if saved is not None and saved["accum"] == parts.config.accum.model_dump(include=_CUT_BY):
+    if saved is not None and saved["accum"] == components.config.accum.model_dump(include=_CUT_BY):
         known = saved.get("cost")
-        cost = parts.layout.cost if known is None else Cost(**known)
-    elif planned_device(parts.config, parts.world).type == "cuda":
-        here, named = parts.world.device, card_of(parts.config.device)
+        cost = components.layout.cost if known is None else Cost(**known)
+    elif planned_device(components.config, components.world).type == "cuda":
+        here, named = components.world.device, card_of(components.config.device)
         card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
-        cost = card_cost(forward, card, parts.precision)
+        cost = card_cost(forward, card, components.precision)
         cost = cost if named else replace(cost, seconds_per_token=None)
     else:
-        return parts
-    return replace(parts, layout=replace(parts.layout, cost=cost))
+        return components
+    return replace(components, layout=replace(components.layout, cost=cost))
 
 
-def describe_cut(prepared: Prepared) -> dict[str, Any]:
+def describe_cut(run_plan: RunPlan) -> dict[str, Any]:
     """Give what a resumed run needs to cut and to reduce as this one does, as JSON."""
-    parts, setup = prepared.parts, prepared.parts.parallel
+    components, setup = run_plan.components, run_plan.components.parallel
     return {
-        "accum": parts.config.accum.model_dump(include=_CUT_BY),
-        "cost": asdict(parts.layout.cost),
-        "state": asdict(prepared.cut),
-        "tuning": prepared.tuning and asdict(prepared.tuning),
-        "evaluation_tokens": parts.held_out.max_tokens if parts.held_out else 1,
-        "sync": [setup.mode, parts.world.size, setup.sync.name] if setup.is_open else None,
+        "accum": components.config.accum.model_dump(include=_CUT_BY),
+        "cost": asdict(components.layout.cost),
+        "state": asdict(run_plan.cut),
+        "tuning": run_plan.tuning and asdict(run_plan.tuning),
+        "evaluation_tokens": components.held_out.max_tokens if components.held_out else 1,
+        "sync": [setup.mode, components.world.size, setup.sync.name] if setup.is_open else None,
     }
 
 
-def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tuning | None] | None:
+def _restored(
+    components: Components, saved: Mapping[str, Any] | None
+) -> tuple[Cut, Tuning | None] | None:
     """Give the cut of a checkpoint, and what tuning had found; None where `accum` is another."""
-    if saved is None or saved["accum"] != parts.config.accum.model_dump(include=_CUT_BY):
+    if saved is None or saved["accum"] != components.config.accum.model_dump(include=_CUT_BY):
         return None
     state, tuning = dict(saved["state"]), TypeAdapter(Tuning | None)
     try:
         if state.get("cost") is not None:
             state["cost"] = Cost(**state["cost"])
-        return replace(parts.cut, **state), tuning.validate_python(saved["tuning"])
+        return replace(components.cut, **state), tuning.validate_python(saved["tuning"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise NoCheckpointError(
             f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
@@ -242,45 +254,53 @@ def _restored(parts: Parts, saved: Mapping[str, Any] | None) -> tuple[Cut, Tunin
         ) from error
 
 
-def _sampled(parts: Parts) -> list[IntArray]:
+def _sampled(components: Components) -> list[IntArray]:
     """Take the lengths behind the first few steps of the first epoch."""
-    order, batches = parts.source.order, list[IntArray]()
+    order, batches = components.source.order, list[IntArray]()
     cursor = order.start
-    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, parts.total_steps)):
+    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, components.total_steps)):
         samples = order.next(cursor)
         cursor = samples.after
-        batches.append(parts.source.lengths[samples.ids])
+        batches.append(components.source.lengths[samples.ids])
     return batches
 
 
-def _workload(parts: Parts) -> Workload:
+def _workload(components: Components) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world, setup = parts.world, parts.parallel
+    world, setup = components.world, components.parallel
     # A policy of the user's own may send what no rank is there for.
     sums_whole = setup.mode == "ddp" and setup.sync in POLICIES
-    call_of = partial(bind_run, precision=parts.precision, world=world)
+    call_of = partial(bind_run, precision=components.precision, world=world)
     ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
     return Workload(
-        model=parts.module,
+        model=components.module,
         bind=call_of,
-        objective=parts.objective,
-        make_optimizer=parts.make_optimizer,
-        make_fields=_tiled(parts),
+        objective=components.objective,
+        make_optimizer=components.make_optimizer,
+        make_fields=_tiled(components),
         device=world.device,
-        compiled=parts.config.compile,
-        weights=parts.weights,
+        compiled=components.config.compile,
+        weights=components.weights,
         sync=setup.sync,
-        fake_ranks=ranks if parts.is_sharded or sums_whole else None,
+        fake_ranks=ranks if components.is_sharded or sums_whole else None,
     )
 
 
-def _tiled(parts: Parts) -> Tiled:
+def _tiled(components: Components) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths, longest = parts.example, parts.source.lengths, parts.source.lengths.max()
-    is_away = planned_device(parts.config, parts.world).type != parts.world.device.type
+    example, lengths, longest = (
+        components.example,
+        components.source.lengths,
+        components.source.lengths.max(),
+    )
+    is_away = (
+        planned_device(components.config, components.world).type != components.world.device.type
+    )
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
-    has_kernel = not is_away and (not is_on_meta(parts.module) or parts.world.device.type == "cuda")
-    boundaries = inspect.signature(parts.module.forward).parameters.get(BOUNDARIES)
+    has_kernel = not is_away and (
+        not is_on_meta(components.module) or components.world.device.type == "cuda"
+    )
+    boundaries = inspect.signature(components.module.forward).parameters.get(BOUNDARIES)
     is_optional = boundaries is None or boundaries.default is not boundaries.empty
     if not has_kernel and is_optional and BOUNDARIES in example:
         # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
@@ -292,42 +312,49 @@ def _tiled(parts: Parts) -> Tiled:
     def load(i: int) -> Fields | None:
         # What cannot be read is refused, or passed over, where its step needs it.
         with suppress(DataError):
-            return parts.source.loader.load(Request((i,), 0, int(lengths[i]), parts.layout.packed))
+            return components.source.loader.load(
+                Request((i,), 0, int(lengths[i]), components.layout.packed)
+            )
         return None
 
     some = lengths.sample()
-    return Tiled(example, longest, look(lengths[some], lambda place: load(int(some[place]))))
+    return Tiled(
+        example, longest, measured_dims(lengths[some], lambda place: load(int(some[place])))
+    )
 
 
-def _count_flops(parts: Parts, work: Workload) -> ModelFlops | None:
+def _count_flops(components: Components, work: Workload) -> ModelFlops | None:
     """Count the model's FLOPs, on the rank that reports them; documents side by side."""
-    if not parts.world.is_main:
+    if not components.world.is_main:
         return None
-    lengths, peak = parts.source.lengths, peak_flops(parts.world.device, parts.precision)
-    if BOUNDARIES in parts.example:
-        work = replace(work, make_fields=Tiled(unpacked(parts.example), lengths.max()))
-    return model_flops(work, lengths.min(), lengths.max(), peak and peak * parts.world.size)
+    lengths, peak = (
+        components.source.lengths,
+        peak_flops(components.world.device, components.precision),
+    )
+    if BOUNDARIES in components.example:
+        work = replace(work, make_fields=Tiled(unpacked(components.example), lengths.max()))
+    return model_flops(work, lengths.min(), lengths.max(), peak and peak * components.world.size)
 
 
-def _limit_of(parts: Parts, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
+def _limit_of(components: Components, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
     """Find the memory of one rank, and whether it is here, less what inputs take on a CPU.
 
     Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
     micro-batch of them, which the prediction counts.
     """
-    config, world, lengths = parts.config, parts.world, parts.source.lengths
+    config, world, lengths = components.config, components.world, components.source.lengths
     limit, is_here = rank_memory(config, world, resident_bytes)
     if limit is None or planned_device(config, world).type != "cpu":
         return limit, is_here
-    per_token = sum(field.nbytes for field in parts.example.values()) / float(lengths.max())
+    per_token = sum(field.nbytes for field in components.example.values()) / float(lengths.max())
     each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
-    of_step = int(per_token * each * parts.source.order.global_batch / world.size)
+    of_step = int(per_token * each * components.source.order.global_batch / world.size)
     inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
 def _tune(
-    parts: Parts,
+    components: Components,
     cut: Auto,
     work: Workload,
     forward: Forward | None,
@@ -337,30 +364,30 @@ def _tune(
     is_here: bool,
 ) -> Tuning:
     """Tune, for a machine that is here, or for one on which nothing can, or may, be timed."""
-    longest, lengths = parts.source.lengths.argmax(), parts.source.lengths
+    longest, lengths = components.source.lengths.argmax(), components.source.lengths
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
-    whole = 2 * sum(p.nbytes for p in parts.module.parameters())
-    fits = parts.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-    device = planned_device(parts.config, parts.world).type
-    question = Question(
+    whole = 2 * sum(p.nbytes for p in components.module.parameters())
+    fits = components.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+    device = planned_device(components.config, components.world).type
+    question = TuningRequest(
         work=work,
         batches=batches,
         longest=lengths.max(),
         shortest=lengths.min(),
         cut_at=cut.tuned,
-        layout=parts.layout,
+        layout=components.layout,
         limit=limit,
-        most_samples=min(parts.source.order.most_samples, cut.micro or sys.maxsize),
-        recompute=parts.config.activation_checkpointing,
-        timed=is_here and fits and not parts.config.deterministic,
+        most_samples=min(components.source.order.most_samples, cut.micro or sys.maxsize),
+        recompute=components.config.activation_checkpointing,
+        timed=is_here and fits and not components.config.deterministic,
         as_needed=not is_here and device == "cuda",
-        fixed_cap=NEAR_BEST_TOKENS[device] if parts.config.deterministic else None,
-        num_steps=parts.total_steps,
-        longest_id=int(parts.train_set.original_ids([longest])[0]),
+        fixed_cap=NEAR_BEST_TOKENS[device] if components.config.deterministic else None,
+        num_steps=components.total_steps,
+        longest_id=int(components.train_set.original_ids([longest])[0]),
     )
-    with parts.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
-        cache = open_cache(parts, work, forward)
+    with components.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
+        cache = open_cache(components, work, forward)
         return tune(question, cache, _clock, meter_for(work.device))
 
 

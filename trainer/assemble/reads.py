@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.build.parts import Parts
+from trainer.assemble.components import Components
 from trainer.config.messages import first_of
 from trainer.core.micro_batch import to_device
 from trainer.core.tensors import bits_of
@@ -30,21 +30,25 @@ PROBED = 8
 """Samples that are read again: of draws as rare as a coin's head, 1 in 256 runs sees none."""
 
 
-def check_reads(parts: Parts) -> list[str]:
+def check_reads(components: Components) -> list[str]:
     """Warn of fields that nothing reads, and of draws that no seed governs.
 
     Raises:
         DataError: a sample cannot be read again, or has another length in another epoch.
     """
-    return [*_unread_fields(parts), *_untied_draws(parts)]
+    return [*_unread_fields(components), *_untied_draws(components)]
 
 
-def _untied_draws(parts: Parts) -> list[str]:
+def _untied_draws(components: Components) -> list[str]:
     """Read samples twice under the same seed, and once as in the second epoch."""
-    data, loader, lengths = parts.train_set, parts.source.loader, parts.source.lengths
+    data, loader, lengths = (
+        components.train_set,
+        components.source.loader,
+        components.source.lengths,
+    )
     for i in data.spaced(PROBED):
         first, again, _ = (
-            loader.load(Request((i,), epoch, int(lengths[i]), parts.layout.packed))
+            loader.load(Request((i,), epoch, int(lengths[i]), components.layout.packed))
             for epoch in (0, 0, 1)
         )
         if changed := [n for n in first if n not in again or not _is_same(first[n], again[n])]:
@@ -63,41 +67,47 @@ def _is_same(first: Tensor, again: Tensor) -> bool:
     return first.dtype == again.dtype and torch.equal(bits_of(first), bits_of(again))
 
 
-def _unread_fields(parts: Parts) -> list[str]:
+def _unread_fields(components: Components) -> list[str]:
     """Find what the samples bring, and neither the model's forward nor the objective reads."""
-    data, example = parts.train_set, parts.example
+    data, example = components.train_set, components.example
     with data.isolated_rng():
-        brought = example if data.collate else data.read(0, seed=parts.config.seed, epoch=0)
-    omitted = vars(parts.module).get(OMITTED, ())
-    named = inspect.signature(parts.module.forward).parameters.keys() - set(omitted)
+        brought = example if data.collate else data.read(0, seed=components.config.seed, epoch=0)
+    omitted = vars(components.module).get(OMITTED, ())
+    named = inspect.signature(components.module.forward).parameters.keys() - set(omitted)
     # `input_ids` are counted, also where nothing else reads them.
     unread = [n for n in brought if n in example and n not in named and n != INPUT_IDS]
-    unread = unread and _unread_in_trials(parts, unread)
+    unread = unread and _unread_in_trials(components, unread)
     if not unread:
         return []
-    kinds = f"forward of {type(parts.module).__name__} nor {type(parts.objective).__name__}"
+    kinds = (
+        f"forward of {type(components.module).__name__} nor {type(components.objective).__name__}"
+    )
     return [
         f"data: {first_of(unread)} of the samples is read by neither {kinds}, and changes "
         "nothing: leave it out, or use a model or an objective that reads it"
     ]
 
 
-def _unread_in_trials(parts: Parts, names: Collection[str]) -> list[str]:
+def _unread_in_trials(components: Components, names: Collection[str]) -> list[str]:
     """Run the objective, in evaluation and in training; nothing is unread where that fails."""
-    device = torch.device("meta") if is_on_meta(parts.module) else parts.world.device
-    fields, remote = parts.example, to_device(parts.example, device)
+    device = torch.device("meta") if is_on_meta(components.module) else components.world.device
+    fields, remote = components.example, to_device(components.example, device)
     reads = _Reads({id(each[name]): name for each in (fields, remote) for name in names})
 
     def run(*, trains: bool) -> None:
         if reads.seen.issuperset(names):
             return
-        with restoring(parts.module, parts.objective), torch.set_grad_enabled(trains), reads:
-            parts.module.train(trains)
-            sums_of(parts.objective, parts.call, remote, weights)
+        with (
+            restoring(components.module, components.objective),
+            torch.set_grad_enabled(trains),
+            reads,
+        ):
+            components.module.train(trains)
+            sums_of(components.objective, components.call, remote, weights)
 
     with suppress(Exception):  # it fails again, in full, in the step
         with reads:
-            weights = weights_of(parts.objective, fields)
+            weights = weights_of(components.objective, fields)
         run(trains=False)
         with suppress(Exception):  # BatchNorm takes no single sample
             run(trains=True)

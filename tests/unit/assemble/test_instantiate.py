@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.lib.run_toys import Net
-from trainer.build.instantiate import construct
+from trainer.assemble.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
 

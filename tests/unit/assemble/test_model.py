@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go
-from trainer.build import model
+from trainer.assemble import model
 from trainer.core.errors import DoesNotFitError
 from trainer.models.gpt import GPT
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.lib.config_support import checked
-from trainer.build.precision import has_fast_bf16, resolve_precision
+from trainer.assemble.precision import has_fast_bf16, resolve_precision
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 
