@@ -135,22 +135,22 @@ def test_an_objective_with_a_tensor_of_its_own_gets_no_fake_one():
 
 
 class Tabled(nn.Module):
-    def __init__(self, num_bytes: int, *, collectives: bool) -> None:
+    def __init__(self, num_bytes: int, *, moves: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.head = nn.Linear(8, VOCABULARY)
-        self.collectives = collectives
+        self.moves = moves
         self.register_buffer("table", torch.zeros(num_bytes // 4))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        if self.collectives:
+        if self.moves:
             self.table.add_(1.0)
         return self.head(self.embedding(input_ids)) + self.table[0]
 
 
 @pytest.mark.parametrize(("num_bytes", "moves"), [(2**14, False), (2**24, True)])
-def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, collectives):
-    model = Tabled(num_bytes, collectives=collectives)
+def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, moves):
+    model = Tabled(num_bytes, moves=moves)
     work = workload(model, text())
     predicted = predict_peak(work, Shape(2, 8)).peak_bytes
     assert predicted == pytest.approx(measured_peak(work, Shape(2, 8)).peak_bytes, rel=0.03)
