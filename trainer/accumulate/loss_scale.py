@@ -18,14 +18,10 @@ class LossScale:
 
     As PyTorch's `GradScaler`, but for a whole step: every micro-batch of it has the same scale, and
     one that is not finite skips it. The same on all ranks.
-
-    Attributes:
-        value: a power of two, so that scaling rounds nothing.
-        good_steps: since it was changed.
     """
 
-    value: float = 65536.0
-    good_steps: int = 0
+    value: float = 65536.0  # a power of two, so that scaling rounds nothing
+    good_steps: int = 0  # since it was changed
 
     def __post_init__(self) -> None:
         if not 1 <= self.value < 2.0**127 or self.good_steps < 0:

@@ -67,49 +67,32 @@ NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody s
 @final
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What a run is made of, before it is tuned.
-
-    Attributes:
-        train_set: the samples that are trained on.
-        split: how they and the held-out ones were parted.
-        source: the same as steps take them: in order, with their lengths, collated.
-        held_out: None where the data leave nothing to evaluate on.
-        module: the model on its device, neither compiled nor wrapped. To be sharded, its
-            parameters are on the meta device.
-        weights: what parameters on the meta device begin with.
-        precision: the word that `precision` became.
-        call: the module, bound to that precision.
-        chosen: the objective, as it was typed or as the model is made for.
-        spec: builds the optimizer, once the model is laid out.
-        schedule: factor of every learning rate, by step.
-        strategy: how the gradients of micro-batches become the step's.
-        parallel: how ranks are used; under `sync=auto` with a policy that the plan may change.
-        cut: as typed; that of `accum=auto` is tuned in `prepare`.
-        layout: what hardware, model and data ask of every cut.
-        total_steps: of the whole run, those before a resumption included.
-        example: one collated micro-batch of a single sample, the longest; packed under packing.
-        given: what the model's constructor may take from the data, such as their vocabulary.
-    """
+    """What a run is made of, before it is tuned."""
 
     config: RunConfig
     world: World
-    train_set: DataView
-    split: Split
-    source: Source
-    held_out: HeldOut | None
+    train_set: DataView  # the samples that are trained on
+    split: Split  # how they and the held-out ones were parted
+    source: Source  # the same as steps take them: in order, with their lengths, collated
+    held_out: HeldOut | None  # None where the data leave nothing to evaluate on
+    # The model on its device, neither compiled nor wrapped. To be sharded, its parameters are on
+    # the meta device.
     module: nn.Module
-    weights: Weights | None
-    precision: str
-    call: ModelCall
-    chosen: Chosen
-    spec: OptimizerSpec
-    schedule: Schedule
-    strategy: GradientStrategy
+    weights: Weights | None  # what parameters on the meta device begin with
+    precision: str  # the word that `precision` became
+    call: ModelCall  # the module, bound to that precision
+    chosen: Chosen  # the objective, as it was typed or as the model is made for
+    spec: OptimizerSpec  # builds the optimizer, once the model is laid out
+    schedule: Schedule  # factor of every learning rate, by step
+    strategy: GradientStrategy  # how the gradients of micro-batches become the step's
+    # How ranks are used; under `sync=auto` with a policy that the plan may change
     parallel: ParallelSetup
-    cut: Cut
-    layout: Layout
-    total_steps: int
+    cut: Cut  # as typed; that of `accum=auto` is tuned in `prepare`
+    layout: Layout  # what hardware, model and data ask of every cut
+    total_steps: int  # of the whole run, those before a resumption included
+    # One collated micro-batch of a single sample, the longest; packed under packing
     example: Fields
+    # What the model's constructor may take from the data, such as their vocabulary
     given: Mapping[str, Any]
 
     @property

@@ -55,16 +55,11 @@ _TO_TYPE = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The objective of a run.
-
-    Attributes:
-        component: its class and all of its arguments, as if they had been typed.
-        text: its name, with the settings that are no defaults and the reason, for a person.
-    """
+    """The objective of a run."""
 
     objective: Objective
-    component: Component
-    text: str
+    component: Component  # its class and all of its arguments, as if they had been typed
+    text: str  # its name, with the settings that are no defaults and the reason, for a person
 
 
 @final

@@ -40,29 +40,20 @@ class ParallelSetup:
     """How a run uses its ranks.
 
     Attributes:
-        mode: where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`.
-        replicas: copies of the model.
-        mesh: of real ranks; None where no rank holds shards.
-        dtype: that shards are gathered in; None as they are.
         bulk: what sync policies move; None where there is no choice of them.
-        is_open: `sync=auto`: the table says which policy it is.
-        rows: of the table of policies.
-        network: between the ranks; None until it is measured.
-        why: a line that says what `sync=auto` weighed; None where it was not asked.
-        why_mode: a line that says what `parallel=auto` weighed; likewise.
     """
 
-    mode: str
-    replicas: int
+    mode: str  # where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`
+    replicas: int  # copies of the model
     sync: SyncPolicy
-    mesh: DeviceMesh | None = None
-    dtype: torch.dtype | None = None
+    mesh: DeviceMesh | None = None  # of real ranks; None where no rank holds shards
+    dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
     sizes: ModelBytes | None = None
-    is_open: bool = False
-    rows: tuple[Traffic, ...] = ()
-    network: Network | None = None
-    why: str | None = None
-    why_mode: str | None = None
+    is_open: bool = False  # `sync=auto`: the table says which policy it is
+    rows: tuple[Traffic, ...] = ()  # of the table of policies
+    network: Network | None = None  # between the ranks; None until it is measured
+    why: str | None = None  # a line that says what `sync=auto` weighed; None where it was not asked
+    why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
 
     def weighed(
         self, work: ComputeTime, network: Network | None = None, begun: str | None = None

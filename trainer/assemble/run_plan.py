@@ -52,31 +52,20 @@ SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan'
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run that knows how to cut.
-
-    Attributes:
-        plans: of sampled global batches, that of the first step first.
-        tuning: what `accum=auto` found; None under another cut.
-        predicted: peak of a step; None where it cannot be predicted.
-        limit_bytes: what is left for tensors on this rank; None where nobody knows.
-        flops: of the model, for the ranks of a run; None where they cannot be counted.
-        how: how the cap was found, or why it is as it is.
-        is_here: whether the plan is for this machine; time is unknown for any other.
-        warnings: what showed when the user's own model and objective ran.
-        trials: what the model showed on fake tensors.
-    """
+    """A run that knows how to cut."""
 
     components: Components
     cut: Cut
-    plans: tuple[Plan, ...]
-    tuning: Tuning | None
-    predicted: MemoryEstimate | None
-    limit_bytes: int | None
+    plans: tuple[Plan, ...]  # of sampled global batches, that of the first step first
+    tuning: Tuning | None  # what `accum=auto` found; None under another cut
+    predicted: MemoryEstimate | None  # peak of a step; None where it cannot be predicted
+    limit_bytes: int | None  # what is left for tensors on this rank; None where nobody knows
+    # Of the model, for the ranks of a run; None where they cannot be counted
     flops: ModelFlops | None
-    how: str
-    is_here: bool
-    warnings: tuple[str, ...]
-    trials: Trials
+    how: str  # how the cap was found, or why it is as it is
+    is_here: bool  # whether the plan is for this machine; time is unknown for any other
+    warnings: tuple[str, ...]  # what showed when the user's own model and objective ran
+    trials: Trials  # what the model showed on fake tensors
 
     @property
     def step_seconds(self) -> float | None:

@@ -20,17 +20,13 @@ from trainer.tune.workload import Workload
 @final
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """What the model showed on fake tensors.
+    """What the model showed on fake tensors."""
 
-    Attributes:
-        limits: what whole numbers of a field must be below: the rows of the table they look up.
-        gives_logits: whether the output layer's outputs are the logits, and nothing else.
-        forward: what one of the greatest length computes; None where the model cannot run fake,
-            and on other ranks, which go by the cost that the main rank found.
-    """
-
+    # What whole numbers of a field must be below: the rows of the table they look up
     limits: Mapping[str, int]
-    gives_logits: bool
+    gives_logits: bool  # whether the output layer's outputs are the logits, and nothing else
+    # What one of the greatest length computes; None where the model cannot run fake, and on other
+    # ranks, which go by the cost that the main rank found
     forward: Forward | None = None
 
     @classmethod

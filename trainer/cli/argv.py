@@ -42,17 +42,11 @@ _NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """What was typed.
+    """What was typed."""
 
-    Attributes:
-        command: the command word, or `None` if none was typed.
-        flags: Hydra's flags by their long names; the value is empty for a switch.
-        overrides: everything else, in order.
-    """
-
-    command: str | None
-    flags: Mapping[str, str]
-    overrides: tuple[str, ...]
+    command: str | None  # the command word, or `None` if none was typed
+    flags: Mapping[str, str]  # Hydra's flags by their long names; the value is empty for a switch
+    overrides: tuple[str, ...]  # everything else, in order
 
     @property
     def lines(self) -> list[str]:

@@ -66,18 +66,13 @@ class Job:
 @final
 @dataclass
 class Composer:
-    """Hydra's composition over one search path. Enter `open` before use.
+    """Hydra's composition over one search path. Enter `open` before use."""
 
-    Attributes:
-        config_folder: primary config's folder; the built-in `conf/` or `--config-path`.
-        config_name: primary config.
-        own_folder: the user's `--config-dir`.
-        groups: options on the search path, while it is open.
-    """
-
+    # Primary config's folder; the built-in `conf/` or `--config-path`
     config_folder: Path = field(default_factory=lambda: data_dir("conf"))
-    config_name: str = CONFIG_NAME
-    own_folder: Path | None = None
+    config_name: str = CONFIG_NAME  # primary config
+    own_folder: Path | None = None  # the user's `--config-dir`
+    # Options on the search path, while it is open
     groups: dict[str, list[str]] = field(default_factory=dict)
 
     @property

@@ -10,21 +10,13 @@ from typing import TYPE_CHECKING, Literal, final
 @final
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU.
+    """One GPU."""
 
-    Attributes:
-        reported: part of the name that its driver reports.
-        memory_mib: as its driver reports it.
-        half: dense bf16 (fp16 where it has no bf16) in 10^12 FLOP/s. TF32 is half of it.
-        single: fp32 outside of tensor cores, likewise.
-        has_bf16: whether its tensor cores take bf16.
-    """
-
-    reported: str
-    memory_mib: int
-    half: float
-    single: float
-    has_bf16: bool = True
+    reported: str  # part of the name that its driver reports
+    memory_mib: int  # as its driver reports it
+    half: float  # dense bf16 (fp16 where it has no bf16) in 10^12 FLOP/s. TF32 is half of it.
+    single: float  # fp32 outside of tensor cores, likewise
+    has_bf16: bool = True  # whether its tensor cores take bf16
 
     def peak(self, precision: str) -> float:
         """Give the dense FLOP/s of a precision."""

@@ -187,20 +187,14 @@ modules import torch."""
 
 
 class Component(Section):
-    """A class that is named in the config, and what its constructor gets.
+    """A class that is named in the config, and what its constructor gets."""
 
-    Attributes:
-        target: import path of the class.
-        params: constructor arguments.
-        name: the option it was chosen by, e.g. `gpt_tiny`; None for a class of one's own.
-        typed_target: the user named the class, and every class among its arguments, on their own
-            command line or in their own `--config-dir`, which is consent to run them. Never read
-            from a file.
-    """
-
-    target: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")
-    params: dict[str, Any] = Field(default_factory=dict)
+    target: str = Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")  # import path of the class
+    params: dict[str, Any] = Field(default_factory=dict)  # constructor arguments
+    # The option it was chosen by, e.g. `gpt_tiny`; None for a class of one's own.
     name: str | None = None
+    # The user named the class, and every class among its arguments, on their own command line or in
+    # their own `--config-dir`, which is consent to run them. Never read from a file.
     typed_target: bool = False
 
 

@@ -24,17 +24,11 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wh
 @final
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the interface, for the help and for messages.
+    """One key of the interface, for the help and for messages."""
 
-    Attributes:
-        annotation: type of its value; None where it is the name of an option.
-        doc: one line.
-        default: of the default options.
-    """
-
-    annotation: Any
-    doc: str
-    default: Any
+    annotation: Any  # type of its value; None where it is the name of an option
+    doc: str  # one line
+    default: Any  # of the default options
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -120,13 +120,7 @@ class Export(Section):
 
 
 class RunConfig(Section):
-    """One run, composed and valid. What its keys mean stands in `conf/`.
-
-    Attributes:
-        choices: the option of every group by the folder's name, `accum/gradient` too.
-        unset: keys of the step whose defaults are in force, for the start of a run to show.
-        config_dir: folder of the user's own options; None without one.
-    """
+    """One run, composed and valid. What its keys mean stands in `conf/`."""
 
     command: Literal["train", "plan", "verify", "evaluate", "export"]
     name: Word | None
@@ -170,9 +164,11 @@ class RunConfig(Section):
     export: Export
     trust: Words
     # What has a default is no key of the interface: how the config came about.
+    # The option of every group by the folder's name, `accum/gradient` too
     choices: dict[str, Any] = Field(default_factory=dict)
+    # Keys of the step whose defaults are in force, for the start of a run to show
     unset: tuple[str, ...] = Field((), strict=False)
-    config_dir: str | None = None
+    config_dir: str | None = None  # folder of the user's own options; None without one
 
     @property
     def total_epochs(self) -> int | None:

@@ -28,11 +28,9 @@ class PhaseTimes:
     """Adds up what each phase of a rank's steps takes. A step begins with the phase `data`.
 
     `mark` marks the present moment of the work that was launched so far.
-
-    Attributes:
-        on_phase: called with every phase that begins; None calls nothing.
     """
 
+    # Called with every phase that begins; None calls nothing
     on_phase: Callable[[Phase], None] | None = None
 
     def __init__(self, mark: Callable[[], Mark] = time.perf_counter) -> None:

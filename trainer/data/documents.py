@@ -30,15 +30,10 @@ _BLOCK_TOKENS = 2**22
 @final
 @dataclass(frozen=True, slots=True)
 class ByteEntropies:
-    """What counting bytes alone predicts of the held-out text, in nats per predicted token.
+    """What counting bytes alone predicts of the held-out text, in nats per predicted token."""
 
-    Attributes:
-        unigram: knowing nothing of the text so far.
-        bigram: knowing the token before.
-    """
-
-    unigram: float
-    bigram: float
+    unigram: float  # knowing nothing of the text so far
+    bigram: float  # knowing the token before
 
 
 class ByteDocuments(Dataset[dict[str, Tensor]]):

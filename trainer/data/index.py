@@ -67,27 +67,16 @@ class _About(BaseModel):
 @final
 @dataclass(frozen=True, eq=False)
 class Index:
-    """An open index; pickled as its path and key.
+    """An open index; pickled as its path and key."""
 
-    Attributes:
-        path: its folder.
-        key: what the index was built from.
-        blob: `(bytes,)` uint8, all documents end to end.
-        offsets: `(documents + 1,)`, where each begins and the last one ends.
-        groups: `(documents,)`; documents that share one must fall into the same split.
-        digest: SHA-256 of the three arrays.
-        num_skipped: records that were left out.
-        skipped: why the first of them were.
-    """
-
-    path: Path
-    key: str
-    blob: npt.NDArray[np.uint8]
-    offsets: IntArray
-    groups: KeyArray
-    digest: str
-    num_skipped: int
-    skipped: tuple[str, ...]
+    path: Path  # its folder
+    key: str  # what the index was built from
+    blob: npt.NDArray[np.uint8]  # `(bytes,)` uint8, all documents end to end
+    offsets: IntArray  # `(documents + 1,)`, where each begins and the last one ends
+    groups: KeyArray  # `(documents,)`; documents that share one must fall into the same split
+    digest: str  # SHA-256 of the three arrays
+    num_skipped: int  # records that were left out
+    skipped: tuple[str, ...]  # why the first of them were
 
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)

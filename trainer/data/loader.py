@@ -53,21 +53,16 @@ AHEAD = 2  # requests that a worker, or the thread, loads at least before they a
 @final
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The samples of one micro-batch.
+    """The samples of one micro-batch."""
 
-    Attributes:
-        ids: sample ids, in order; none for a micro-batch that only fills a count, which has zero
-            rows, or under `packed` one row without a label.
-        epoch: from 0; selects the draws of augmentations.
-        pad_to: tokens that every sequence is padded to, or positions of the packed row. Data
-            without tokens, and a data set's own `collate`, do not heed it.
-        packed: lay the samples end to end in one row.
-    """
-
+    # Sample ids, in order; none for a micro-batch that only fills a count, which has zero rows, or
+    # under `packed` one row without a label
     ids: tuple[int, ...]
-    epoch: int
+    epoch: int  # from 0; selects the draws of augmentations
+    # Tokens that every sequence is padded to, or positions of the packed row. Data without tokens,
+    # and a data set's own `collate`, do not heed it.
     pad_to: int
-    packed: bool = False
+    packed: bool = False  # lay the samples end to end in one row
 
 
 @final

@@ -39,37 +39,23 @@ FAR = 0.05
 @final
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What comparing samples of both parts by their contents found.
+    """What comparing samples of both parts by their contents found."""
 
-    Attributes:
-        held_out: samples of the held-out part that were looked for.
-        training: samples of the training part that they were looked for among.
-        found: how many of the former are there; all of them, if all samples were compared.
-    """
-
-    held_out: int
-    training: int
-    found: int
+    held_out: int  # samples of the held-out part that were looked for
+    training: int  # samples of the training part that they were looked for among
+    found: int  # how many of the former are there; all of them, if all samples were compared
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How training and held-out samples were parted.
+    """How training and held-out samples were parted."""
 
-    Attributes:
-        rule: in words.
-        holdout: share that was asked for; None where the data bring their own parts.
-        seed: `data.split_seed`.
-        overlap: of the contents; None where they were not compared.
-        warnings: what a person must know about it.
-    """
-
-    rule: str
-    holdout: float | None
-    seed: int
-    overlap: Overlap | None = None
-    warnings: tuple[str, ...] = ()
+    rule: str  # in words
+    holdout: float | None  # share that was asked for; None where the data bring their own parts
+    seed: int  # `data.split_seed`.
+    overlap: Overlap | None = None  # of the contents; None where they were not compared
+    warnings: tuple[str, ...] = ()  # what a person must know about it
 
     def to_json(self, train: DataView, held_out: DataView | None) -> dict[str, Any]:
         """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`."""

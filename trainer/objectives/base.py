@@ -49,17 +49,14 @@ IGNORED = -100
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """What one micro-batch adds to the step.
+    """What one micro-batch adds to the step."""
 
-    Attributes:
-        losses: named 0-d sums with a graph, the same names for every micro-batch: one without a
-            loss term gives a sum over nothing.
-        metrics: named 0-d sums without one. Those given while gradients are recorded are figures of
-            the step, in metrics.jsonl, on the screen and in W&B. An evaluation, under `no_grad`,
-            needs them all; the built-in objectives give theirs there alone, where they are free.
-    """
-
+    # Named 0-d sums with a graph, the same names for every micro-batch: one without a loss term
+    # gives a sum over nothing
     losses: Mapping[str, Tensor]
+    # Named 0-d sums without one. Those given while gradients are recorded are figures of the step,
+    # in metrics.jsonl, on the screen and in W&B. An evaluation, under `no_grad`, needs them all;
+    # the built-in objectives give theirs there alone, where they are free.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -29,18 +29,13 @@ class Classify(Objective):
 
     With class weights the denominator is the sum of the weights of the labels, as in PyTorch's
     mean, and not their count. A label of -100 is no loss term.
-
-    Attributes:
-        class_axis: where the classes are in the logits: 1, or -1 for a class per token.
-        class_weights: one number per class; None weighs all alike.
-        label_smoothing: share of the target spread over the classes, in [0, 1).
     """
 
     metric_names = ("accuracy",)
 
-    class_axis: int = 1
-    class_weights: Sequence[float] | None = None
-    label_smoothing: float = 0.0
+    class_axis: int = 1  # where the classes are in the logits: 1, or -1 for a class per token
+    class_weights: Sequence[float] | None = None  # one number per class; None weighs all alike
+    label_smoothing: float = 0.0  # share of the target spread over the classes, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Sum the class weights of the labels for the loss, and count them for the accuracy.

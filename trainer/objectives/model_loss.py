@@ -35,14 +35,12 @@ class ModelLoss(Objective):
     The weight is the number of labels that are not -100. A causal model shifts them, so that the
     first of each row predicts nothing; under `sum` that only scales the step, under `mean` it
     must be right. Without `labels`, as in question answering, the weight is the number of samples.
-
-    Attributes:
-        reduction: what the model's loss is: asked to be a `sum`, or taken as a `mean`.
-        causal: whether the model shifts the labels of a sequence. Labels of one number per sample,
-            and real numbers, are never shifted.
     """
 
+    # What the model's loss is: asked to be a `sum`, or taken as a `mean`
     reduction: Reduction = "sum"
+    # Whether the model shifts the labels of a sequence. Labels of one number per sample, and real
+    # numbers, are never shifted.
     causal: bool = True
 
     def weights(self, fields: Fields) -> Mapping[str, float]:

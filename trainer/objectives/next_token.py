@@ -35,18 +35,15 @@ class NextToken(Objective):
 
     Labels are shifted here: `labels` equal to `input_ids`, with -100 where no loss is wanted, is
     right. The terms are `cross_entropy` and, where asked for, `z_loss`; the metric is `accuracy`.
-
-    Attributes:
-        z_loss: coefficient of the squared log-partition, which keeps logits from drifting
-            (Chowdhery et al. 2022, 2204.02311, section 5); 0 leaves it out, and else all logits of
-            a micro-batch are in memory at once.
-        label_smoothing: share of the target spread over the vocabulary, in [0, 1).
     """
 
     metric_names = ("accuracy",)
 
+    # Coefficient of the squared log-partition, which keeps logits from drifting (Chowdhery et al.
+    # 2022, 2204.02311, section 5); 0 leaves it out, and else all logits of a micro-batch are in
+    # memory at once.
     z_loss: float = 0.0
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # share of the target spread over the vocabulary, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""

@@ -31,16 +31,11 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
-    """Everything about an optimizer but the parameters.
+    """Everything about an optimizer but the parameters."""
 
-    Attributes:
-        lr: learning rate at factor 1 of the schedule.
-        weight_decay: of weights; not of norms and biases, unless a group asks for it.
-        groups: settings by name pattern: `lr`, `weight_decay`, `frozen`.
-    """
-
-    lr: float
-    weight_decay: float = 0.0
+    lr: float  # learning rate at factor 1 of the schedule
+    weight_decay: float = 0.0  # of weights; not of norms and biases, unless a group asks for it
+    # Settings by name pattern: `lr`, `weight_decay`, `frozen`
     groups: Groups = field(default_factory=dict)
 
     def freeze(self, model: nn.Module) -> None:
@@ -77,15 +72,10 @@ class OptimizerSpec(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdamW(OptimizerSpec):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, 1711.05101).
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, 1711.05101)."""
 
-    Attributes:
-        betas: decay of the two moments.
-        eps: added to the root of the second.
-    """
-
-    betas: Sequence[float] = (0.9, 0.95)
-    eps: float = 1e-8
+    betas: Sequence[float] = (0.9, 0.95)  # decay of the two moments
+    eps: float = 1e-8  # added to the root of the second
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
@@ -98,15 +88,10 @@ class AdamW(OptimizerSpec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerSpec):
-    """Stochastic gradient descent with momentum.
+    """Stochastic gradient descent with momentum."""
 
-    Attributes:
-        momentum: share of the last update that is kept.
-        nesterov: looks ahead by the momentum.
-    """
-
-    momentum: float = 0.9
-    nesterov: bool = False
+    momentum: float = 0.9  # share of the last update that is kept
+    nesterov: bool = False  # looks ahead by the momentum
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
@@ -123,15 +108,10 @@ class SGD(OptimizerSpec):
 @final
 @dataclass(frozen=True, kw_only=True)
 class OwnOptimizer(OptimizerSpec):
-    """Any subclass of `torch.optim.Optimizer`, a user's too, called with parameter groups.
+    """Any subclass of `torch.optim.Optimizer`, a user's too, called with parameter groups."""
 
-    Attributes:
-        kind: the class.
-        options: further arguments of its constructor.
-    """
-
-    kind: type[Optimizer]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: type[Optimizer]  # the class
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of its constructor
 
     @classmethod
     def of(cls, kind: type[Optimizer], params: Mapping[str, Any]) -> OwnOptimizer:

@@ -24,16 +24,12 @@ class Schedule(ABC):
     """A factor for the learning rate at every step.
 
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
-
-    Attributes:
-        reference_batch: the global batch that `optimizer.lr` was tuned for.
-        scale: how the learning rate follows the global batch away from it.
-        warmup: steps that rise linearly to 1, or a share of the run below 1.
     """
 
-    reference_batch: int | None = None
+    reference_batch: int | None = None  # the global batch that `optimizer.lr` was tuned for.
+    # How the learning rate follows the global batch away from it
     scale: Literal["none", "linear", "sqrt"] = "none"
-    warmup: float = 0
+    warmup: float = 0  # steps that rise linearly to 1, or a share of the run below 1
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
@@ -77,13 +73,9 @@ class Constant(Schedule):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Schedule):
-    """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up.
+    """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up."""
 
-    Attributes:
-        floor: what it falls towards; the last step is just above it.
-    """
-
-    floor: float = 0.0
+    floor: float = 0.0  # what it falls towards; the last step is just above it
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
@@ -97,15 +89,10 @@ class Cosine(Schedule):
 @final
 @dataclass(frozen=True, kw_only=True)
 class WSD(Schedule):
-    """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395).
+    """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395)."""
 
-    Attributes:
-        decay: share of all steps that decays, at the end.
-        floor: what it falls towards; the last step is just above it.
-    """
-
-    decay: float = 0.2
-    floor: float = 0.0
+    decay: float = 0.2  # share of all steps that decays, at the end
+    floor: float = 0.0  # what it falls towards; the last step is just above it
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""

@@ -37,17 +37,11 @@ class _Linear(nn.Module):
 @final
 @dataclass(frozen=True, slots=True)
 class WrongSum:
-    """What a policy leaves in place of a sum.
+    """What a policy leaves in place of a sum."""
 
-    Attributes:
-        error: relative to the sum.
-        count: micro-batches of the step.
-        text: what is wrong, and what to do.
-    """
-
-    error: float
-    count: int
-    text: str
+    error: float  # relative to the sum
+    count: int  # micro-batches of the step
+    text: str  # what is wrong, and what to do
 
 
 def find_wrong_sum(

@@ -30,16 +30,11 @@ class Cost:
     """Time of one micro-batch of `n` samples padded to `length`, in units of one token's time.
 
     `fixed + n * length + quadratic * n * length**2`. Fitted by the tuner from timed shapes.
-
-    Attributes:
-        fixed: cost of a micro-batch that does not depend on its size, in tokens.
-        quadratic: attention's share, per token of length.
-        seconds_per_token: scale to seconds; `None` when nothing was timed.
     """
 
-    fixed: float = 33.0
-    quadratic: float = 0.001
-    seconds_per_token: float | None = None
+    fixed: float = 33.0  # cost of a micro-batch that does not depend on its size, in tokens
+    quadratic: float = 0.001  # attention's share, per token of length
+    seconds_per_token: float | None = None  # scale to seconds; `None` when nothing was timed
 
     def per_sample(self, lengths: IntArray) -> FloatArray:
         """Cost of each sample alone, without the micro-batch's fixed share, `(num_samples,)`."""
@@ -50,31 +45,23 @@ class Cost:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What hardware and model ask of every cut.
+    """What hardware and model ask of every cut."""
 
-    Attributes:
-        world_size: data-parallel ranks.
-        lockstep: every micro-batch contains a collective, so all ranks need the same count.
-        pad_multiple: lengths are padded up to a multiple of this.
-        longest: the multiple pads no sample beyond it, since a model may take no more.
-        shapes: the padded lengths, ascending, where a compiled model bounds them. The number of
-            samples is not bounded: it is the one dimension to compile as dynamic.
-        max_shapes: most distinct lengths of packed rows, likewise.
-        packed: documents of a micro-batch are laid end to end, without padding.
-        group_size: that many consecutive samples of the global batch form a group that no cut
-            divides (they are normalised together, say); the last may be short.
-        cost: the time model.
-    """
-
-    world_size: int = 1
+    world_size: int = 1  # data-parallel ranks
+    # Every micro-batch contains a collective, so all ranks need the same count
     lockstep: bool = False
-    pad_multiple: int = 1
+    pad_multiple: int = 1  # lengths are padded up to a multiple of this
+    # The multiple pads no sample beyond it, since a model may take no more
     longest: int | None = None
+    # The padded lengths, ascending, where a compiled model bounds them. The number of samples is
+    # not bounded: it is the one dimension to compile as dynamic.
     shapes: tuple[int, ...] = ()
-    max_shapes: int | None = None
-    packed: bool = False
+    max_shapes: int | None = None  # most distinct lengths of packed rows, likewise
+    packed: bool = False  # documents of a micro-batch are laid end to end, without padding
+    # That many consecutive samples of the global batch form a group that no cut divides (they are
+    # normalised together, say); the last may be short
     group_size: int = 1
-    cost: Cost = field(default_factory=Cost)
+    cost: Cost = field(default_factory=Cost)  # the time model
 
     @property
     def group_note(self) -> str:
@@ -86,23 +73,17 @@ class Layout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One global batch cut into micro-batches, for every rank.
+    """One global batch cut into micro-batches, for every rank."""
 
-    Attributes:
-        ranks: `[rank][slot]`: positions in the global batch, each array `(num_samples,)`; an
-            empty array is a slot of zero weight that only fills a count.
-        lengths: `(global batch,)`, tokens of each sample.
-        padded_lengths: `[rank][slot]`: the length every sample of that micro-batch is padded to
-            (under packing: the number of positions of the row); 0 for an empty slot.
-        packed: as in `Layout`.
-        group_size: as in `Layout`; the groups of a micro-batch lie one after the other, a short
-            one last.
-    """
-
+    # `[rank][slot]`: positions in the global batch, each array `(num_samples,)`; an empty array is
+    # a slot of zero weight that only fills a count
     ranks: tuple[tuple[IntArray, ...], ...]
-    lengths: IntArray
+    lengths: IntArray  # `(global batch,)`, tokens of each sample
+    # `[rank][slot]`: the length every sample of that micro-batch is padded to (under packing: the
+    # number of positions of the row); 0 for an empty slot
     padded_lengths: tuple[tuple[int, ...], ...]
-    packed: bool = False
+    packed: bool = False  # as in `Layout`
+    # As in `Layout`; the groups of a micro-batch lie one after the other, a short one last
     group_size: int = 1
 
     @property

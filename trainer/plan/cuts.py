@@ -50,17 +50,14 @@ class Fixed(Cut):
     `micro` the last micro-batch of a rank may be short; with `steps` their sizes differ by at most
     one; with neither, a rank's share is one micro-batch. Each is padded to its own longest sample.
     Where ranks in lockstep have fewer micro-batches, empty slots fill their count.
-
-    Attributes:
-        micro: samples per micro-batch on one rank; wins over `steps`, with which it agrees on a
-            full global batch (`config.rules.complete_sizes`).
-        steps: micro-batches per rank.
     """
 
     keeps_order: ClassVar[bool] = True
 
+    # Samples per micro-batch on one rank; wins over `steps`, with which it agrees on a full global
+    # batch (`config.rules.complete_sizes`).
     micro: int | None = None
-    steps: int | None = None
+    steps: int | None = None  # micro-batches per rank
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch in sample order; see `Cut.cut`.
@@ -210,17 +207,16 @@ class Auto(_Capped):
     """The cheapest cuts under a cap that is found by tuning: `accum=auto`.
 
     Attributes:
-        memory: bytes that may be used; `None` is what the device or the process has.
-        max_tokens: most padded tokens of a micro-batch of several samples; `None` until tuned.
         alone: padded tokens up to which a sample that is longer may form a micro-batch of its
             own, since memory holds it; `None` allows no more than `max_tokens`.
-        cost: the time model; the layout's until tuned.
     """
 
+    # Bytes that may be used; `None` is what the device or the process has
     memory: int | None = None
+    # Most padded tokens of a micro-batch of several samples; `None` until tuned
     max_tokens: int | None = None
     single_sample_cap: int | None = None
-    cost: Cost | None = None
+    cost: Cost | None = None  # the time model; the layout's until tuned
 
     @property
     def hard_cap(self) -> int | None:

@@ -39,35 +39,29 @@ class VerifyReport:
     """What `train verify` found: the planned step's gradient against a reference.
 
     Attributes:
-        verdict: `exact` where the error is at most 1e-10, in float64, or within the rounding of
-            float32 where the model runs in nothing else, and every loss is a sum over samples;
-            `exact_without_dropout`; `not_exact`; `not_proven` where something cannot be compared.
-        max_relative_error: over parameters, of max absolute difference / max absolute reference.
-        error_without_draws: the same with random draws held, where that is what passes; else None.
-        reference: `whole batch`, or `sample by sample, summed` where the whole does not fit.
-        dtype: both were computed in, e.g. `float64`.
-        num_parameters: tensors compared.
-        micro_batches: of the planned step.
-        global_batch: samples of the step.
-        limit: largest error that is rounding: 1e-10 in float64; in float32 as measured, for the
-            worst parameter.
-        worst: parameters by name with their error, the largest first.
         culprits: modules by name with the reason why they depend on the cut.
-        notes: what a reader of the verdict must know, one line each.
     """
 
+    # `exact` where the error is at most 1e-10, in float64, or within the rounding of float32 where
+    # the model runs in nothing else, and every loss is a sum over samples; `exact_without_dropout`;
+    # `not_exact`; `not_proven` where something cannot be compared
     verdict: Verdict
+    # Over parameters, of max absolute difference / max absolute reference
     max_relative_error: float
-    reference: str
-    dtype: str
-    num_parameters: int
-    micro_batches: int
-    global_batch: int
+    reference: str  # `whole batch`, or `sample by sample, summed` where the whole does not fit
+    dtype: str  # both were computed in, e.g. `float64`.
+    num_parameters: int  # tensors compared
+    micro_batches: int  # of the planned step
+    global_batch: int  # samples of the step
+    # Largest error that is rounding: 1e-10 in float64; in float32 as measured, for the worst
+    # parameter
     limit: float
+    # The same with random draws held, where that is what passes; else None
     error_without_draws: float | None = None
+    # Parameters by name with their error, the largest first
     worst: tuple[tuple[str, float], ...] = ()
     named_reasons: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader of the verdict must know, one line each
 
     @property
     def exact(self) -> bool:

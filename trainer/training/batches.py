@@ -37,20 +37,13 @@ QUICK_S = 0.005  # as long as a thread may hold the interpreter (`sys.getswitchi
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlannedBatch:
-    """One global batch, cut, with this rank's micro-batches at hand.
+    """One global batch, cut, with this rank's micro-batches at hand."""
 
-    Attributes:
-        step: the step it belongs to, from 1.
-        plan: how it is cut, for every rank.
-        micro_batches: this rank's.
-        sample_ids: of the global batch, in the user's own data set.
-    """
-
-    step: int
+    step: int  # the step it belongs to, from 1
     samples: GlobalBatch
-    plan: Plan
-    micro_batches: tuple[MicroBatch, ...]
-    sample_ids: tuple[int, ...]
+    plan: Plan  # how it is cut, for every rank
+    micro_batches: tuple[MicroBatch, ...]  # this rank's
+    sample_ids: tuple[int, ...]  # of the global batch, in the user's own data set
 
     def largest_sample(self) -> tuple[int, int]:
         """Name the longest sample: its id and its length in tokens."""
@@ -66,35 +59,25 @@ class PlannedBatch:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the samples of a run come from.
-
-    Attributes:
-        lengths: tokens of every training sample.
-        objective: counts the weights of a micro-batch.
-    """
+    """Where the samples of a run come from."""
 
     order: Order
-    lengths: Lengths
+    lengths: Lengths  # tokens of every training sample
     loader: Loader
-    objective: Objective
+    objective: Objective  # counts the weights of a micro-batch
 
 
 @final
 @dataclass(eq=False)
 class Feed:
-    """Gives the planned batches of a run from a cursor on, with this rank's micro-batches.
-
-    Attributes:
-        seed: from which every random draw of a step follows.
-        cursor: behind the last batch that was taken.
-    """
+    """Gives the planned batches of a run from a cursor on, with this rank's micro-batches."""
 
     source: Source
     cut: Cut
     layout: Layout
     world: World
-    seed: int
-    cursor: Cursor
+    seed: int  # from which every random draw of a step follows
+    cursor: Cursor  # behind the last batch that was taken
 
     def __post_init__(self) -> None:
         self._ahead: deque[Future[PlannedBatch]] = deque()

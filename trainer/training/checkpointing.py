@@ -20,24 +20,21 @@ from trainer.training.window import StepContext
 @final
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Saves the state of a run.
-
-    Attributes:
-        constants: what does not change over the run: contract, fingerprint, tuned constants.
-        on_full: whether a checkpoint that could not be written stops the run.
-        every_s: seconds between checkpoints, by the main rank's clock; None counts steps alone.
-        is_due: whether so many seconds had passed at the last `poll`; the same on every rank.
-        masks: names of buffers that begin with values that are not finite, as a causal mask does.
-    """
+    """Saves the state of a run."""
 
     context: StepContext
     feed: Feed
     writer: CheckpointWriter
     reporter: Reporter
+    # What does not change over the run: contract, fingerprint, tuned constants
     constants: Mapping[str, Any]
+    # Whether a checkpoint that could not be written stops the run
     on_full: Literal["stop", "continue"] = "stop"
+    # Seconds between checkpoints, by the main rank's clock; None counts steps alone
     every_s: float | None = None
+    # Whether so many seconds had passed at the last `poll`; the same on every rank
     is_due: bool = False
+    # Names of buffers that begin with values that are not finite, as a causal mask does
     masks: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -33,21 +33,15 @@ CHUNK = 8192  # samples planned at once
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The held-out samples, cut by a cap of their own.
-
-    Attributes:
-        lengths: tokens of every held-out sample.
-        most: of them that are evaluated, evenly spaced and the same each time; None is all.
-        max_tokens: cap on the computed positions of a micro-batch.
-        is_ordered: micro-batches and sums have the same bits for every number of ranks.
-    """
+    """The held-out samples, cut by a cap of their own."""
 
     loader: Loader
-    lengths: Lengths
+    lengths: Lengths  # tokens of every held-out sample
     layout: Layout
-    max_tokens: int
+    max_tokens: int  # cap on the computed positions of a micro-batch
+    # Of them that are evaluated, evenly spaced and the same each time; None is all
     most: int | None = None
-    is_ordered: bool = False
+    is_ordered: bool = False  # micro-batches and sums have the same bits for every number of ranks
 
     @property
     def num_samples(self) -> int:

@@ -18,19 +18,12 @@ from trainer.training.batches import PlannedBatch
 @final
 @dataclass
 class FailedAllocation:
-    """Writes `errors/out-of-memory-step<k>-rank<r>.txt`, the first time that memory runs out.
+    """Writes `errors/out-of-memory-step<k>-rank<r>.txt`, the first time that memory runs out."""
 
-    Attributes:
-        folder: the run's.
-        world: this rank, and where it is.
-        predicted_bytes: peak of a step as it was predicted; None where it was not.
-        limit_bytes: what tensors may have; None where nobody knows.
-    """
-
-    folder: Path
-    world: World
-    predicted_bytes: int | None
-    limit_bytes: int | None
+    folder: Path  # the run's
+    world: World  # this rank, and where it is
+    predicted_bytes: int | None  # peak of a step as it was predicted; None where it was not
+    limit_bytes: int | None  # what tensors may have; None where nobody knows
     _is_done: bool = field(default=False, init=False)
 
     def __call__(self, batch: PlannedBatch, error: BaseException) -> None:

@@ -27,63 +27,43 @@ from trainer.tune.memory_limit import peak_bytes
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, composed once; cadences are in optimizer steps.
-
-    Attributes:
-        checkpointer: saves checkpoints, and may add a cadence in seconds. Collective.
-        was_asked: whether a signal asked this rank to stop.
-        flops: of the model; None on ranks that report nothing, and where they are not counted.
-        nonfinite_limit: steps in a row that are not finite, at which the run ends.
-    """
+    """A run, composed once; cadences are in optimizer steps."""
 
     context: StepContext
     feed: Feed
     held_out: HeldOut | None
     reporter: Reporter
-    checkpointer: Checkpointer
-    was_asked: Callable[[], bool]
+    checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
+    was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
     eval_every: int | None
     eval_at_start: bool
     checkpoint_every: int | None
+    # Of the model; None on ranks that report nothing, and where they are not counted
     flops: ModelFlops | None
-    nonfinite_limit: int
+    nonfinite_limit: int  # steps in a row that are not finite, at which the run ends
 
 
 @final
 @dataclass(kw_only=True)
 class Progress:
-    """How far the loop has come.
+    """How far the loop has come."""
 
-    Attributes:
-        step: optimizer steps taken, from the start of the run.
-        total_tokens: real input positions consumed, from the start of the run.
-        tokens: likewise, in this process.
-        seconds: spent on steps in this process; evaluation and saving do not count.
-        loss: of the last step, 0-d; None where it had no loss term.
-        evaluation: the last one's metrics by name, made at step `evaluated_at`.
-        saved_at: step of the newest checkpoint.
-        skipped_steps: steps without an update.
-        replays: times a step ran out of memory and was computed again.
-        failures: steps in a row, up to the last one, that were not finite.
-        taken: optimizer steps taken in this process.
-        has_terms: whether a step had a loss term; taken for granted of steps of other processes.
-        peak_bytes: the most memory that any rank has had in this process.
-    """
-
-    step: int
-    total_tokens: int
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: Tensor | None = None
+    step: int  # optimizer steps taken, from the start of the run
+    total_tokens: int  # real input positions consumed, from the start of the run
+    tokens: int = 0  # likewise, in this process
+    seconds: float = 0.0  # spent on steps in this process; evaluation and saving do not count
+    loss: Tensor | None = None  # of the last step, 0-d; None where it had no loss term
+    # The last one's metrics by name, made at step `evaluated_at`
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
-    saved_at: int | None = None
-    skipped_steps: int = 0
-    replays: int = 0
-    failures: int = 0
-    taken: int = 0
+    saved_at: int | None = None  # step of the newest checkpoint
+    skipped_steps: int = 0  # steps without an update
+    replays: int = 0  # times a step ran out of memory and was computed again
+    failures: int = 0  # steps in a row, up to the last one, that were not finite
+    taken: int = 0  # optimizer steps taken in this process
+    # Whether a step had a loss term; taken for granted of steps of other processes
     has_terms: bool = False
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # the most memory that any rank has had in this process
 
     def __post_init__(self) -> None:
         self.has_terms |= self.step > 0

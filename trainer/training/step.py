@@ -43,27 +43,18 @@ LOSS_SCALE = "loss scale"
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one step did.
+    """What one step did."""
 
-    Attributes:
-        batch: the global batch, as it was cut in the end.
-        loss: of the whole global batch, as optimized; 0-d. None without a single loss term.
-        grad_norm: before clipping; 0-d. None likewise.
-        lr: of parameters in no group of their own.
-        skipped: why nothing was updated, or None.
-        replays: how often memory ran out before the step succeeded.
-        metrics: of the whole global batch by name, 0-d: those that the objective gave in training.
-        peak_bytes: the most memory that any rank had had when ranks agreed; 0 for one rank.
-    """
-
-    batch: PlannedBatch
+    batch: PlannedBatch  # the global batch, as it was cut in the end
+    # Of the whole global batch, as optimized; 0-d. None without a single loss term.
     loss: Tensor | None = None
-    grad_norm: Tensor | None = None
-    lr: float
-    skipped: str | None = None
-    replays: int = 0
+    grad_norm: Tensor | None = None  # before clipping; 0-d. None likewise.
+    lr: float  # of parameters in no group of their own
+    skipped: str | None = None  # why nothing was updated, or None
+    replays: int = 0  # how often memory ran out before the step succeeded
+    # Of the whole global batch by name, 0-d: those that the objective gave in training
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # the most memory that any rank had had when ranks agreed; 0 for one rank
 
 
 def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:

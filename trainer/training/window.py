@@ -41,40 +41,31 @@ AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Everything a step needs, composed once.
-
-    Attributes:
-        terms: every name the objective weighs.
-        lr: learning rate at factor 1, of parameters in no group of their own.
-        base_lrs: that of each parameter group.
-        deferred_fits: whether memory has room for the gradients of `sync=deferred`.
-        clip_norm: largest 2-norm of the step's gradient; None leaves it as it is.
-        loss_scale: of a run in fp16.
-        on_out_of_memory: called with the global batch and the error, before memory is freed.
-        snapshot: of the declared state that forwards write, as it was before the step.
-        model_state: what forwards write and checkpoints save, the same on all ranks after a step.
-        casts: of weights, which autocast keeps over the micro-batches of a step.
-    """
+    """Everything a step needs, composed once."""
 
     model: Parallel
     objective: Objective
-    terms: tuple[str, ...]
+    terms: tuple[str, ...]  # every name the objective weighs
     strategy: GradientStrategy
     sync: SyncPolicy
-    deferred_fits: bool = True
+    deferred_fits: bool = True  # whether memory has room for the gradients of `sync=deferred`
     normalizer: Kind
     optimizer: torch.optim.Optimizer
-    lr: float
-    base_lrs: tuple[float, ...]
+    lr: float  # learning rate at factor 1, of parameters in no group of their own
+    base_lrs: tuple[float, ...]  # that of each parameter group
     schedule: Schedule
     total_steps: int
-    clip_norm: float | None
-    loss_scale: LossScale | None = None
+    clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is
+    loss_scale: LossScale | None = None  # of a run in fp16
     world: World
+    # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 
+    # Of the declared state that forwards write, as it was before the step
     snapshot: Snapshot = field(init=False)
+    # What forwards write and checkpoints save, the same on all ranks after a step
     model_state: ModelState = field(init=False)
+    # Of weights, which autocast keeps over the micro-batches of a step
     casts: Casts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,21 +84,14 @@ class StepContext:
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What micro-batches gave: those of this rank or, once agreed on, of all ranks.
+    """What micro-batches gave: those of this rank or, once agreed on, of all ranks."""
 
-    Attributes:
-        loss: this rank's share, or the step's, 0-d; None where an allocation failed.
-        used: which parameters have a gradient.
-        moved: which of the model state forwards wrote.
-        metrics: by name, 0-d: sums over this rank's micro-batches, or means over the step.
-        peak_bytes: the most memory that any of several ranks has had, once agreed on.
-    """
-
-    loss: Tensor | None
-    used: Sequence[bool]
-    moved: Sequence[bool]
+    loss: Tensor | None  # this rank's share, or the step's, 0-d; None where an allocation failed
+    used: Sequence[bool]  # which parameters have a gradient
+    moved: Sequence[bool]  # which of the model state forwards wrote
+    # By name, 0-d: sums over this rank's micro-batches, or means over the step
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
 
 
 def gather(context: StepContext, step: int) -> None:

@@ -95,14 +95,10 @@ _FACTS = TypeAdapter(tuple[Measurements, Measurements])
 @final
 @dataclass
 class TuningCache:
-    """What is known of one model on one machine; without a path, for this process only.
+    """What is known of one model on one machine; without a path, for this process only."""
 
-    Attributes:
-        path: of the file; None remembers nothing beyond this process.
-        facts: without and with activation checkpointing, so that a bool chooses one.
-    """
-
-    path: Path | None = None
+    path: Path | None = None  # of the file; None remembers nothing beyond this process
+    # Without and with activation checkpointing, so that a bool chooses one
     facts: tuple[Measurements, Measurements] = field(
         default_factory=lambda: (Measurements(), Measurements())
     )

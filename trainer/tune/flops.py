@@ -30,15 +30,10 @@ PAIR = 2  # samples of a fake run; BatchNorm of single values needs two
 @final
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of forward and backward over one sample, a polynomial of its length.
+    """FLOPs of forward and backward over one sample, a polynomial of its length."""
 
-    Attributes:
-        coefficients: of the powers of the length, from the constant on.
-        peak: what all ranks' devices can do in a second; None where nobody knows.
-    """
-
-    coefficients: tuple[float, ...]
-    peak: float | None = None
+    coefficients: tuple[float, ...]  # of the powers of the length, from the constant on
+    peak: float | None = None  # what all ranks' devices can do in a second; None where nobody knows
 
     def of(self, lengths: IntArray) -> float:
         """Count those of samples, `(samples,)`, of so many tokens."""

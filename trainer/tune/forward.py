@@ -36,21 +36,13 @@ BATCHED = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}  # attention's scores and
 @final
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """What one forward of samples of one length is made of.
+    """What one forward of samples of one length is made of."""
 
-    Attributes:
-        operators: a hash of the operators and the shapes that they give.
-        launches: operators that compute something, so that a GPU's kernel is launched.
-        products: FLOPs per token of products with weights.
-        pairs: FLOPs per pair of tokens of one sample.
-        trained: share of the parameters that get a gradient.
-    """
-
-    operators: str
-    launches: int
-    products: float
-    pairs: float
-    trained: float
+    operators: str  # a hash of the operators and the shapes that they give
+    launches: int  # operators that compute something, so that a GPU's kernel is launched
+    products: float  # FLOPs per token of products with weights
+    pairs: float  # FLOPs per pair of tokens of one sample
+    trained: float  # share of the parameters that get a gradient
 
 
 def count_forward(work: Workload, shape: Shape) -> Forward | None:

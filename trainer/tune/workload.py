@@ -46,34 +46,29 @@ SAMPLES = (16, 256)  # looked at first, and where something in them has a length
 @final
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One rank's model, loss, optimizer and data.
+    """One rank's model, loss, optimizer and data."""
 
-    Attributes:
-        model: as it is before it is compiled or wrapped for several ranks; to be sharded, it may
-            have its parameters on the meta device.
-        objective: gives the loss sums.
-        make_optimizer: builds the run's optimizer over the parameters a model has, real or fake.
-        make_fields: gives collated fields, on the CPU, of so many samples padded to so many
-            tokens; draws nothing from global generators.
-        bind: makes a call of the model, or of a copy, under the run's precision.
-        device: where the model computes.
-        compiled: whether the model is timed compiled, and its memory predicted so; where it
-            recomputes, whose graphs cannot run fake, memory is predicted uncompiled.
-        weights: what parameters on the meta device begin with.
-        sync: when gradients are reduced, where the model is laid out.
-        fake_ranks: lends a way to lay copies out over ranks that are not there, as the run does
-            over real ones; None is one rank.
-    """
-
+    # As it is before it is compiled or wrapped for several ranks; to be sharded, it may have its
+    # parameters on the meta device
     model: nn.Module
-    objective: Objective
+    objective: Objective  # gives the loss sums
+    # Builds the run's optimizer over the parameters a model has, real or fake
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    # Gives collated fields, on the CPU, of so many samples padded to so many tokens; draws nothing
+    # from global generators
     make_fields: Callable[[int, int], Fields]
+    # Makes a call of the model, or of a copy, under the run's precision
     bind: Callable[[nn.Module], ModelCall] = bind
+    # Where the model computes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # Whether the model is timed compiled, and its memory predicted so; where it recomputes, whose
+    # graphs cannot run fake, memory is predicted uncompiled
     compiled: bool = False
-    weights: Weights | None = None
+    weights: Weights | None = None  # what parameters on the meta device begin with
+    # When gradients are reduced, where the model is laid out
     sync: SyncPolicy = field(default_factory=Deferred)
+    # Lends a way to lay copies out over ranks that are not there, as the run does over real ones;
+    # None is one rank
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
 
     @cached_property
@@ -224,15 +219,12 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @final
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """The dimensions, but the first, that are not the same in every sample.
+    """The dimensions, but the first, that are not the same in every sample."""
 
-    Attributes:
-        sequence: those with one entry per token; None where samples of one length cannot tell.
-        own: those with a length of their own: lengths of samples, ascending, and the most entries
-            of any sample up to each.
-    """
-
+    # Those with one entry per token; None where samples of one length cannot tell
     sequence: frozenset[Dim] | None = None
+    # Those with a length of their own: lengths of samples, ascending, and the most entries of any
+    # sample up to each
     own: Mapping[Dim, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
 
 

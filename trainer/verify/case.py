@@ -131,27 +131,19 @@ def copied(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A copy of the run's model, and the samples of one planned step to compute with it.
+    """A copy of the run's model, and the samples of one planned step to compute with it."""
 
-    Attributes:
-        context: the run's, around the copy, on this rank alone.
-        dtype: of the copy's parameters and fields; None leaves both as they are. In float64,
-            hand-written casts to fewer bits are undone.
-        batch: the planned step, of all ranks.
-        feed: loads its samples anew, in other groups.
-        size: samples per group of the reference, once it is chosen.
-        holds_draws: whether every micro-batch draws the same numbers, where that is possible.
-        undone: what hand-written casts asked for.
-        plain: names of tensors in plain attributes of modules after a pass.
-    """
-
-    context: StepContext
+    context: StepContext  # the run's, around the copy, on this rank alone
+    # Of the copy's parameters and fields; None leaves both as they are. In float64, hand-written
+    # casts to fewer bits are undone.
     dtype: torch.dtype | None
-    batch: PlannedBatch
-    feed: Feed
-    size: int = 0
+    batch: PlannedBatch  # the planned step, of all ranks
+    feed: Feed  # loads its samples anew, in other groups
+    size: int = 0  # samples per group of the reference, once it is chosen
+    # Whether every micro-batch draws the same numbers, where that is possible
     holds_draws: bool = False
-    undone: set[torch.dtype] = field(default_factory=set)
+    undone: set[torch.dtype] = field(default_factory=set)  # what hand-written casts asked for
+    # Names of tensors in plain attributes of modules after a pass
     plain: set[str] = field(default_factory=set)
 
     @property

@@ -41,19 +41,14 @@ NUM_DRAWS = 3
 @final
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far a gradient is from its reference, by parameter.
+    """How far a gradient is from its reference, by parameter."""
 
-    Attributes:
-        by_name: max absolute difference relative to `sizes`; infinite where it is not finite.
-        limits: largest that is rounding.
-        sizes: max absolute reference; that of the terms that cancel, where all is rounding.
-        cancelled: parameters whose error is relative to the terms that cancel.
-    """
-
+    # Max absolute difference relative to `sizes`; infinite where it is not finite
     by_name: Mapping[str, float]
-    limits: Mapping[str, float]
+    limits: Mapping[str, float]  # largest that is rounding
+    # Max absolute reference; that of the terms that cancel, where all is rounding
     sizes: Mapping[str, float]
-    cancelled: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()  # parameters whose error is relative to the terms that cancel
 
     @property
     def largest(self) -> float:

@@ -91,22 +91,16 @@ Ways = Mapping[str, Sequence[MicroBatch]]
 
 
 class Found(NamedTuple):
-    """What was found in a few samples.
+    """What was found in a few samples."""
 
-    Attributes:
-        modules: those that couple samples, heed padding, keep state or cannot be repeated; what
-            the model adds to its loss; fields of the data that change with a sample's neighbours.
-        sums: loss terms and weights of the objective that do not add up.
-        quiet: modules that draw at random in training mode only, and can be held.
-        loud: the others that draw; `trace.OUTSIDE` is the objective.
-        was_checked: whether two samples fit into memory, or all of this is empty.
-    """
-
+    # Those that couple samples, heed padding, keep state or cannot be repeated; what the model adds
+    # to its loss; fields of the data that change with a sample's neighbours
     modules: NamedReasons
-    sums: NamedReasons
+    sums: NamedReasons  # loss terms and weights of the objective that do not add up
+    # Modules that draw at random in training mode only, and can be held
     quiet: Collection[str] = ()
-    loud: Collection[str] = ()
-    was_checked: bool = True
+    loud: Collection[str] = ()  # the others that draw; `trace.OUTSIDE` is the objective.
+    was_checked: bool = True  # whether two samples fit into memory, or all of this is empty
 
 
 def examine(case: Case) -> tuple[Case, Found]:

@@ -40,21 +40,13 @@ Losses = Mapping[str, Tensor]  # sums by term, 0-d, detached
 
 
 class Share(NamedTuple):
-    """Where the samples of a smaller micro-batch lie within a larger one.
+    """Where the samples of a smaller micro-batch lie within a larger one."""
 
-    Attributes:
-        start: the first; in samples, or under packing in tokens.
-        size: how many.
-        total: of how many.
-        length: positions per sample of the smaller one.
-        total_length: of the larger one.
-    """
-
-    start: int
-    size: int
-    total: int
-    length: int = 0
-    total_length: int = 0
+    start: int  # the first; in samples, or under packing in tokens
+    size: int  # how many
+    total: int  # of how many
+    length: int = 0  # positions per sample of the smaller one
+    total_length: int = 0  # of the larger one
 
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
@@ -132,15 +124,11 @@ def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module 
 
 
 class Seen(NamedTuple):
-    """Tensors on one side of a module call as they were, and where the loss depends on them.
+    """Tensors on one side of a module call as they were, and where the loss depends on them."""
 
-    Attributes:
-        values: copies, by where they stand.
-        gradients: of the loss, once it went backward, for those that autograd follows; None where
-            it depends on nothing of them.
-    """
-
-    values: Tensors
+    values: Tensors  # copies, by where they stand
+    # Of the loss, once it went backward, for those that autograd follows; None where it depends on
+    # nothing of them
     gradients: dict[str, Tensor | None]
 
     @classmethod
@@ -182,16 +170,11 @@ class Seen(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of one module.
+    """One call of one module."""
 
-    Attributes:
-        inputs: what it took.
-        outputs: what it gave.
-        is_traced: whether autograd was on; where it was off, outputs without a gradient count too.
-    """
-
-    inputs: Seen
-    outputs: Seen
+    inputs: Seen  # what it took
+    outputs: Seen  # what it gave
+    # Whether autograd was on; where it was off, outputs without a gradient count too
     is_traced: bool
 
 
@@ -205,19 +188,12 @@ class Trace(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How one pass over some of the samples of a trace differs from it.
+    """How one pass over some of the samples of a trace differs from it."""
 
-    Attributes:
-        blamed: modules whose inputs agree and outputs do not, in order.
-        fields: of the data.
-        losses: once what was wrong was put right; None where the pass failed.
-        failure: what was raised, by the module that was running.
-    """
-
-    blamed: list[str]
-    fields: list[str]
-    losses: Losses | None
-    failure: Mapping[str, str]
+    blamed: list[str]  # modules whose inputs agree and outputs do not, in order
+    fields: list[str]  # of the data
+    losses: Losses | None  # once what was wrong was put right; None where the pass failed
+    failure: Mapping[str, str]  # what was raised, by the module that was running
 
 
 def record(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Trace:
