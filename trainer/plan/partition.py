@@ -20,14 +20,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, islice, pairwise
-from math import fsum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan, per_slot
-from trainer.plan.slots import fill_slots
 
 # Many ranks of few samples are dealt and cut in a few operations for all of them at once
 MANY_RANKS = 64  # below, rank by rank is as fast
@@ -43,7 +41,7 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     `deal_by_cost` and each rank is cut by `cut_sorted`, optimal for what it was given; counts may
     differ and a rank may have none. Ranks in lockstep: see `_cut_in_lockstep`.
 
-    Longest first in every rank; where ranks in lockstep have filled slots, dearest slot first.
+    Longest first in every rank.
 
     A micro-batch has at most `cap` padded tokens and `max_micro` samples, for which no group is
     divided; a sample, or a group, beyond the cap is alone. A short last group counts as full.
@@ -290,12 +288,11 @@ def _cut_in_lockstep(
 ) -> list[tuple[IntArray, ...]]:
     """Cut ranks so that all have equal counts and little to wait for: each slot costs its slowest.
 
-    The cheaper of two ways is taken. Common cuts: samples are dealt in snake order and all
-    ranks are cut between the same rows; the first sample of a row bounds it, so the program of
-    `cut_sorted` over these is optimal among all common cuts of the deal. (A last row that is not
-    full can cost more than the program thinks, by what one sample is longer than its neighbour.)
-    Filled slots, `fill_slots`, win where a rank has few samples that differ much. A slot is empty
-    only where a rank has fewer samples than there are slots.
+    Samples are dealt in snake order and all ranks are cut between the same rows; the first sample
+    of a row bounds it, so the program of `cut_sorted` over these is optimal among all common cuts
+    of the deal. (A last row that is not full can cost more than the program thinks, by what one
+    sample is longer than its neighbour.) A slot is empty only where a rank has fewer samples than
+    there are slots.
     """
     lengths = padded[longest_first]
     heads = lengths[::world_size].copy()
@@ -303,17 +300,6 @@ def _cut_in_lockstep(
         # Ranks without a sample in the last row may have to fill a slot from the row before.
         heads[-1] = heads[-2]
     starts = cut_sorted(heads, cap, cost, max_micro)
-    sizes = np.diff([*starts, len(heads)])
-    common = len(starts) * cost.fixed + fsum(sizes * cost.per_sample(heads[starts]))
-    most = np.maximum(1, np.minimum(cap // lengths, max_micro))
-    slots = fill_slots(cost.per_sample(lengths), most, world_size, cost.fixed, common)
-    if slots:
-        # Every other slot backwards, so that no rank has the dearest of each.
-        pieces = [
-            split(longest_first[slot.samples], slot.starts)[:: -1 if turn % 2 else 1]
-            for turn, slot in enumerate(slots)
-        ]
-        return list(zip(*pieces, strict=True))
     ranks = []
     for share in deal_in_snake(len(lengths), world_size):
         # A start moves forward where later slots of this rank would be left without a sample.
