@@ -27,7 +27,7 @@ from tests.reliability.test_full_disk import (
 from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings_of
 from trainer.accumulate import rollback
 from trainer.accumulate import sum as summing
-from trainer.assemble import prepare
+from trainer.assemble import run_plan
 from trainer.checkpoint import state, store
 from trainer.commands import train
 from trainer.core import durable
@@ -198,7 +198,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
     ),
     "the cut is forgotten": (
-        *(stopped("data.faults=['5:oom']", at=(4,)), prepare, "_restored"),
+        *(stopped("data.faults=['5:oom']", at=(4,)), run_plan, "_restored"),
         lambda _: nothing,
     ),
     "a step that is not finite counts": (

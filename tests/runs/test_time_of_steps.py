@@ -37,7 +37,7 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
 
 POLICY = """
 from trainer.parallel.sync import SyncPolicy
-from trainer.plan.traffic import Moves
+from trainer.plan.traffic import Collectives
 
 
 class Halves(SyncPolicy):
@@ -53,8 +53,8 @@ class Halves(SyncPolicy):
                 print(is_last, file=file)
         return model.reducing(across=True)
 
-    def moves(self, micro_batches):
-        return Moves(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
+    def collectives(self, micro_batches):
+        return Collectives(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
 """
 
 
