@@ -75,5 +75,5 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         shared = tmp_path_factory.getbasetemp()
         shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
         patch.setenv("TRAIN_CACHE", str(shared / "cache"))
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -68,7 +68,7 @@ def run_line(line: Line, folder: Path) -> dict[str, Any]:
     """Run one command; gives its exit code, and its words for a person without what varies."""
     runs = sorted(folder.glob("outputs/2*/*/"))
     typed = [part.replace("{run}", str(runs[-1] if runs else "none")) for part in line.typed]
-    own = {"TRAIN_CACHE": str(folder / ".cache"), "XDG_CONFIG_HOME": str(folder / ".config")}
+    own = {"TRAIN_CACHE": str(folder / ".cache"), "XDG_STATE_HOME": str(folder / ".state")}
     fixed = {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     process = subprocess.Popen(
         [sys.executable, "-m", *(line.launcher or ("trainer",)), *typed],

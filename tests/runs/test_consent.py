@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
 from tests.lib.nightly import nightly
-from tests.lib.run_support import go, read_json, shell
+from tests.lib.run_support import go, shell
 from trainer.cli.main import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture
-def config_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "config-home"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(home))
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "state-home"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
 
 
@@ -36,75 +37,63 @@ def asks(
 
 
 def test_a_run_needs_no_further_consent_of_who_made_it(
-    config_home: Path, capsys: pytest.CaptureFixture[str]
+    state_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = go("steps=2 hooks=[tests.lib.run_toys.Slow]")
     assert "trust=" not in capsys.readouterr().out
-    key = config_home / "step-trainer" / "key"
-    assert (len(key.read_bytes()), stat.S_IMODE(key.stat().st_mode)) == (32, 0o600)
     for line in ("evaluate run={}", "export run={} export.to=weights", "verify run={}"):
         assert not asks(run, capsys, line)
     assert not asks(run, capsys, "resume={} steps=3")
-    assert not asks(run, capsys, "resume={} steps=4"), "signed anew when it goes on"
-    moved = run.folder.rename("moved")
-    assert not asks(moved, capsys)
-    assert read_json(moved / "status.json")["step"] == 4
+    assert not asks(run, capsys, "resume={} steps=4"), "noted anew when it goes on"
+    lines = (state_home / "step-trainer" / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run"] for line in lines] == [str(run.folder)] * 3
 
 
-def test_what_the_user_did_not_sign_asks_as_a_strangers_run(
-    config_home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_run_that_the_user_did_not_make_asks_as_a_strangers(
+    state_home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run = go("steps=1").folder
-    other = go("steps=1 model.width=4 model._target_=tests.lib.run_toys.DoubleNet").folder
-    signed = (other / "consent.json").read_bytes()
+    run = go("steps=1 model.width=4 model._target_=tests.lib.run_toys.DoubleNet").folder
     for name, old, new in (
         ("config.yaml", "width: 4", "width: 6"),
         ("config.yaml", "run_toys.DoubleNet", "run_toys.LossNet"),
         (".hydra/overrides.yaml", "model.width=4", "model.width=6"),
-        ("consent.json", '"hmac_sha256":', '"hmac":'),
     ):
-        copy = shutil.copytree(other, tmp_path / "copy", dirs_exist_ok=True)
-        path = copy / name
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-        assert asks(copy, capsys), name
+        path = run / name
+        before = path.read_text()
+        assert old in before
+        path.write_text(before.replace(old, new))
+        assert asks(run, capsys), name
+        path.write_text(before)
     Path("friend.yaml").write_text("hooks: [{_target_: tests.lib.run_toys.Slow}]\n")
     assert asks(run, capsys, "resume={} steps=2 recipe=./friend.yaml"), "a recipe adds no consent"
-    (run / "consent.json").write_bytes(signed)
-    assert asks(run, capsys), "the signature of another run"
-    planted = other / ".hydra" / "resumed" / "overrides.yaml"
+    planted = run / ".hydra" / "resumed" / "overrides.yaml"
     planted.parent.mkdir()
     planted.write_text(yaml.safe_dump(["model._target_=tests.lib.run_toys.LossNet"]))
-    assert asks(other, capsys)
+    assert asks(run, capsys)
     shutil.rmtree(planted.parent)
-    assert not asks(other, capsys)
-    (config_home / "step-trainer" / "key").write_bytes(bytes(32))
-    assert asks(other, capsys), "signed with another key"
-    assert asks(other, capsys, "resume={} steps=2")
+    assert not asks(run, capsys)
+    assert asks(run.rename(tmp_path / "moved"), capsys)
 
 
-def test_a_run_is_signed_with_the_code_of_its_classes(
-    config_home: Path, capsys: pytest.CaptureFixture[str]
+def test_a_class_from_another_file_needs_trust_and_one_that_was_edited_none(
+    state_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    Path("net.py").write_text(f"import beside\n{OWN_CLASSES}")
-    Path("beside.py").write_text("")
-    run = go("steps=1 model._target_=net.Net")
-    line = f"evaluate run={run.folder}"
-    assert shell(line) == 0
-    for name in ("net.py", "beside.py"):
-        before = Path(name).read_text()
-        Path(name).write_text(f"{before}\nraise RuntimeError('ran')\n")
-        capsys.readouterr()
-        assert shell(line) == 2, name
-        assert "to trust it, type 'trust=[net" in capsys.readouterr().err
-        Path(name).write_text(before)
-    assert shell(line) == 0
+    Path("toy.py").write_text(OWN_CLASSES)
+    run = go("steps=1 model._target_=toy.Net").folder
+    Path("toy.py").write_text(f"{OWN_CLASSES}\n# edited\n")
+    assert shell(f"evaluate run={run}") == 0
+    (tmp_path / "theirs").mkdir()
+    monkeypatch.chdir(tmp_path / "theirs")
+    Path("toy.py").write_text("raise RuntimeError('ran')\n")
+    capsys.readouterr()
+    assert shell(f"evaluate run={run}") == 2
+    assert "to trust it, type 'trust=[toy,tests]'" in capsys.readouterr().err
 
 
-def test_without_a_key_runs_have_to_be_trusted(
-    config_home: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_folder_for_its_state_runs_have_to_be_trusted(
+    state_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config_home.write_text("no folder")
+    state_home.write_text("no folder")
     run = go("steps=1")
     assert "'trust=[tests]'" in capsys.readouterr().out
     assert asks(run, capsys)

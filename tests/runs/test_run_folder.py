@@ -49,7 +49,6 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists(
         ".lock",
         "checkpoints",
         "config.yaml",
-        "consent.json",
         "metrics.jsonl",
         "plan.json",
         "result.json",

@@ -154,7 +154,7 @@ class Composer:
         faults: Iterable[str] = (),
         *,
         replayed: Collection[Override] = (),
-        signed: Collection[tuple[str, str]] = (),
+        own_classes: Collection[str] = (),
     ) -> Job:
         """Compose one run and check it whole.
 
@@ -162,7 +162,7 @@ class Composer:
             overrides: one value each.
             faults: found earlier, of what was typed.
             replayed: those of them that come from a run folder, which is no consent to run code.
-            signed: classes of that run, if the user signed it, each with its dotted key.
+            own_classes: classes of that run, if the user made it.
 
         Raises:
             ConfigError: one line per fault.
@@ -181,7 +181,7 @@ class Composer:
             config = validate(
                 tree,
                 examples,
-                typed_targets=consented_components(full, tree, typed, signed),
+                typed_targets=consented_components(full, tree, typed, own_classes),
                 choices=dict(full.hydra.runtime.choices),
                 typed_keys=keys,
                 config_dir=None if self.own_folder is None else str(self.own_folder),
@@ -197,7 +197,7 @@ class Composer:
             OWN_CODE.permit(target)
         if paths := absolute_paths(config):
             rest = [each for each in overrides if dotted(each) not in paths]
-            job = self.check([*rest, *paths.values()], replayed=replayed, signed=signed)
+            job = self.check([*rest, *paths.values()], replayed=replayed, own_classes=own_classes)
             return replace(job, typed=(*parts.hydra, *parts.lines))
         return Job(
             config=config,

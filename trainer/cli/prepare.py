@@ -119,7 +119,7 @@ def _check_over(
     return composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],
-        signed=saved_runs.signed_classes(run),
+        own_classes=saved_runs.own_classes(run),
     )
 
 

@@ -6,12 +6,12 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 
 from __future__ import annotations
 
-import hmac
 import math
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, read, text
-from trainer.cli.trust import refuse_odd_files, sign
+from trainer.cli.trust import refuse_odd_files
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
 from trainer.config.run_config import FIRST, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
+from trainer.core import consent
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
 from trainer.launch.start import READING
-from trainer.report.run_status import CONSENT_FILE
 
 AUTO = "auto"
 COMPLETED = "completed"
@@ -203,23 +203,27 @@ def _newest_overrides(run: Path) -> Path:
     return resumed if is_whole else run / SUBFOLDER / "overrides.yaml"
 
 
-def sign_run(run: Path, records: Path) -> str | None:
-    """Give the user's signature of a run, with the new config.yaml and overrides in `records`."""
+def record_consent(run: Path, records: Path, config: RunConfig) -> None:
+    """Note that the user starts a run with a config, whose new files are in `records`."""
+    if config.packages:
+        consent.record(run, _digest(run, records), config.packages)
+
+
+def own_classes(run: Path) -> frozenset[str]:
+    """List the classes of a run that this user made and nobody changed; else nothing."""
+    saved = saved_config(run)
+    with suppress(ConfigError):
+        if consent.is_unchanged(run, _digest(run, run), from_plain(saved).packages):
+            return frozenset(t for key, value in saved.items() for _, t in targets_in(key, value))
+    return frozenset()
+
+
+def _digest(run: Path, records: Path) -> str:
+    """Hash what a run begins with: its config.yaml, and overrides, which may be the older ones."""
     path = _newest_overrides(records)
-    try:
-        overrides = _read_yaml(path if path.exists() else _newest_overrides(run))
-    except _UNREADABLE:
-        return None
-    return sign(saved_config(records), overrides)
-
-
-def signed_classes(run: Path) -> frozenset[tuple[str, str]]:
-    """List the classes of a run by dotted key, if this user signed it; else nothing."""
-    signature, own = read_json(run / CONSENT_FILE).get("hmac_sha256"), sign_run(run, run)
-    if own is None or not hmac.compare_digest(ascii(signature), ascii(own)):
-        return frozenset()
-    config = saved_config(run)
-    return frozenset(pair for key, value in config.items() for pair in targets_in(key, value))
+    files = (records / "config.yaml", path if path.exists() else _newest_overrides(run))
+    texts = (file.read_bytes() if file.is_file() else b"" for file in files)
+    return sha256(b"\0".join(texts)).hexdigest()
 
 
 def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML

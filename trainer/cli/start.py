@@ -22,7 +22,7 @@ from trainer.core.errors import ConfigError, TrainError
 from trainer.core.user_code import excerpt
 from trainer.launch import start as launch
 from trainer.launch.membership import global_rank
-from trainer.report.run_status import CONSENT_FILE, keep_traceback, staged
+from trainer.report.run_status import keep_traceback, staged
 
 
 def run_and_report(config: RunConfig, folder: Path) -> int:
@@ -117,7 +117,7 @@ def must_stage(config: RunConfig, folder: Path) -> bool:
 
 
 def write_config(config: RunConfig, folder: Path, run: Path) -> None:
-    """Write the resolved config, which holds no secret, and the user's signature of the run."""
+    """Write the resolved config, which holds no secret, and note that the user made the run."""
     path = folder / "config.yaml"
     content = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True).encode()
     with durable.as_save_error(path, len(content)):
@@ -125,5 +125,4 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.write_file_atomic(path, content)
         if config.command == "train":
             saved_runs.record_start(run, Path(config.outputs))
-            signature = saved_runs.sign_run(run, folder)
-            durable.write_json(folder / CONSENT_FILE, {"hmac_sha256": signature})
+            saved_runs.record_consent(run, folder, config)

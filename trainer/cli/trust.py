@@ -1,20 +1,14 @@
 """Decide whose classes may run, and which folders may be read.
 
-Classes are the user's own words, folder and signed runs, or what they trust.
-
-A run is signed with a key that lies in the user's configuration folder, and in no run folder.
-Without one, as where that folder cannot be written, every run is a stranger's.
+Classes may run that the user typed, has in a folder of options, ran before in the same run
+(`core/consent.py`), or trusts.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
-import secrets
 import stat
-from collections.abc import Collection, Mapping
-from hashlib import sha256
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,12 +18,10 @@ from omegaconf import DictConfig
 
 from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, targets_in
-from trainer.config.messages import ancestors, clip, line, lookup
+from trainer.config.messages import clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
-from trainer.core.own_code import OWN_CODE
 
-KEY_BYTES = 32
 WANDB_LINK = "debug-core.log"
 """W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
@@ -41,44 +33,8 @@ Other links in a folder that is typed are the user's own matter: more than a run
 """
 
 
-def sign(config: Mapping[str, Any], overrides: object) -> str | None:
-    """Give the HMAC-SHA256 of what a run's config.yaml and .hydra hold; None without a key.
-
-    The files of the current folder that its classes come from count too: a name is no code.
-    """
-    if (key := _user_key()) is None:
-        return None
-    targets = sorted({t for name, value in config.items() for _, t in targets_in(name, value)})
-    try:
-        files = [sha256(path.read_bytes()).hexdigest() for path in OWN_CODE.files(targets)]
-    except OSError:
-        return None
-    content = json.dumps([config, overrides, files], sort_keys=True, default=str)
-    return hmac.new(key, content.encode(errors="surrogateescape"), "sha256").hexdigest()
-
-
-def _user_key() -> bytes | None:
-    """Read the user's key, made when it is first needed; None where it cannot be written."""
-    try:
-        base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-        path = Path(base) / "step-trainer" / "key"
-        if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            unfinished = path.with_name(f"key-{os.getpid()}")
-            unfinished.touch(mode=0o600)
-            unfinished.write_bytes(secrets.token_bytes(KEY_BYTES))
-            unfinished.rename(path)
-        key = path.read_bytes()
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        return None
-    return key if len(key) == KEY_BYTES else None
-
-
 def consented_components(
-    full: DictConfig,
-    tree: Mapping[str, Any],
-    typed: Mapping[str, Any],
-    signed: Collection[tuple[str, str]],
+    full: DictConfig, tree: Mapping[str, Any], typed: Mapping[str, Any], own: Collection[str]
 ) -> frozenset[str]:
     """Name the components whose classes, of their arguments too, the user consented to.
 
@@ -86,25 +42,32 @@ def consented_components(
         full: the composed config, with Hydra's own node.
         tree: the same, resolved.
         typed: what the user typed, by dotted key.
-        signed: classes of a run that the user signed, each with its dotted key.
+        own: classes of a run that the user made.
     """
-    listed = tree["hooks"] if isinstance(tree.get("hooks"), list) else []
-    hooks = [hook if isinstance(hook, Mapping) else {TARGET: hook} for hook in listed]
-
-    def is_typed(place: str, path: str) -> bool:
-        around = (key for key in (place, *ancestors(place)) if key.startswith(f"{path}."))
-        in_list = any(isinstance(typed.get(key), list) for key in around)
-        return f"{place}.{TARGET}" in typed or in_list
-
-    is_mine = any(key.partition(".")[0] == "hooks" for key in typed)
-    found = {"hooks"} if is_mine or set(targets_in("hooks", hooks)) <= {*signed} else set()
-    for path in COMPONENTS:
-        own = {*signed, *targets_in(path, _own_option(full, path))}
-        pairs = targets_in(path, lookup(tree, path))
-        mine = [pair for pair in pairs if pair[0] == path or pair[0] not in COMPONENTS]
-        if mine and all(pair in own or is_typed(pair[0], path) for pair in mine):
+    found = set()
+    for path in (*COMPONENTS, "hooks"):
+        named = _classes(path, lookup(tree, path))
+        consented = {*own, *_typed_classes(typed), *_classes(path, _own_option(full, path))}
+        if named and named <= consented:
             found.add(path)
     return frozenset(found)
+
+
+def _typed_classes(typed: Mapping[str, Any]) -> Iterator[str]:
+    """List the classes that were typed: `model._target_=net.Net`, and those within a value."""
+    for key, value in typed.items():
+        if key.endswith(f".{TARGET}"):
+            yield str(value)
+        else:
+            yield from _classes(key, value)
+
+
+def _classes(path: str, section: object) -> set[str]:
+    """Find the classes of a component, without those of a component within it."""
+    if path == "hooks" and isinstance(section, list):
+        section = [{TARGET: each} if isinstance(each, str) else each for each in section]
+    pairs = targets_in(path, section)
+    return {target for place, target in pairs if place == path or place not in COMPONENTS}
 
 
 def _own_option(full: DictConfig, path: str) -> object:

@@ -7,14 +7,12 @@ gives its modules where their name was permitted, or where code of the folder im
 
 from __future__ import annotations
 
-import ast
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import invalidate_caches
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
-from itertools import takewhile
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, final
@@ -65,24 +63,18 @@ class OwnCode(MetaPathFinder):
         """Find a module in the folder; None where one of its name is installed."""
         other = PathFinder.find_spec(name)
         is_installed = other is not None and other.origin is not None
-        return None if is_installed else PathFinder.find_spec(name, [str(self.folder)])
+        return (
+            None if is_installed else PathFinder.find_spec(name, [str(self.folder or Path.cwd())])
+        )
 
-    def files(self, targets: Sequence[str]) -> list[Path]:
-        """List the files of the folder that importing some classes would run; runs none of them.
+    def file_of(self, package: str) -> str:
+        """Name the file, or folder, that a top-level module comes from; empty where there is none.
 
-        Imports that a file makes by name, and no statement, are not seen.
+        It is not imported.
         """
-        folder, found, waiting = self.folder or Path.cwd(), set[Path](), [*targets]
-        while waiting:
-            parts = [*takewhile(str.isidentifier, waiting.pop().split("."))]
-            for end in range(1, len(parts) + 1):  # the last ones may be classes
-                place = folder.joinpath(*parts[:end])
-                files = [place.with_name(f"{place.name}{suffix}") for suffix in all_suffixes()]
-                for path in (*files, place / "__init__.py"):
-                    if parts[0] != "trainer" and path not in found and path.is_file():
-                        found.add(path)
-                        waiting += _imports(path, parts[: end - (path in files)])
-        return sorted(found)
+        spec = self._spec(package) or PathFinder.find_spec(package)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        return next((os.path.realpath(place) for place in places if place), "")
 
     def why_hidden(self, target: str) -> str:
         """Say that a module of the folder has a name that is taken; empty where it is not so."""
@@ -103,22 +95,3 @@ def _restored(folder: Path | None, names: set[str]) -> OwnCode:
     for name in names:
         OWN_CODE.permit(name)
     return OWN_CODE
-
-
-def _imports(path: Path, package: Sequence[str]) -> list[str]:
-    """List the dotted names that a module imports by statements; none where it is not Python.
-
-    `package` is what relative ones are relative to.
-    """
-    found: list[str] = []
-    tree: ast.AST = ast.Module([], [])
-    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
-        tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else ()
-            names = [*base, *([node.module] if node.module else [])]
-            found += [".".join([*names, alias.name]) for alias in node.names]
-    return found

@@ -12,8 +12,7 @@ from trainer.checkpoint.lock import hold
 from trainer.checkpoint.status import FILE_NAME, State, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
-from trainer.core import durable
-from trainer.core.durable import read_json
+from trainer.core import consent, durable
 from trainer.core.errors import (
     INTERRUPTED,
     ConfigError,
@@ -26,7 +25,6 @@ from trainer.core.format import shown_path
 from trainer.report import journal
 
 STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
-CONSENT_FILE = "consent.json"  # the signature of the user who made the run
 _REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
 
@@ -86,8 +84,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 def trusting(config: RunConfig, run: Path) -> list[str]:
     """Give what has to be typed for classes and options of one's own that a run folder names."""
-    is_signed = read_json(run / CONSENT_FILE).get("hmac_sha256") is not None
-    folder, packages = config.config_dir, () if is_signed else config.packages
+    folder, packages = config.config_dir, () if consent.is_recorded(run) else config.packages
     flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
     return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
 

@@ -57,15 +57,11 @@ def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code: OwnCode) ->
     assert code.why_hidden("own_a.Net") == ""
 
 
-def test_files_behind_a_class_are_those_that_its_import_would_run(code: OwnCode) -> None:
+def test_the_file_of_a_package_is_known_before_it_is_imported(code: OwnCode) -> None:
     assert code.folder is not None
-    names = [str(path.relative_to(code.folder)) for path in code.files(["own_a.Net.make"])]
-    assert names == ["own_a.py", "own_b.py", "own_package/__init__.py", "own_package/c.py"]
-    assert code.files(["torch.nn.Linear", "nothing.here", "..odd", "own"]) == []
-    (code.folder / "own_space").mkdir()  # a package without `__init__.py`
-    (code.folder / "own_space" / "d.py").write_text("from . import e\nfrom ..own_space import e")
-    (code.folder / "own_space" / "e.py").write_text("import own_space.d, trainer.cli")
-    names = [str(path.relative_to(code.folder)) for path in code.files(["own_space.d.Net"])]
-    assert names == ["own_space/d.py", "own_space/e.py"]
-    (code.folder / "own_a.py").write_text("not Python")
-    assert code.files(["own_a.Net"]) == [code.folder / "own_a.py"]
+    assert code.file_of("own_probed") == str(code.folder / "own_probed.py")
+    assert code.file_of("own_package") == str(code.folder / "own_package" / "__init__.py")
+    assert code.file_of("nothing") == ""
+    assert "own_probed" not in sys.modules
+    (code.folder / "own_library.py").write_text("")
+    assert code.file_of("own_library") == str(code.folder.parent / "site" / "own_library.py")
