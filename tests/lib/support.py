@@ -187,7 +187,7 @@ class Bench:
         assert modes == [part.training for part in self.module.modules()]
         assert all(torch.equal(v, state[n]) for n, v in self.module.state_dict().items())
         assert all(p.grad is None for p in self.module.parameters())
-        assert report.exact == (not report.named_reasons)
+        assert report.exact == (not report.culprits)
         return report
 
 

@@ -192,7 +192,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     verdict before an error says it with the exit code.
 
     Raises:
-        NotExactError: they differ, or cannot be compared; verify.json names the named_reasons.
+        NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
     if world.size == 1:
         verify_sync(config, folder, world, stop)
@@ -208,17 +208,15 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     name_read(screen, loaded)
     screen.show(verify_block(report))
     screen.close()
-    named_reasons = ", ".join(dict.fromkeys(name for name, _ in report.named_reasons))
+    culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
     if report.verdict == "not_proven":
         text = "not proven that the planned step is the whole-batch step"
-        raise NotExactError(
-            f"{text}: {named_reasons} cannot be compared; see {folder / VERIFY_FILE}"
-        )
+        raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
     if report.verdict == "not_exact":
         chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
-            f"{report.max_relative_error:.2g}, caused by {named_reasons}; "
+            f"{report.max_relative_error:.2g}, caused by {culprits}; "
             f"see {folder / VERIFY_FILE}"
         )
     return 0
@@ -259,7 +257,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         micro_batches=wrong.count * world.size,
         global_batch=wrong.count * world.size,
         limit=LIMIT,
-        named_reasons=(("sync", wrong.text),),
+        culprits=(("sync", wrong.text),),
     )
     if world.is_main:
         write_record(folder / VERIFY_FILE, report.to_json())

@@ -96,12 +96,12 @@ def verify_block(report: VerifyReport) -> RenderableType:
     ]
     blocks = [_title("verify"), _grid(rows)]
     if not is_exact:
-        named_reasons = _table(
+        culprits = _table(
             "culprit", "why the step depends on the micro-batches, and what to change"
         )
-        for name, reason in report.named_reasons:
-            named_reasons.add_row(Text(name, "bold red"), reason)
-        blocks.append(_section("culprits", named_reasons))
+        for name, reason in report.culprits:
+            culprits.add_row(Text(name, "bold red"), reason)
+        blocks.append(_section("culprits", culprits))
     return Group(*blocks)
 
 

@@ -36,11 +36,7 @@ PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `train verify` found: the planned step's gradient against a reference.
-
-    Attributes:
-        culprits: modules by name with the reason why they depend on the cut.
-    """
+    """What `train verify` found: the planned step's gradient against a reference."""
 
     # `exact` where the error is at most 1e-10, in float64, or within the rounding of float32 where
     # the model runs in nothing else, and every loss is a sum over samples; `exact_without_dropout`;
@@ -60,7 +56,8 @@ class VerifyReport:
     error_without_draws: float | None = None
     # Parameters by name with their error, the largest first
     worst: tuple[tuple[str, float], ...] = ()
-    named_reasons: tuple[tuple[str, str], ...] = ()
+    # Modules by name, with the reason why they depend on the cut
+    culprits: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()  # what a reader of the verdict must know, one line each
 
     @property
@@ -72,7 +69,7 @@ class VerifyReport:
         """Give verify.json."""
         return asdict(self) | {
             "exact": self.exact,
-            "culprits": [{"module": name, "reason": reason} for name, reason in self.named_reasons],
+            "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
             "worst": [{"parameter": name, "error": error} for name, error in self.worst],
         }
 

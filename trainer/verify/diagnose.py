@@ -57,7 +57,7 @@ def diagnose(
         expected: the reference, likewise.
         traces_whole: whether what every module gives for the whole batch fits into memory.
     """
-    errors, named_reasons, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
+    errors, culprits, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
     kind: Kind = "tokens" if context.normalizer == "micro_batches" else context.normalizer
     if (low := low_precision(context.model.module)) is not None:
         text = (
@@ -65,29 +65,29 @@ def diagnose(
             f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
             "precision=bf16"
         )
-        named_reasons.append(("parameters", Reason(text)))
+        culprits.append(("parameters", Reason(text)))
     if context.normalizer == "micro_batches" and not errors.is_exact:
         errors = case.errors(case.gradient(kind=kind), expected)
         name, remedy = "batch.normalizer=micro_batches", "use batch.normalizer=tokens"
         text = f"a mean of means: a token's weight depends on its micro-batch; {remedy}"
-        named_reasons.append((name, Reason(text)))
+        culprits.append((name, Reason(text)))
     if not errors.is_exact and (found.quiet or found.loud):
         expected = case.expected()
         errors = case.errors(case.gradient(kind=kind), expected)
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
-        return [*named_reasons, *drawing, *found.sums], errors
+        return [*culprits, *drawing, *found.sums], errors
     if hidden := _not_finite(planned, expected) or _amplified(case, errors):
-        return [*named_reasons, *hidden, *found.sums, *drawing], errors
+        return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         is_sum = context.objective.scope not in Sum.scopes or isinstance(context.strategy, Sum)
         if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(context.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
-            return [*named_reasons, ("accum.gradient", Reason(text)), *drawing], errors
+            return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors
         named = _search_step(case, errors, traces_whole=traces_whole)
-    causes = [*named_reasons, *(culprit for culprit in named if culprit not in named_reasons)]
+    causes = [*culprits, *(culprit for culprit in named if culprit not in culprits)]
     return [*causes, *(culprit for culprit in drawing if culprit not in causes)], errors
 
 
@@ -163,8 +163,8 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReas
             ways = {"its micro-batch": [case.load(part) for part in parts]}
             if len(parts) > 1:
                 found = find(case, case.load(positions), ways)
-                if named_reasons := [*found.modules, *found.sums]:
-                    return named_reasons
+                if culprits := [*found.modules, *found.sums]:
+                    return culprits
     name, error = errors.worst[0]
     reason = Reason(
         f"the gradient of {name} depends on the micro-batches (error {error:.0e}), while all "

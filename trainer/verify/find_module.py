@@ -202,12 +202,12 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) ->
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
-    named_reasons = NamedReasons()
+    culprits = NamedReasons()
     for (pattern, kind, reason), names in groups.items():
         count = f"{len(names)} x " if len(names) > 1 else ""
         name = pattern if count else names[0] or f"{kind} (in its own forward)"
-        named_reasons.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
-    return named_reasons
+        culprits.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
+    return culprits
 
 
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:

@@ -82,14 +82,12 @@ def _verify(
     case, found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = replace(case, size=case.num_samples), whole_errors, []
-    named_reasons, rest = found.sums, errors
+    culprits, rest = found.sums, errors
     if not errors.is_exact:
-        named_reasons, rest = diagnose(
-            case, context, found, planned, expected, traces_whole=whole_fits
-        )
-    notes += [*why, *_asides(case, errors, found, named_reasons)]
-    named_reasons = [*named_reasons, *uncopied]
-    verdicts = {reason.verdict for _, reason in named_reasons}
+        culprits, rest = diagnose(case, context, found, planned, expected, traces_whole=whole_fits)
+    notes += [*why, *_asides(case, errors, found, culprits)]
+    culprits = [*culprits, *uncopied]
+    verdicts = {reason.verdict for _, reason in culprits}
     verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
     return VerifyReport(
         verdict=verdict,
@@ -98,7 +96,7 @@ def _verify(
         reference=case.reference,
         dtype=short(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
-        named_reasons=tuple((name, reason.text) for name, reason in named_reasons),
+        culprits=tuple((name, reason.text) for name, reason in culprits),
         num_parameters=len(errors.by_name),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
@@ -204,7 +202,7 @@ def _uncopied(context: StepContext) -> Faults:
         yield first_of(reached), Reason(text, "not_proven")
 
 
-def _asides(case: Case, errors: Errors, found: Found, named_reasons: NamedReasons) -> Iterator[str]:
+def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) -> Iterator[str]:
     """Say what the verdict leaves open, and what this batch could not show."""
     if not found.was_checked:
         yield "the loss sums were not checked on their own: fewer than two samples fit into memory"
@@ -212,7 +210,7 @@ def _asides(case: Case, errors: Errors, found: Found, named_reasons: NamedReason
         names = {OUTSIDE: "the objective", "": "the model itself"}
         drawn = first_of([names.get(name, name) for name in (*found.quiet, *found.loud)])
         yield f"{drawn}: draws at random, without effect here; another step may differ"
-    if errors.is_exact and named_reasons:
+    if errors.is_exact and culprits:
         yield "the gradients agree by coincidence: other micro-batches or batches would differ"
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
         yield "no sample of this batch has a loss term, so nothing is checked: try another seed"

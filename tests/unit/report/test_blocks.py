@@ -113,7 +113,7 @@ REPORT = VerifyReport(
     verdict="not_exact", max_relative_error=0.032, reference="sample by sample, summed",
     dtype="float64", num_parameters=10, micro_batches=3, global_batch=12, limit=1e-10,
     worst=(("blocks.0.attention.qkv.weight", 0.03),),
-    named_reasons=(("net.bn1", "takes mean and variance of the micro-batch " * 4),),
+    culprits=(("net.bn1", "takes mean and variance of the micro-batch " * 4),),
 )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_a_millionth_of_a_fault_shows_however_small_the_gradient_it_is_in(model,
     dtype_of_run = torch.float32 if dtype == "float32" else torch.float64
     report = Bench(SORTED, dtype_of_run, model=model, strategy=fault).verified()
     assert (report.exact, report.dtype) == (False, dtype)
-    assert [name for name, _ in report.named_reasons] == ["accum.gradient"]
+    assert [name for name, _ in report.culprits] == ["accum.gradient"]
     (worst, error), (_, next_error) = report.worst[:2]
     assert worst == fault.name
     assert report.limit < error == report.max_relative_error < 1.0
@@ -198,7 +198,7 @@ def test_the_reported_error_is_the_largest_difference_over_the_largest_reference
 def test_a_model_that_amplifies_rounding_proves_nothing_and_no_module_is_blamed(model, dtype):
     report = Bench(SORTED, torch.float32, model=model).verified()
     assert (report.verdict, report.dtype) == ("not_proven", dtype)
-    [(name, reason)] = report.named_reasons
+    [(name, reason)] = report.culprits
     assert name == "rounding"
     assert "changing the weights by their last bit" in reason
 
@@ -208,9 +208,7 @@ def test_weights_of_low_precision_do_not_blow_up_a_gradient_of_zero_on_paper():
     assert not report.exact
     assert 1e-3 < report.max_relative_error < 1.0
     assert "the planned step in bfloat16, as the weights are" in report.notes
-    assert dict(report.named_reasons)["parameters"].startswith(
-        "bfloat16 weights: their gradients lose"
-    )
+    assert dict(report.culprits)["parameters"].startswith("bfloat16 weights: their gradients lose")
 
 
 # Memory
@@ -260,7 +258,7 @@ class Patched(TinyLM):
 def test_a_function_that_holds_the_model_itself_proves_nothing_and_is_named(at, couples):
     report = Bench(SORTED, torch.float32, model=lambda: Patched(at, couples)).verified()
     assert report.verdict in ({"not_proven", "not_exact"} if couples else {"not_proven"})
-    assert "nothing is proven" in report.named_reasons[-1][1]
+    assert "nothing is proven" in report.culprits[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,7 @@ def test_a_hook_on_a_gradient_proves_nothing_and_is_named(method, cut):
 
     report = Bench(cut, model=model).verified()
     assert report.verdict == "not_proven"
-    [(name, reason)] = report.named_reasons
+    [(name, reason)] = report.culprits
     assert (name, "nothing is proven" in reason) == ("head.weight", True)
 
 
@@ -311,5 +309,5 @@ class FirstLoss(NextToken):  # type: ignore[misc] # final
 def test_an_objective_that_keeps_state_is_named_and_left_as_it_was():
     objective = FirstLoss()
     report = Bench(SORTED, objective=objective).verified()
-    assert report.named_reasons[0][0] == "objective FirstLoss"
+    assert report.culprits[0][0] == "objective FirstLoss"
     assert "first" not in vars(objective)

@@ -72,7 +72,7 @@ def test_a_head_that_honours_the_item_count_is_exact_as_a_sum_and_as_a_weighted_
     head, reduction
 ):
     report = checked(head, head.objective(reduction))
-    assert report.exact, report.named_reasons
+    assert report.exact, report.culprits
     assert report.dtype == "float64"
     assert report.max_relative_error <= EXACT[torch.float64]
     assert not any("a wrong label shift" in note for note in report.notes)
@@ -90,17 +90,17 @@ def test_a_head_that_drops_the_item_count_is_named_and_its_mean_over_the_right_c
 ):
     report = checked(head, head.objective("sum"), cut)
     assert report.max_relative_error > WRONG
-    [(name, reason)] = report.named_reasons
+    [(name, reason)] = report.culprits
     assert name == "objective ModelLoss"
     assert "set objective.reduction=mean if it ignores num_items_in_batch" in reason
     assert "or flip objective.causal" in reason
     assert "such as next_token or classify" in reason
     report = checked(head, head.objective("mean"))
-    assert report.exact == head.mean_is_exact, report.named_reasons
+    assert report.exact == head.mean_is_exact, report.culprits
     if head.mean_is_exact:
         assert report.max_relative_error <= EXACT[torch.float64]
     else:
-        assert [name for name, _ in report.named_reasons] == ["objective ModelLoss"]
+        assert [name for name, _ in report.culprits] == ["objective ModelLoss"]
 
 
 def test_the_balance_of_a_router_within_the_loss_is_named_and_not_its_gate():
@@ -108,7 +108,7 @@ def test_the_balance_of_a_router_within_the_loss_is_named_and_not_its_gate():
     head = Head("MixtralForCausalLM", "MixtralConfig", "causal", values)
     report = checked(head, head.objective("sum"))
     assert report.verdict == "not_exact"
-    assert dict(report.named_reasons).keys() == {"MixtralForCausalLM.aux_loss"}
+    assert dict(report.culprits).keys() == {"MixtralForCausalLM.aux_loss"}
 
 
 class Answers(Examples):
@@ -128,7 +128,7 @@ def test_a_batch_that_cannot_show_a_wrong_shift_says_so():
 def test_spans_over_padded_logits_are_flagged_with_their_padding():
     # The softmax over positions runs over padding too: no reduction makes that exact.
     head = Head("BertForQuestionAnswering", "BertConfig", "ragged span", SPAN)
-    [(name, reason)] = checked(head, head.objective("mean")).named_reasons
+    [(name, reason)] = checked(head, head.objective("mean")).culprits
     assert name == "objective ModelLoss"
     assert "changes with padding" in reason
 
@@ -142,4 +142,4 @@ def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():
         return model
 
     report = checked(head, head.objective("sum"), build=build)
-    assert (report.exact, report.dtype) == (True, "float32"), report.named_reasons
+    assert (report.exact, report.dtype) == (True, "float32"), report.culprits

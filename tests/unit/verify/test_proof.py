@@ -34,7 +34,7 @@ def named(bench: Bench, *, whole_fits: bool = True) -> dict[str, str]:
     report = bench.verified(whole_fits=whole_fits)
     assert not report.exact
     assert report.max_relative_error > WRONG
-    return dict(report.named_reasons)
+    return dict(report.culprits)
 
 
 def with_mixer(mixer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -100,7 +100,7 @@ def test_a_sound_step_is_exact_for_every_cut_and_reference(cut, whole_fits, norm
 
 def test_an_unusual_but_sound_model_raises_no_false_alarm():
     report = Bench(SORTED, torch.float32, model=Unusual).verified()
-    assert report.exact, report.named_reasons
+    assert report.exact, report.culprits
     assert report.max_relative_error <= EXACT[torch.float64]
     assert report.notes == ("casts to bfloat16 by hand in the model are undone in float64",)
 
@@ -267,7 +267,7 @@ def test_a_batch_norm_over_single_values_is_named_though_no_sample_can_run_alone
     bench = Bench(Fixed(micro=4), model=lambda: TinyLM(norm=nn.BatchNorm1d(8)))
     report = bench.verified(whole_fits=False)
     assert report.reference == "groups of 2, summed"
-    assert dict(report.named_reasons).keys() == {"norm"}
+    assert dict(report.culprits).keys() == {"norm"}
 
 
 def test_padding_that_is_not_there_is_no_fault():
@@ -286,7 +286,7 @@ def test_a_gradient_that_is_not_finite_however_it_is_cut_is_called_that(whole_fi
     layer = lambda: Mixer(lambda hidden, _: hidden * math.nan)  # noqa: E731
     report = Bench(SORTED, model=with_mixer(layer)).verified(whole_fits=whole_fits)
     assert report.verdict == "not_proven"
-    [(name, reason)] = report.named_reasons
+    [(name, reason)] = report.culprits
     assert name == "gradient"
     assert "not finite" in reason
 
@@ -312,8 +312,8 @@ OFF += "step is exact with it off (error"
 def test_draws_of_a_forward_are_named_and_exact_when_off(change, verdict, words):
     report = Bench(SORTED, model=with_mixer(lambda: Mixer(change))).verified()
     assert report.verdict == verdict
-    assert [name for name, _ in report.named_reasons] == ["dropout"] * (verdict != "exact")
-    assert words in " ".join([*report.notes, *dict(report.named_reasons).values()])
+    assert [name for name, _ in report.culprits] == ["dropout"] * (verdict != "exact")
+    assert words in " ".join([*report.notes, *dict(report.culprits).values()])
 
 
 class DropsAndCouples(nn.Module):
@@ -358,8 +358,8 @@ def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
 ):
     report = Bench(SORTED, model=with_mixer(lambda: DropsAndCouples(couple))).verified()
     assert report.verdict == verdict
-    assert {name for name, _ in report.named_reasons} == {"dropout"}
-    assert any(words in text for _, text in report.named_reasons)
+    assert {name for name, _ in report.culprits} == {"dropout"}
+    assert any(words in text for _, text in report.culprits)
 
 
 class Masked(DropsAndCouples):
@@ -376,7 +376,7 @@ def test_masks_of_spec_augment_are_named_first_with_the_setting_that_ends_them()
 
     report = Bench(SORTED, model=build).verified()
     assert report.verdict == UNPROVEN
-    (first, reason), *others = report.named_reasons
+    (first, reason), *others = report.culprits
     assert (first, report.error_without_draws) == ("norm.1", None)
     assert "set model.config.apply_spec_augment=false" in reason
     assert {name for name, _ in others} == {"dropout", "norm.0"}
@@ -399,19 +399,19 @@ class Attending(nn.Module):
 def test_dropout_in_attention_and_recurrent_layers_is_all_that_differs():
     report = Bench(SORTED, model=with_mixer(Attending)).verified()
     assert report.verdict == WITHOUT
-    assert {name for name, _ in report.named_reasons} == {"dropout", "dropout.past"}
+    assert {name for name, _ in report.culprits} == {"dropout", "dropout.past"}
 
 
 def test_dropout_is_named_and_so_is_the_batch_norm_before_it():
     model = lambda: TinyLM(dropout=0.2, norm=nn.BatchNorm1d(WIDTH))  # noqa: E731
     report = Bench(Fixed(micro=5), model=model).verified()
     assert report.verdict == "not_exact"
-    named_reasons = dict(report.named_reasons)
-    assert named_reasons.keys() == {"dropout", "norm"}
-    assert named_reasons["dropout"].startswith("Dropout draws at random")
-    assert "with it off the step still differs" in named_reasons["dropout"]
-    assert [*named_reasons] == ["norm", "dropout"], "what dropout does not explain is first"
-    assert named_reasons["norm"].startswith("BatchNorm1d normalises")
+    culprits = dict(report.culprits)
+    assert culprits.keys() == {"dropout", "norm"}
+    assert culprits["dropout"].startswith("Dropout draws at random")
+    assert "with it off the step still differs" in culprits["dropout"]
+    assert [*culprits] == ["norm", "dropout"], "what dropout does not explain is first"
+    assert culprits["norm"].startswith("BatchNorm1d normalises")
 
 
 # What does not add up
@@ -471,8 +471,8 @@ def test_a_mean_that_even_micro_batches_hide_is_named_and_dropout_is_no_excuse(d
     bench = Bench(Fixed(micro=4), model=lambda: TinyLM(dropout=dropout), **settings)
     report = bench.verified(whole_fits=bool(dropout))
     assert report.verdict == "not_exact"
-    assert {name for name, _ in report.named_reasons} - {"dropout"} == {"objective MeanLoss"}
-    assert any("is not a sum" in reason for _, reason in report.named_reasons)
+    assert {name for name, _ in report.culprits} - {"dropout"} == {"objective MeanLoss"}
+    assert any("is not a sum" in reason for _, reason in report.culprits)
     assert any("by coincidence" in note for note in report.notes) == (not dropout)
     assert (report.max_relative_error <= 1e-10) == (not dropout)
 
@@ -491,8 +491,8 @@ NO_SUM = "`loss` is not a sum: the same samples give"
 def test_a_loss_or_a_weight_that_is_no_sum_is_named_with_what_to_do(objective, cut, reason):
     report = Bench(cut, objective=objective).verified()
     assert not report.exact
-    assert {name for name, _ in report.named_reasons} == {"objective MeanLoss"}
-    given = " ".join(text for _, text in report.named_reasons)
+    assert {name for name, _ in report.culprits} == {"objective MeanLoss"}
+    given = " ".join(text for _, text in report.culprits)
     assert reason in given
     assert "`weights`" in given
 
@@ -526,7 +526,7 @@ def test_a_model_that_computes_its_own_loss_is_exact_if_it_honours_the_count(red
     cut = Fixed(micro=1) if gives == "tuple" else SORTED
     model = lambda: OwnLoss(gives)  # noqa: E731
     report = Bench(cut, model=model, objective=ModelLoss(reduction=reduction)).verified()
-    assert report.max_relative_error <= EXACT[torch.float64], report.named_reasons
+    assert report.max_relative_error <= EXACT[torch.float64], report.culprits
 
 
 def test_a_model_without_a_loss_of_its_own_is_refused_with_the_objectives_that_fit():
