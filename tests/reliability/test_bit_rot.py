@@ -121,12 +121,12 @@ def test_with_none_intact_there_is_one_line_and_no_checkpoint(folder):
         CheckpointStore(folder).load()
 
 
-def test_a_newer_format_is_named_and_nothing_is_touched(folder):
+def test_another_format_is_named_and_nothing_is_touched(folder):
     path = newest(folder, "manifest.json")
     manifest = parse(path.read_bytes())
     assert parse(dump(manifest)) == manifest
     path.write_bytes(dump(manifest.model_copy(update={"format_version": 4})))
-    refusal = r"newer version \(format 4.*reads up to 3\): upgrade"
+    refusal = r"checkpoint format 4, and this version reads format 3: use the version that wrote"
     with pytest.raises(NoCheckpointError, match=refusal):
         CheckpointStore(folder).load()
     assert CheckpointStore(folder).steps() == [1, 2]

@@ -1,9 +1,8 @@
 """Harness 12: the stored checkpoint of this format loads bit for bit, and altered ones do not.
 
 `golden/format-N` was written by the program that had format N; what it holds is spelled out beside
-it. Of an earlier format the weights can be taken over. A newer one is told from damage, and the
-line says what to do. A manifest that lies at random places, signed as a stranger's would be, never
-crashes a run, which runs in a process of its own so that a kernel that was led astray is seen.
+it. A manifest that lies at random places, signed as a stranger's would be, never crashes a run,
+which runs in a process of its own so that a kernel that was led astray is seen.
 
 `python -m tests.reliability.test_golden`, once for each format that is released, writes its files.
 """
@@ -27,15 +26,13 @@ import torch
 
 from tests.lib.nightly import counts
 from tests.lib.ranks_support import Ranks
-from tests.reliability import lab, toys
+from tests.reliability import lab
 from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 from tests.reliability.test_hostile_checkpoints import sign
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.weights import export, load_weights
 from trainer.commands import train
-from trainer.core.errors import NoCheckpointError
 from trainer.core.world import World
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
@@ -68,13 +65,11 @@ def trained(world: World, run: Path) -> None:
 
 
 GOLDEN_RUN = GOLDEN / f"format-{FORMAT_VERSION}"
-EARLIER = GOLDEN / "format-2" / "checkpoints"
 
 
 def go_on_from(checkpoints: Path, run: Path) -> lab.Ended:
     shutil.copytree(checkpoints, run / "checkpoints")
-    # As the command line reads it of a run whose records name no order.
-    return lab.run(lab.config(*SETTINGS, "order=1"), run, resume=True)
+    return lab.run(lab.config(*SETTINGS), run, resume=True)
 
 
 def test_a_golden_checkpoint_loads_bit_for_bit_and_is_trained_on(tmp_path):
@@ -83,28 +78,6 @@ def test_a_golden_checkpoint_loads_bit_for_bit_and_is_trained_on(tmp_path):
     ended = go_on_from(GOLDEN_RUN / "checkpoints", tmp_path)
     assert ended.code == 0, ended
     assert CheckpointStore(tmp_path / "checkpoints").steps()[-1] == 3
-
-
-def test_a_run_of_an_earlier_format_is_refused_in_one_line_that_names_init(tmp_path):
-    ended = go_on_from(EARLIER, tmp_path / "run")
-    assert ended.code == 4
-    path = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert ended.error == (
-        f"{path}: format 2 of an earlier version, of which only the weights are read: start a new "
-        f"run with init={path}"
-    )
-    with pytest.raises(NoCheckpointError, match="init="):
-        export(CheckpointStore(path.parent).load(), tmp_path / "export", {})
-
-
-def test_a_new_run_takes_the_weights_of_an_earlier_format():
-    wanted = json.loads((EARLIER.parent / "expected.json").read_text())["tensors"]
-    for path in (EARLIER.parent, EARLIER / "step-00000002"):
-        model = toys.Net(width=2, tied=True)
-        load_weights(model, path)
-        for name, tensor in model.state_dict().items():
-            kind, shape, whole = lab.bits(tensor)
-            assert [kind, list(shape), whole.hex()] == wanted[f"model.{name}"]
 
 
 class Unmarked:

@@ -1,11 +1,8 @@
-"""The version of the data order is a term of a run: old runs keep theirs, none may change it."""
+"""The version of the data order is a term of a run: none may change it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from tests.lib.run_support import TOYS, entries, go, meta, on, read_json
 from tests.lib.run_toys import Many
@@ -16,7 +13,6 @@ from trainer.plan.order import Order
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-OLD_CONFIG = Path(__file__).parents[1] / "lib" / "old_config.yaml"
 MANY = f"data._target_={TOYS}.Many data.holdout=0.001 checkpoint.every=1"
 
 
@@ -34,30 +30,6 @@ def ids_by(version: int, steps: int) -> list[list[int]]:
         cursor = batch.after
         found.append(view.original_ids(batch.ids).tolist())
     return found
-
-
-def forget_order(run: Path) -> None:
-    """Leave what a run left before there was an order, and other keys that are no terms of it."""
-    text, old = (run / "config.yaml").read_text(), OLD_CONFIG.read_text()
-    assert yaml.safe_load(text).keys() - yaml.safe_load(old).keys() == {"order", "profile"}
-    (run / "config.yaml").write_text(old)
-    path = run / ".hydra" / "overrides.yaml"
-    lines = path.read_text().splitlines()
-    assert lines.count("- order=1") == 1
-    path.write_text("\n".join(line for line in lines if line != "- order=1") + "\n")
-
-
-def test_a_run_whose_records_name_no_order_goes_on_with_the_ids_of_version_1() -> None:
-    run = go(f"{MANY} order=1 steps=2")
-    assert "order" not in meta(run)["extra"]["contract"]
-    forget_order(run.folder)
-    with pytest.raises(ConfigError, match=r"order=3: the run has 1; to change it"):
-        on(run, "order=3 steps=4")
-    on(run, "steps=3")
-    assert "order" not in meta(run)["extra"]["contract"]
-    on(run, "steps=4")
-    assert ids_of(run) == ids_by(1, 4) != ids_by(2, 4)
-    assert yaml.safe_load((run.folder / "config.yaml").read_text())["order"] == 1
 
 
 def test_a_new_run_has_version_3_and_keeps_it() -> None:

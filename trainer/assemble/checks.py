@@ -288,7 +288,6 @@ def read_run_state(loaded: Loaded) -> dict[str, Any]:
     Raises:
         NoCheckpointError: it is not what a run of this version keeps.
     """
-    loaded.check_format()
     try:
         extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.read)
         state = _RunState.model_validate(extra)

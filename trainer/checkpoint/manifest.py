@@ -1,11 +1,9 @@
 """List the files of a checkpoint, and check that they are what was written, bit for bit.
 
 `manifest.json` is one JSON object, written last. Its key `sha256` is the digest of all the others,
-and its bytes must be those that this module writes, so no bit of it can change unnoticed. `step`,
-`files` and `sha256` are the same in every format version: a newer one can be told from damage, and
-the weights of an older one can be read.
-
-Format 3 says nothing of tensors, which the headers of the files do; 1 and 2 listed them twice.
+and its bytes must be those that this module writes, so no bit of it can change unnoticed.
+`format_version` and `sha256` are the same in every format, so that another can be told from damage.
+Tensors are described in the headers of their files alone.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ class DamagedError(Exception):
     """A checkpoint is not what was written; the text says in what, without its path."""
 
 
-class NewerFormatError(Exception):
-    """A checkpoint is intact, and of a format that this program does not know."""
+class OtherFormatError(Exception):
+    """A checkpoint is intact, and of a format that this program does not read."""
 
 
 @final
@@ -74,7 +72,7 @@ def parse(data: bytes) -> Manifest:
 
     Raises:
         DamagedError: it is not.
-        NewerFormatError: it is whole, but of a later format version.
+        OtherFormatError: it is whole, but of another format.
     """
     try:
         body = json.loads(data)
@@ -85,8 +83,11 @@ def parse(data: bytes) -> Manifest:
     if not is_whole:
         raise DamagedError(f"{FILE_NAME} does not match its own SHA-256")
     version = body.get("format_version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise NewerFormatError(f"format {version!r:.20}, this version reads up to {FORMAT_VERSION}")
+    if version != FORMAT_VERSION:
+        raise OtherFormatError(
+            f"checkpoint format {version!r:.20}, and this version reads format {FORMAT_VERSION}: "
+            "use the version that wrote it"
+        )
     try:
         return Manifest.model_validate(body)
     except ValueError as error:
@@ -100,7 +101,7 @@ def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: i
 
     Raises:
         DamagedError: it does not.
-        NewerFormatError: it is whole, and of a later format version.
+        OtherFormatError: it is whole, and of another format.
     """
     found = _list_files(folder)
     if FILE_NAME not in found or found.pop(FILE_NAME) > MAX_BYTES:

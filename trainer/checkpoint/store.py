@@ -31,10 +31,9 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import (
     FILE_NAME,
-    FORMAT_VERSION,
     DamagedError,
     Manifest,
-    NewerFormatError,
+    OtherFormatError,
     dump,
     verify,
 )
@@ -58,7 +57,7 @@ MODEL = "model."
 
 _logger = logging.getLogger(__name__)
 
-_KINDS = {DamagedError: "damaged", NewerFormatError: "newer"}
+_KINDS = {DamagedError: "damaged", OtherFormatError: "other"}
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
 _ALONE = World()
@@ -71,9 +70,8 @@ class Loaded:
 
     step: int  # optimizer steps taken
     tensors: Mapping[str, StoredTensor]  # by name, unread
-    meta: Mapping[str, Any]  # everything else, as JSON; what it consists of depends on the format
+    meta: Mapping[str, Any]  # everything else, as JSON
     path: Path  # its folder
-    format_version: int = FORMAT_VERSION
     messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
 
     def __str__(self) -> str:
@@ -88,14 +86,6 @@ class Loaded:
         """Read a whole tensor."""
         return self.tensors[name][...]
 
-    def check_format(self) -> None:
-        """Refuse an earlier format, of which only the weights can be used."""
-        if self.format_version != FORMAT_VERSION:
-            raise NoCheckpointError(
-                f"{self.path}: format {self.format_version} of an earlier version, of which only "
-                f"the weights are read: start a new run with init={self.path}"
-            )
-
 
 def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
     """Verify this rank's share of a checkpoint, of `step` or any, and open it; see `verify`."""
@@ -105,7 +95,6 @@ def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) 
         tensors=open_tensors(path / name for name in sorted(manifest.files)),
         meta=manifest.meta,
         path=path,
-        format_version=manifest.format_version,
     )
 
 
@@ -192,10 +181,8 @@ class CheckpointStore:
                 self._intact.add(candidate)
                 return replace(loaded, messages=tuple(messages))
             kind, text = min(faults)  # in order of the alphabet: damage counts most
-            if kind == "newer":
-                raise NoCheckpointError(
-                    f"{self.path(candidate)}: written by a newer version ({text}): upgrade"
-                )
+            if kind == "other":
+                raise NoCheckpointError(f"{self.path(candidate)}: {text}")
             message = f"{self.path(candidate)}: {kind}: {text}"
             if set_aside and kind == "damaged":
                 message += world.on_main(partial(_set_aside, self.path(candidate)))
@@ -235,7 +222,7 @@ class CheckpointStore:
         """Open a checkpoint, or say what is wrong with it."""
         try:
             return open_checkpoint(self.path(step), step, world), None
-        except (DamagedError, NewerFormatError, OSError) as error:
+        except (DamagedError, OtherFormatError, OSError) as error:
             kind = _KINDS.get(type(error), "unreadable")
             return None, (kind, str(getattr(error, "strerror", error)))
 

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.checkpoint.manifest import FILE_NAME, DamagedError, NewerFormatError
+from trainer.checkpoint.manifest import FILE_NAME, DamagedError, OtherFormatError
 from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
@@ -72,12 +72,11 @@ def export(
 
     Raises:
         ConfigError: `to` is taken.
-        NoCheckpointError: the checkpoint is of an earlier format, or its ties are none.
+        NoCheckpointError: its ties are none.
         SaveError: it could not be written; nothing is left of it.
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    loaded.check_format()
     weights = loaded.weights
     try:
         weights |= {alias: weights[name] for alias, name in loaded.meta["model"]["ties"].items()}
@@ -113,7 +112,7 @@ def _open_weights(path: Path, world: World) -> tuple[Loaded | None, dict[str, St
         for file in (path, path / WEIGHTS_FILE):
             if file.is_file():
                 return None, open_tensors([file])
-    except (DamagedError, NewerFormatError) as error:
+    except (DamagedError, OtherFormatError) as error:
         raise NoCheckpointError(f"{shown}: cannot be used: {error}") from error
     except OSError as error:
         raise NoCheckpointError(f"{shown}: cannot be read: {error.strerror}") from error

@@ -115,7 +115,6 @@ def _check_over(
     if word_of(typed, "data.holdout") == "all":  # of other data
         saved = without(saved, "eval.samples")
     merged = saved_runs.merge(saved, typed, composer.groups)
-    merged = saved_runs.with_first(run, merged)
     return composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],

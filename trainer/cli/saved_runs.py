@@ -19,12 +19,12 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
-from trainer.cli.overrides import Groups, dotted, parse, read, text
+from trainer.cli.overrides import Groups, dotted, parse, text
 from trainer.cli.trust import refuse_odd_files
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import FIRST, RunConfig, contract, reading_faults, step_faults
+from trainer.config.run_config import RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
 from trainer.core import consent
 from trainer.core.durable import make_folders, read_json, write_json
@@ -251,16 +251,6 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
     staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]
     return [*staying, *new]
-
-
-def with_first(run: Path, overrides: Sequence[Override]) -> list[Override]:
-    """Add what a run began with and no override names, such as the version of its data order.
-
-    A default may have changed since. What is no number there is refused with the rest of the file.
-    """
-    named, saved = {dotted(override) for override in overrides}, saved_config(run)
-    began = {k: saved[k] if type(saved.get(k)) is int else first for k, first in FIRST.items()}
-    return [*overrides, *(read(f"{k}={v}") for k, v in began.items() if k not in named)]
 
 
 def is_finished(run: Path, config: RunConfig) -> bool:

@@ -188,8 +188,6 @@ def _run_job(lines: Sequence[str], folder: Path, composer: Composer, *, goes_on:
 
     try:
         overrides, faults = parse(lines)
-        if goes_on and saved_runs.has_checkpoint(folder):
-            overrides = saved_runs.with_first(folder, overrides)
         config = composer.check(overrides, faults).config
         if config.wandb.group is None:
             wandb = config.wandb.model_copy(update={"group": folder.parent.name})

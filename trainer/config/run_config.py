@@ -44,10 +44,7 @@ from trainer.config.rules import complete_sizes
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
-_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
-# What a run was made with whose records lack a key; a contract does not list these values.
-FIRST: dict[str, Any] = {"order": 1}
-_UNLISTED: dict[str, Any] = {**FIRST, "data.split_seed": 0}
+_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm", "order")
 
 
 class Batch(Section):
@@ -266,14 +263,12 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
-    tree |= {key: plain[key] for key in FIRST}
     is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
     if has_batch_statistics or is_micro:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
-    pairs = ((key, value) for key, value in flat(tree).items() if key != "data.on_bad")
-    return {key: value for key, value in pairs if (key, value) not in _UNLISTED.items()}
+    return {key: value for key, value in flat(tree).items() if key != "data.on_bad"}
 
 
 def evaluation_file(config: RunConfig) -> str:
@@ -312,7 +307,7 @@ def _changes(
     """Give each key of two contracts that differs, with both values, unless it may or was open."""
     are_open = [terms.get("objective._target_") == AUTO_OBJECTIVE for terms in (old, new)]
     for key in sorted(old.keys() | new.keys()):
-        before, now = (terms.get(key, _UNLISTED.get(key)) for terms in (old, new))
+        before, now = (terms.get(key) for terms in (old, new))
         is_open = key == "precision" and "auto" in (before, now)
         is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
         if before != now and not is_open and {key, *ancestors(key)}.isdisjoint(allow):

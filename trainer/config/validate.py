@@ -24,7 +24,7 @@ from trainer.config.components import (
     owner_of,
     type_like,
 )
-from trainer.config.keys import KEYS, data_dir, load_yaml, options_of
+from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import (
     MISSING,
     ancestors,
@@ -37,7 +37,7 @@ from trainer.config.messages import (
     value_fault,
 )
 from trainer.config.rules import give_way, rule_faults
-from trainer.config.run_config import FIRST, RunConfig
+from trainer.config.run_config import RunConfig
 from trainer.config.secrets import is_secret, leaked
 from trainer.core.errors import ConfigError
 
@@ -103,19 +103,14 @@ def validate(
 
 
 def from_plain(plain: Tree) -> RunConfig:
-    """Read what `to_plain` wrote, perhaps before a key was there; never consent and `trust`.
+    """Read what `to_plain` wrote; never consent and `trust`.
 
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    choices, conf = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
-    # A key that came later changes no step by its default, unless `FIRST` has another.
-    first = {key: conf[key] for key in conf.keys() & RunConfig.model_fields.keys()} | FIRST
-    both = [key for key, value in first.items() if isinstance(value, dict) and key in plain]
-    sections = {key: {**first[key], **plain[key]} for key in both if isinstance(plain[key], dict)}
-    tree = {**first, **plain, **sections, "trust": []}
+    choices = dict(plain.get("choices", {}))
     try:
-        return RunConfig.model_validate(_fields(tree, choices, ()))
+        return RunConfig.model_validate(_fields({**plain, "trust": []}, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 
