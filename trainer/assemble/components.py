@@ -21,7 +21,7 @@ from trainer.assemble.instantiate import (
     look_up,
 )
 from trainer.assemble.model import arguments_from_data, build_model
-from trainer.assemble.objective import Chosen, fitting_objective, limits_of, typed_objective
+from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
 from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.assemble.parallel import (
     SHARDED,
@@ -44,7 +44,7 @@ from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import batch_statistics
+from trainer.models.check import batch_statistics, vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights
@@ -218,9 +218,10 @@ def assemble(
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module)
+    rows = vocabulary_of(module)
+    loader.limit({} if rows is None else {INPUT_IDS: rows})
     chosen = typed or fitting_objective(config, world, module, loader.load(_longest(train_set)))
     objective = chosen.objective
-    loader.limit(limits_of(module, objective))
     layout, example = _layout(config, world, loader, objective, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Components(

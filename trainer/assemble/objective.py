@@ -24,7 +24,6 @@ from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import bind
-from trainer.models.check import vocabulary_of
 from trainer.models.task import Task, task_of
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.objectives.model_loss import ModelLoss
@@ -195,11 +194,3 @@ def _has_classes(module: nn.Module, fields: Fields) -> bool:
     is_real = labels is not None and labels.is_floating_point()
     is_number = problem is None and getattr(config, "num_labels", None) == 1
     return not (is_real or is_number or problem in {"regression", "multi_label_classification"})
-
-
-def limits_of(module: nn.Module, objective: Objective) -> dict[str, int]:
-    """Say what token ids and labels must be below; labels of a user's objective mean anything."""
-    tokens, labels = vocabulary_of(module)
-    is_ours = type(objective).__module__.startswith("trainer.")
-    known = {INPUT_IDS: tokens, LABELS: labels if is_ours else None}
-    return {name: limit for name, limit in known.items() if limit is not None}

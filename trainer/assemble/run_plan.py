@@ -375,9 +375,8 @@ def _tune(
         num_steps=components.total_steps,
         longest_id=int(components.train_set.original_ids([longest])[0]),
     )
-    with components.source.loader.naming_samples(Request((longest,), 0, lengths.max())):
-        cache = open_cache(components, work, forward)
-        return tune(question, cache, _clock, meter_for(work.device))
+    cache = open_cache(components, work, forward)
+    return tune(question, cache, _clock, meter_for(work.device))
 
 
 def _clock() -> float:

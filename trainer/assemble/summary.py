@@ -194,7 +194,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step depends "
             "on the micro-batch size; to accept this, set batchnorm=micro"
         )
-    known, rows = components.train_set.optional("vocab_size"), vocabulary_of(components.module)[0]
+    known, rows = components.train_set.optional("vocab_size"), vocabulary_of(components.module)
     is_loaded = pretrained_of(components.config.model.params) is not None
     # Tables are padded, but not to the double.
     if is_loaded and known and rows and rows >= 2 * known:

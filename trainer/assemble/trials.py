@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self, final
 
 from trainer.assemble.components import Components
+from trainer.data.collate import Limits
 from trainer.data.loader import Request
 from trainer.models.meta_start import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
 from trainer.plan.memory import Shape
 from trainer.tune.forward import Forward, count_forward
-from trainer.tune.lookups import lookup_limits
 from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Workload
 
@@ -22,8 +21,7 @@ from trainer.tune.workload import Workload
 class Trials:
     """What the model showed on fake tensors."""
 
-    # What whole numbers of a field must be below: the rows of the table they look up
-    limits: Mapping[str, int]
+    limits: Limits  # rows of the table that looks token ids up, and classes of the labels
     gives_logits: bool  # whether the output layer's outputs are the logits, and nothing else
     # What one of the greatest length computes; None where the model cannot run fake, and on other
     # ranks, which go by the cost that the main rank found
@@ -37,11 +35,11 @@ class Trials:
             CannotRunFake: the model was built without weights, and needs more than shapes.
         """
         longest = components.source.lengths.max()
-        limits = lookup_limits(work, longest, components.source.loader.limits)
         forward = count_forward(work, Shape(2, longest))
         if forward is None and is_on_meta(components.module) and components.weights is None:
             raise CannotRunFake("the model was built without weights")
         layer = candidate(components.module)
+        limits = {} if forward is None else forward.limits
         return cls(limits, layer is not None and IS_LAST in vars(layer), forward)
 
     def apply(self, components: Components) -> None:

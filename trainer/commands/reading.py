@@ -199,9 +199,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     components, loaded, extra = assemble_resumed(config, world)
     run_plan = prepare(components, extra.get("cut"))
     batch, feed = _of_all_ranks(run_plan)
-    with feed.naming_samples(batch):
-        context, loaded = _step_context(components, loaded)
-        report = verify(context, batch, feed, whole_fits=_whole_fits(run_plan))
+    context, loaded = _step_context(components, loaded)
+    report = verify(context, batch, feed, whole_fits=_whole_fits(run_plan))
     report = replace(report, notes=(*_asides(components), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -17,11 +16,10 @@ NameOf = Callable[[int], str]
 """Names the sample at a position of the micro-batch, for messages."""
 
 Limits = Mapping[str, int]
-"""What the numbers of a field are below, by its name, where that is known: checked before a device
-sees them, since an index out of range poisons a GPU, and on the CPU its error names no sample."""
+"""What token ids and labels are below, where that is known: compared before a device sees them,
+since an index out of range poisons a GPU, and on the CPU its error names no sample."""
 
 LABELS = "labels"
-OF_LABELS = ("trainer.", "transformers.")  # whose cross entropy is that of the labels
 ATTENTION_MASK = "attention_mask"
 PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
 """What comes with packed samples."""
@@ -209,34 +207,18 @@ def num_rows(fields: Mapping[str, Tensor], samples: Sequence[Sample]) -> int:
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
     """Name the first value out of range, its place and the range; None where all are in it."""
-    known = {INPUT_IDS: "vocabulary is", LABELS: "classes, but for -100, are"}
     for name, limit in limits.items():
         values = fields.get(name)
         if values is None or values.is_floating_point() or values.is_complex():
             continue  # refused, or meant, elsewhere
         wrong = (values < 0) | (values >= limit)
+        what = "vocabulary is"
         if name == LABELS:
             wrong &= values != IGNORED_LABEL
+            what = "classes, but for -100, are"
         if wrong.any():
             at: list[int] = wrong.nonzero()[0].tolist()
             place = f" at position {', '.join(map(str, at))}" if at else ""
             value = values[tuple(at)].tolist()
-            what = known.get(name, "rows for it are")
             return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}"
-    return None
-
-
-def limits_of(error: BaseException) -> Limits | None:
-    """Read off a failed look-up on the CPU how many rows or classes there are; None without one."""
-    if not isinstance(error, IndexError):
-        return None
-    caller = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is F.embedding.__code__:
-            return {INPUT_IDS: len(frame.f_locals["weight"])}
-        # An objective of the user's own may have other classes than those of the labels.
-        if frame.f_code is F.cross_entropy.__code__ and caller.startswith(OF_LABELS):
-            logits = frame.f_locals["input"]
-            return {LABELS: logits.shape[min(1, logits.dim() - 1)]}
-        caller = frame.f_globals["__name__"]
     return None

@@ -6,7 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.connection import wait
@@ -28,7 +28,6 @@ from trainer.data.collate import (
     LABELS,
     Limits,
     aligned_fields,
-    limits_of,
     num_rows,
     pack,
     pad,
@@ -78,7 +77,7 @@ class Loader:
         num_workers: loading processes; 0 loads in this one.
         seed: the run's.
         pin_memory: put fields into page-locked memory, for copies to a GPU.
-        limits: what the numbers of fields must be below, such as token ids and labels.
+        limits: what token ids and labels must be below.
         unaligned: fields whose lengths are their own, such as labels of an encoder-decoder.
 
     Attributes:
@@ -127,7 +126,7 @@ class Loader:
 
     @property
     def limits(self) -> Limits:
-        """What the numbers of fields must be below, by name."""
+        """What token ids and labels must be below."""
         return self._assemble.limits
 
     @property
@@ -136,25 +135,11 @@ class Loader:
         return self._assemble.aligned & {INPUT_IDS, ATTENTION_MASK} == {INPUT_IDS}
 
     def limit(self, limits: Limits) -> None:
-        """Bound the numbers of more fields; before a stream begins, whose workers know no more."""
+        """Bound ids or labels; before a stream begins, whose workers know no more."""
         before = self._assemble
         self._assemble = replace(before, limits={**limits, **self.limits})
         if "aligned" in vars(before):  # no sample is read for it again
             vars(self._assemble)["aligned"] = before.aligned
-
-    @contextmanager
-    def naming_samples(
-        self, request: Request, pause: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Name the sample whose id or label a model failed to look up; read again after `pause`."""
-        try:
-            yield
-        except Exception as error:
-            limits = limits_of(error)
-            if limits is not None:
-                pause()
-                replace(self._assemble, limits=limits)(request)
-            raise
 
     def stream(self, requests: Iterator[Request], ahead: int = AHEAD) -> Generator[Fields]:
         """Load micro-batches in the order of their requests.

@@ -14,10 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.models.gpt import GPT
-
-_HEADS = ("SequenceClassification", "TokenClassification", "ImageClassification")
-"""Hugging Face's models whose logits are `config.num_labels`, by the end of `For...`."""
 
 
 def refuse_lazy(model: nn.Module) -> nn.Module:
@@ -99,25 +95,10 @@ def unmoved(model: nn.Module) -> Iterator[None]:
             owner[name] = buffer
 
 
-def vocabulary_of(module: nn.Module) -> tuple[int | None, int | None]:
-    """Give its numbers of token ids and labels, None where they are not known.
-
-    Known are our own models and those that offer what Hugging Face's do.
-    """
-    if isinstance(module, GPT):
-        return module.vocab_size, module.vocab_size
-    rows, classes = (_size(module, f"get_{end}put_embeddings") for end in ("in", "out"))
-    if rows is not None and classes is not None and classes < rows:
-        classes = None  # DeBERTa gives the layer before the last
-    if type(module).__name__.endswith(_HEADS):
-        classes = getattr(getattr(module, "config", None), "num_labels", None)
-    return rows, classes
-
-
-def _size(module: nn.Module, name: str) -> int | None:
-    """Ask a Hugging Face model for the size of its vocabulary, before or after its layers."""
+def vocabulary_of(module: nn.Module) -> int | None:
+    """Count the token ids of a model that offers `get_input_embeddings`, as Hugging Face's do."""
     try:
-        table = getattr(module, name)()
+        table = module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # one of another kind, or without tokens
         return None
-    return len(table.weight) if isinstance(table, nn.Embedding | nn.Linear) else None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None

@@ -77,6 +77,10 @@ class Objective(ABC):
     A step in which no loss has a weight updates nothing, and only a metric named here may be left
     out while training."""
 
+    class_axis: int | None = None
+    """Axis of the logits that `labels` choose a class on, so that a label without a class is named
+    with its sample; None where labels mean something else."""
+
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count what each loss and metric is divided by, from the data alone.

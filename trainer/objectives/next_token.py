@@ -38,6 +38,7 @@ class NextToken(Objective):
     """
 
     metric_names = ("accuracy",)
+    class_axis = -1
 
     # Coefficient of the squared log-partition, which keeps logits from drifting (Chowdhery et al.
     # 2022, 2204.02311, section 5); 0 leaves it out, and else all logits of a micro-batch are in

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -156,14 +155,6 @@ class Feed:
             Request(tuple(samples.ids[slot].tolist()), samples.epoch, length, plan.packed)
             for slot, length in zip(plan.ranks[rank], plan.padded_lengths[rank], strict=True)
         ]
-
-    @contextmanager
-    def naming_samples(self, batch: PlannedBatch) -> Iterator[None]:
-        """Name the sample whose token id or label could not be looked up, as the loader does."""
-        ids, longest = tuple(batch.samples.ids.tolist()), int(batch.plan.lengths.max())
-        request = Request(ids, batch.samples.epoch, longest)
-        with self.source.loader.naming_samples(request, self.pause):
-            yield
 
     def pause(self) -> None:
         """Prepare nothing but what has begun, and wait for it: nothing else then reads the data."""

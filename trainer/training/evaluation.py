@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from typing import TypeVar, final
 
 import numpy as np
@@ -139,15 +139,14 @@ def _attempt(
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
-    loader, (requests, ahead) = held_out.loader, tee(held_out.requests(world.rank))
+    loader = held_out.loader
     model.gather()
-    guard, stream = AllocationGuard(), closing(loader.stream(ahead))
+    guard, stream = AllocationGuard(), closing(loader.stream(held_out.requests(world.rank)))
     mode, casts = evaluating(model.module), Casts(model.module).once(world.device.type)
     with guard, mode, casts, torch.no_grad(), closing(loader), stream as loaded:
-        for request, fields in zip(requests, loaded, strict=False):
+        for fields in loaded:
             counted = weights_of(objective, fields)
-            with loader.naming_samples(request, loaded.close):
-                found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+            found = sums_of(objective, model.call, to_device(fields, world.device), counted)
             losses = tuple(found.losses)
             for name, weight in counted.items():
                 _add(weights[name], weight, apart=held_out.is_ordered)

@@ -115,8 +115,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     run.context.world.note("data", step=progress.step + 1)
     batch = run.feed.next()
     run.feed.prefetch()
-    with run.feed.naming_samples(batch):
-        report = train_step(run.context, batch, run.feed)
+    report = train_step(run.context, batch, run.feed)
     run.context.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)

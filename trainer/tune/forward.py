@@ -7,15 +7,20 @@ a CPU that is some ten tokens' time; on a GPU, which computes a hundred times as
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.cards import CARDS, USUAL, Card
+from trainer.core.micro_batch import Fields
+from trainer.data.collate import LABELS, Limits
+from trainer.data.samples import INPUT_IDS
 from trainer.models.output_layer import IS_LAST, candidate, is_gpt, watch_last
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Cost
@@ -43,6 +48,7 @@ class Forward:
     products: float  # FLOPs per token of products with weights
     pairs: float  # FLOPs per pair of tokens of one sample
     trained: float  # share of the parameters that get a gradient
+    limits: Limits  # rows of the table that looks token ids up, and classes of the labels
 
 
 def count_forward(work: Workload, shape: Shape) -> Forward | None:
@@ -61,6 +67,7 @@ def count_forward(work: Workload, shape: Shape) -> Forward | None:
         with micro_batch as (theirs, fields, _), plain, torch.no_grad(), counter:
             fake = candidate(theirs.model) if layer is not None else None
             is_last = None if fake is None else watch_last(theirs.model, fake)
+            limits = _watch_limits(theirs, fields)
             theirs.objective.sums(theirs.call, fields)
     except CannotRunFake:
         return None
@@ -74,7 +81,41 @@ def count_forward(work: Workload, shape: Shape) -> Forward | None:
         products=counter.products / num_tokens,
         pairs=counter.pairs / (num_tokens * shape.length),
         trained=trained / max(1, sum(p.numel() for p in sizes)),
+        limits=limits,
     )
+
+
+def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
+    """Watch a copy of a model; once it ran, the dict has what ids and labels must be below.
+
+    Seen are tables that look up the ids as they are, by `nn.Embedding`, and the logits.
+    """
+    limits: dict[str, int] = {}
+    ids, axis = fields.get(INPUT_IDS), work.objective.class_axis
+    layer = getattr(work.call, "output_layer", None)
+
+    def note_rows(table: nn.Embedding, given: tuple[Tensor, ...]) -> None:
+        if ids is not None and given and _is_all_of(given[0], ids):
+            limits[INPUT_IDS] = min(table.num_embeddings, limits.get(INPUT_IDS, sys.maxsize))
+
+    def note_classes(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
+        logits = getattr(output, "logits", output)
+        if axis is not None and layer is not None:
+            limits[LABELS] = len(layer.weight)  # the objective may ask for no logits
+        elif axis is not None and isinstance(logits, Tensor):
+            limits[LABELS] = logits.shape[axis]
+
+    for part in work.model.modules():
+        if isinstance(part, nn.Embedding):
+            part.register_forward_pre_hook(note_rows)
+    work.model.register_forward_hook(note_classes)
+    return limits
+
+
+def _is_all_of(index: Tensor, field: Tensor) -> bool:
+    """Whether an index is a field, or another view of all that is in it."""
+    base = field if field._base is None else field._base
+    return index is field or (index._base is base and index.numel() == field.numel())
 
 
 def card_cost(forward: Forward | None, card: Card | None, precision: str) -> Cost:

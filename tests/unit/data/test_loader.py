@@ -10,15 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from trainer.core.errors import DataError
 from trainer.core.signals import SIGNALS
-from trainer.data.collate import limits_of
 from trainer.data.loader import Loader, Request
 from trainer.data.view import DataView, split_by_seed
-from trainer.objectives.classify import Classify
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -366,42 +363,31 @@ class Numbered(Listed):
 
     def __init__(self, collates=False):
         row = [0, 4]
-        rows = [row, row, [1, 5], row]
-        super().__init__([{"kinds": row, "labels": row} for row in rows])
+        super().__init__([{"labels": row} for row in (row, row, [1, 5], row)])
         if collates:
-            self.collate = lambda samples: {"rows": torch.stack([s["kinds"] for s in samples]) * 2}
+            stack = torch.stack
+            self.collate = lambda samples: {"labels": stack([s["labels"] for s in samples]) * 2}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_numbers_beyond_a_table_are_named_before_any_device_sees_them(loader_of, num_workers):
-    loader = loader_of(Numbered(), num_workers, limits={"labels": 6})
+    loader = loader_of(Numbered(), num_workers)
     assert len(list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))) == 1
     loader.close()
-    loader.limit({"kinds": 5, "labels": 1})  # what is known stays
-    text = r"sample 2 of Numbered: kinds holds 5 at position 1, and .* rows for it are 0 to 4"
+    loader.limit({"labels": 5})
+    loader.limit({"labels": 9})  # what is known stays
+    text = r"sample 2 of Numbered: labels holds 5 at position 1, and .* but for -100, are 0 to 4"
     with pytest.raises(DataError, match=text):
         list(loader.stream(iter([Request((0, 1, 2), 0, 1)])))
     packed = loader_of(Ragged(), num_workers, limits={"input_ids": 8})
     text = "sample 5 of Ragged: input_ids holds 50 at position 0, and .* vocabulary is 0 to 7"
     with pytest.raises(DataError, match=text):
         list(packed.stream(iter([request(0, 5, packed=True)])))
-    own = loader_of(Numbered(collates=True), num_workers, limits={"rows": 10})
+    own = loader_of(Numbered(collates=True), num_workers, limits={"labels": 10})
     assert len(list(own.stream(iter([Request((0, 1), 0, 1)])))) == 1
-    with pytest.raises(DataError, match=r"`collate` of Numbered: rows holds 10 at position 1, 1,"):
+    text = r"`collate` of Numbered: labels holds 10 at position 1, 1,"
+    with pytest.raises(DataError, match=text):
         list(own.stream(iter([Request((0, 2), 0, 1)])))
-
-
-def test_a_look_up_that_failed_in_an_objective_of_the_user_s_own_blames_no_label():
-    def error_of(look_up):
-        with pytest.raises(IndexError) as raised:
-            look_up()
-        return raised.value
-
-    logits, labels = torch.zeros(2, 3), torch.tensor([0, 3])
-    fields = {"labels": labels}
-    model = lambda _: logits.requires_grad_()  # noqa: E731
-    assert limits_of(error_of(lambda: Classify().sums(model, fields))) == {"labels": 3}
-    assert limits_of(error_of(lambda: F.cross_entropy(logits, labels))) is None
 
 
 # A `collate` of the data set's own

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
@@ -14,7 +13,7 @@ from trainer.core.errors import ConfigError
 from trainer.data.collate import pack
 from trainer.models.attention import BLOCK, Documents, causal_attention, has_varlen_kernel
 from trainer.models.bind import bind
-from trainer.models.check import refuse_lazy, vocabulary_of
+from trainer.models.check import refuse_lazy
 from trainer.models.gpt import GPT, Attention, rotary_tables, rotate
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
@@ -323,18 +322,3 @@ def test_a_lazy_model_is_refused_by_the_name_of_a_weight_and_others_pass():
         refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
     whole = nn.Linear(2, 2)
     assert refuse_lazy(whole) is whole
-
-
-def test_the_vocabulary_is_known_of_our_models_and_of_hugging_face_s():
-    assert vocabulary_of(GPT(**TINY)) == (17, 17)
-    assert vocabulary_of(nn.Embedding(17, 2)) == (None, None)
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    bert = transformers.BertConfig(vocab_size=19, num_labels=3, **small)
-    assert vocabulary_of(transformers.BertForMaskedLM(bert)) == (19, 19)
-    assert vocabulary_of(transformers.BertForSequenceClassification(bert)) == (19, 3)
-    assert vocabulary_of(transformers.BertForQuestionAnswering(bert)) == (19, None)
-    deberta = transformers.DebertaV2Config(vocab_size=19, legacy=False, **small)
-    # What it calls its output embeddings is the layer before them.
-    assert vocabulary_of(transformers.DebertaV2ForMaskedLM(deberta)) == (19, None)
-    picture = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=5, **small)
-    assert vocabulary_of(transformers.ViTForImageClassification(picture)) == (None, 5)
