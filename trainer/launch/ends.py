@@ -1,7 +1,7 @@
 """Describe how each rank ended, and name in one line why the run did.
 
-One supervisor sees all ranks of a local run. Under a launcher each sees one, and `conclude` has
-them leave each other word in the run folder.
+One supervisor sees all ranks of a local run. Under a launcher each sees one rank, and those of
+ranks that ended for a reason of their own, or that are the first of their machine, print a line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.config.secrets import without_secrets
-from trainer.core import signals
 from trainer.core.errors import (
     ConfigError,
     DoesNotFitError,
-    Preempted,
     RankFailedError,
     TrainError,
     error_from_dict,
@@ -34,9 +31,6 @@ from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
 STACKS_SIGNAL = signal.SIGUSR2
-
-WORD_S = 2.0  # that the first rank's supervisor waits for the cause, where its rank has none
-FIRST_S = 10.0  # that those of others wait for the first, which then says why the run ended
 
 # A place in gloo's source, which its errors name; all of them are the end of a connection.
 _GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
@@ -78,6 +72,13 @@ class Ended:
         """Whether it ended for a reason of its own, and not since another rank did."""
         return self.has_failed and not self.is_killed and "peer" not in self.report
 
+    @property
+    def is_individual(self) -> bool:
+        """Whether other ranks hardly ended like it: it crashed, hung, or met data of its own."""
+        if "error" in self.report:
+            return self.place.phase in ("data", "compute", "evaluation")
+        return self.has_reason or (self.is_killed and not self.place.waits)
+
 
 @final
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class Records:
         return self.folder / "job.json"
 
     @property
-    def shared(self) -> Records:
-        """Those of supervisors on other machines; the folder is there once ranks have met."""
-        return Records(self.folder / "shared")
+    def run(self) -> Path:
+        """A link to the first rank's run folder, which a launcher's other ranks learn from it."""
+        return self.folder / "run"
 
     def rank_progress(self, rank: int) -> Path:
         """Name the file of a rank's board."""
@@ -103,10 +104,6 @@ class Records:
     def stacks(self, rank: int) -> Path:
         """Name the file in which a rank dumps its stacks."""
         return self.folder / f"stacks-{rank}.txt"
-
-    def collectives(self, rank: int | None = None) -> Path:
-        """Name the file in which NCCL dumps a rank's last collectives; None is its beginning."""
-        return self.folder / f"nccl-{'' if rank is None else rank}"
 
     def write(self, end: Ended) -> None:
         """Leave a rank's end; nobody asks for it where the folder is gone."""
@@ -175,7 +172,8 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
     first = min(failed, key=lambda end: (_order(end), end.at))
     if "error" in first.report:
         text = first.report["text"]
-        if first.rank and any(end.report.get("text") != text for end in failed):
+        is_shared = failed[1:] and all(end.report.get("text") == text for end in failed)
+        if first.rank and not is_shared:
             text = f"rank {first.rank}, {first.place}: {text}"
         return error_from_dict({**first.report, "text": text})
     if first.is_killed:
@@ -213,46 +211,5 @@ def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
     key = f"ten times {key} in the first step" if end.place.is_first else key
     waited = f"for {limit_s:g} s ({key})" if limit_s != float("inf") else "in time"
-    return f"rank {end.rank} did not answer {waited}, at {end.place}{where}"
-
-
-def conclude(
-    own: Ended, shared: Records, size: int, folder: Path, timeout_s: float
-) -> TrainError | None:
-    """Find out why the run ended, among supervisors that know of one rank each.
-
-    That of the lowest rank that is left says it: `is_own` of its error is true.
-
-    `own` is the rank that this process started; `shared`, where supervisors leave word, is missing
-    before the ranks have met.
-    """
-    error, is_first = verdict({own.rank: own}, folder, timeout_s), own.rank == 0
-    if error is not None and not shared.folder.exists():
-        error.is_own |= own.has_reason and "error" not in own.report
-    elif error is not None and own.code != Preempted.exit_code:  # which every rank ends with
-        shared.write(own)
-        ended = _wait_for_word(own, shared, size)
-        error = verdict(ended, folder, timeout_s) or error
-        silent = sorted(set(range(size)) - ended.keys())
-        if silent and "peer" in own.report and not any(end.has_reason for end in ended.values()):
-            error.args = (f"rank {silent[0]} died or is out of reach: {error}",)
-        error.is_own = min(ended) == own.rank and shared.folder.exists()
-    if is_first:
-        shutil.rmtree(shared.folder.resolve(), ignore_errors=True)
-    return error
-
-
-def _wait_for_word(own: Ended, shared: Records, size: int) -> dict[int, Ended]:
-    """Read how other ranks ended, until one of them explains the end of this one.
-
-    Those beside the first need only know that the first is there to say it.
-    """
-    ended, is_first = {own.rank: own}, own.rank == 0
-    limit = time.monotonic() + (WORD_S if is_first else FIRST_S)
-    while len(ended) < size and shared.folder.exists() and time.monotonic() < limit:
-        if any(end.has_reason for end in ended.values()) if is_first else 0 in ended:
-            break
-        time.sleep(signals.TOGETHER_S)
-        found = (shared.read(rank) for rank in range(size))
-        ended |= {end.rank: end for end in found if end is not None}
-    return ended
+    what = "waited for other ranks" if end.place.waits else "did not answer"
+    return f"rank {end.rank} {what} {waited}, at {end.place}{where}"

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -85,7 +84,7 @@ def _work(
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(rank_log(config, folder, member.rank))
-                    _share(records, folder, world)
+                    records.run.symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 is_trial = member.is_ours and config.command == "verify"
                 work = verify_sync if is_trial else run_rank
@@ -104,7 +103,15 @@ def _redirect(log: Path | None) -> None:
 
 
 def _agree(config: RunConfig, folder: Path, world: World) -> Path:
-    """Take the first rank's folder, and refuse ranks that were given another config. Collective."""
+    """Take the first rank's folder, which all see, and refuse another config. Collective."""
+
+    def find() -> None:
+        if not first_folder.is_dir():
+            raise ConfigError(
+                f"outputs: rank {world.rank} does not see {first_folder} of rank 0; use a folder "
+                "on a file system that all nodes share"
+            )
+
     answers = world.collect({"folder": str(folder), "config": digests(to_plain(config))})
     first = answers[0]["config"]
     for rank, answer in enumerate(answers):
@@ -115,26 +122,9 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
                 f"{', '.join(differing)}: rank {rank} has a different value than rank 0; type "
                 "the same command on every node"
             )
-    return Path(answers[0]["folder"])
-
-
-def _share(records: Records, folder: Path, world: World) -> None:
-    """Make a folder in the run folder where supervisors leave ends for each other. Collective."""
-
-    def make() -> str:
-        with durable.as_save_error(folder):
-            return tempfile.mkdtemp(prefix=f"{durable.UNFINISHED}ranks-", dir=folder)
-
-    def find() -> None:
-        if not shared.is_dir():
-            raise ConfigError(
-                f"outputs: rank {world.rank} does not see {folder} of rank 0; use a folder on a "
-                "file system that all nodes share"
-            )
-
-    shared = Path(world.on_main(make))
+    first_folder = Path(answers[0]["folder"])
     world.on_all(find)
-    records.shared.folder.symlink_to(shared)
+    return first_folder
 
 
 if __name__ == "__main__":

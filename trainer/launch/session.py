@@ -227,12 +227,10 @@ def _connect(member: Membership, limit: float) -> Store:
         if is_server:
             text = f"MASTER_PORT={port}: rank 0 cannot listen there: {reason:.150}"
             raise ConfigError(text) from error
-        failure = RankFailedError(
+        raise RankFailedError(
             f"rank {member.rank}: rank 0 does not answer at {member.address} within "
             f"{member.start_timeout_s:g} s ({START_TIMEOUT}): {reason:.150}"
-        )
-        failure.is_own = True
-        raise failure from error
+        ) from error
     store.set_timeout(LONG_TIMEOUT)
     return store
 

@@ -26,7 +26,7 @@ from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import Position, RankProgress
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, verdict
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.membership import Membership
 from trainer.launch.start import READING
 from trainer.report import journal
@@ -34,8 +34,8 @@ from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step
 
 UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
-NCCL_S = 3.0  # to dump its last collectives; NCCL looks every second whether it is asked to
-GRACE_S = 1.0  # for others to notice that a rank failed, and to leave word, before they are killed
+POLL_S = 0.05  # how often to look
+GRACE_S = 1.0  # for others to notice that a rank failed before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
 
 
@@ -96,27 +96,25 @@ def _attempt(
             "members": {each.rank: asdict(each) for each in members},
         }
         records.job.write_text(json.dumps(job))
-        timeout_s, shared = config.parallel.timeout_s, records.shared
+        timeout_s = config.parallel.timeout_s
         unbegun = f"{signals.UNBEGUN}: go on with: {to_go_on(config, folder)}"
         watch = Watch(records=records, timeout_s=timeout_s, unbegun=unbegun, stop=stop)
-        watch.poll_s = 0.05 if is_ours else 0.5  # where a folder is looked at, too
         try:
             for member in members:
                 watch.children.append(start(records, member))
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
-            place = shared.folder.resolve().parent if shared.folder.is_symlink() else folder
+            place = records.run.resolve() if records.run.is_symlink() else folder
             watch.end(place)
             for log in filter(None, (rank_log(config, place, each.rank) for each in members)):
                 drop_empty(log)
-        if is_ours:
-            error = verdict(watch.ended, place, timeout_s)
-        else:
-            own = watch.ended[members[0].rank]
-            error = conclude(own, shared, members[0].size, place, timeout_s)
-    if error is not None:
-        raise error
+    if (error := verdict(watch.ended, place, timeout_s)) is None:
+        return
+    if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
+        (end,) = watch.ended.values()
+        error.is_own |= end.is_individual or members[0].local_rank == 0
+    raise error
 
 
 @final
@@ -137,7 +135,7 @@ class Child:
 def start(records: Records, member: Membership) -> Child:
     """Start a rank, whose job lies in the folder of the records."""
     place, rank, size = str(records.folder), str(member.rank), str(member.size)
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **_flight_recorder(records), **os.environ}
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     if member.is_ours:  # no launcher set the variables that user code reads
         # Else gloo and NCCL listen on whatever the host name resolves to.
         environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **environment}
@@ -165,30 +163,6 @@ def start(records: Records, member: Membership) -> Child:
     )
 
 
-def _flight_recorder(records: Records) -> dict[str, str]:
-    """Have PyTorch dump a rank's last collectives where NCCL times out, or its pipe is written to.
-
-    It records 2000 of them by default (TORCH_FR_BUFFER_SIZE).
-    """
-    start = str(records.collectives())
-    found = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": start}
-    # An older name, which one that the user set may still have.
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
-        found["TORCH_FR_DUMP_TEMP_FILE"] = start
-    return found
-
-
-def _ask_for_collectives(pipe: Path) -> bool:
-    """Ask NCCL to dump a rank's last collectives; tells whether it listens."""
-    try:
-        file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no NCCL there, or no longer
-        return False
-    os.write(file, b"1")
-    os.close(file)
-    return True
-
-
 @final
 @dataclass(kw_only=True)
 class Watch:
@@ -198,7 +172,6 @@ class Watch:
     timeout_s: float  # `parallel.timeout_s`
     unbegun: str  # what to say of a run that a signal ended before its first step
     stop: signals.StopFlag  # whether a signal asked to stop
-    poll_s: float = 0.05  # how often to look
     children: list[Child] = field(default_factory=list)  # the ranks; filled as they start
     ended: dict[int, Ended] = field(default_factory=dict)  # those that ended
     deadline: float = float("inf")  # when what still runs is killed, by the monotonic clock
@@ -213,14 +186,11 @@ class Watch:
             places = [child.rank_progress.read() for child in running]
             if self.stop():
                 self._pass_on(running, places)
-            if not self.places:
-                if any(place.is_overdue(self.timeout_s) for place in places):
-                    self._note_places(running, STACKS_S)
-                elif any(self.records.shared.folder.glob("end-*.json")):
-                    self._note_places(running, ORDERLY_S)
+            if not self.places and any(place.is_overdue(self.timeout_s) for place in places):
+                self._note_places(running, STACKS_S)
             for child in running:
                 self._look_at(child)
-            time.sleep(self.poll_s)
+            time.sleep(POLL_S)
 
     def _pass_on(self, running: Sequence[Child], places: Sequence[Position]) -> None:
         """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
@@ -237,9 +207,6 @@ class Watch:
     def _note_places(self, running: Sequence[Child], left_s: float) -> None:
         """Note where ranks are before their stacks are asked for, which wakes stopped ones."""
         self.places = {child.rank: child.rank_progress.read() for child in running}
-        pipes = [self.records.collectives(child.rank).with_suffix(".pipe") for child in running]
-        if left_s < ORDERLY_S and sum(_ask_for_collectives(pipe) for pipe in pipes):
-            left_s = NCCL_S
         self.deadline = min(self.deadline, time.monotonic() + left_s)
         for child in running:
             child.process.send_signal(STACKS_SIGNAL)
@@ -270,7 +237,7 @@ class Watch:
         self.deadline = min(self.deadline, time.monotonic() + wait_s)
 
     def end(self, folder: Path) -> None:
-        """End what is left of the ranks, and move their stacks and dumps to the run folder.
+        """End what is left of the ranks, and move their stacks to the run folder.
 
         No stacks of one that gave a reason: it was on its way out as its stacks were asked for.
         """
@@ -281,11 +248,6 @@ class Watch:
             stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
             dumped = stacks.read_bytes() if stacks.exists() else b""
             is_explained = end is not None and "error" in end.report
-            collectives = self.records.collectives(child.rank)
-            if collectives.exists() and folder.is_dir():
-                durable.make_folders(folder / "errors")
-                dumped_to = folder / "errors" / collectives.name
-                durable.write_file_atomic(dumped_to, collectives.read_bytes())
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.

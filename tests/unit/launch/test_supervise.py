@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from trainer.core.errors import Preempted
 from trainer.core.rank_progress import Position, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, conclude, is_peer_failure, verdict
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, is_peer_failure, verdict
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
 SLEEPS = "sleep 600"
@@ -99,21 +98,6 @@ def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
     assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
 
-def test_a_rank_that_hangs_is_asked_for_its_last_collectives(tmp_path, watching, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    # As NCCL's monitor does: it makes a pipe, and dumps when something is written to it.
-    file = Records(tmp_path).collectives(0)
-    monkeypatch.setenv("FILE", str(file))
-    watch = watching(
-        "mkfifo $FILE.pipe; read -r _ < $FILE.pipe; printf it > $FILE; sleep 600", timeout_s=0.5
-    )
-    watch.children[0].rank_progress.write(Position(step=3, phase="reduce"))
-    watch.run()
-    watch.end(folder)
-    assert (folder / "errors" / "nccl-0").read_text() == "it"
-
-
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
 def test_outside_of_steps_ranks_may_take_their_time(phase):
     assert not Position(step=3, phase=phase).is_overdue(1e-9)
@@ -126,51 +110,34 @@ def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
         watch.run()
 
 
-def test_word_of_a_bad_end_on_another_machine_ends_the_ranks_here(watching, monkeypatch):
-    monkeypatch.setattr("trainer.launch.supervise.ORDERLY_S", 0.1)
-    watch = watching(SLEEPS)
-    watch.records.shared.folder.mkdir()
-    watch.records.shared.write(Ended.now(1, Position(), {"crash": "injected", "code": 1}))
-    watch.run()
-    assert watch.ended[0].is_killed
-
-
 PEER = {"peer": "RuntimeError: Connection closed by peer", "code": 1}
 CRASH = {"crash": "ValueError: injected", "code": 1}
 TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3, "is_own": False}
 
 
 @pytest.mark.parametrize(
-    ("reports", "code", "says", "who"),
+    ("report", "place", "is_individual", "says"),
     [
-        ((PEER, CRASH), 7, "rank 1 failed at step 2 (compute): ValueError: injected", 0),
-        ((PEER, PEER, TORN), 3, "rank 2, step 2 (compute): record 7 is torn", 0),
-        ((PEER, None), 7, "rank 1 died or is out of reach: rank 0 could not reach", 0),
-        ((None, CRASH, PEER), 7, "rank 1 failed at step 2 (compute): ValueError: injected", 1),
+        (
+            CRASH,
+            ("compute", False),
+            True,
+            "rank 1 failed at step 2 (compute): ValueError: injected",
+        ),
+        (PEER, ("agree", True), False, "rank 1 could not reach another at step 2 (agree): Runtime"),
+        (TORN, ("compute", False), True, "rank 1, step 2 (compute): record 7 is torn"),
+        (TORN, ("agree", False), False, "rank 1, step 2 (agree): record 7 is torn"),
+        ({}, ("compute", False), True, f"rank 1 did not answer for 600 s ({KEY}), at step 2 (com"),
+        ({}, ("agree", True), False, f"rank 1 waited for other ranks for 600 s ({KEY}), at step 2"),
     ],
 )
-def test_supervisors_that_know_of_one_rank_each_name_the_cause_and_one_of_them_says_it(
-    reports, code, says, who, tmp_path, monkeypatch
+def test_a_supervisor_of_one_rank_says_how_it_ended_and_whether_others_did_not(
+    report, place, is_individual, says, tmp_path
 ):
-    for limit in ("WORD_S", "FIRST_S"):
-        monkeypatch.setattr(f"trainer.launch.ends.{limit}", 1.0)
-    (tmp_path / "shared").mkdir()
-    found = {}
-
-    def end(rank, report):
-        own, shared = (
-            Ended.now(rank, Position(step=2, phase="compute"), report),
-            tmp_path / "shared",
-        )
-        found[rank] = conclude(own, Records(shared), len(reports), tmp_path, 600)
-
-    with ThreadPoolExecutor(len(reports)) as pool:
-        for each in enumerate(reports):
-            if each[1] is not None:
-                pool.submit(end, *each)
-    assert [rank for rank, error in found.items() if error is not None and error.is_own] == [who]
-    assert (found[who].exit_code, str(found[who])[: len(says)]) == (code, says)
-    assert (tmp_path / "shared").exists() is (who != 0)
+    at = Position(step=2, phase=place[0], waits=place[1])
+    end = Ended(1, 1, report, 1.0, at, 0.0, is_killed=not report)
+    assert end.is_individual is is_individual
+    assert str(verdict({1: end}, tmp_path, 600)).startswith(says)
 
 
 def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_taken_back(
@@ -186,18 +153,6 @@ def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_tak
     folder.mkdir()
     watch.end(folder)
     assert [path.name for path in folder.rglob("*.txt")] == ["rank1.txt"]
-
-
-def test_ranks_that_saved_and_stopped_leave_no_word_that_would_end_the_others(tmp_path):
-    (tmp_path / "shared").mkdir()
-    saved = {"error": "Preempted", "text": "saved", "code": 75, "is_own": False}
-    for rank, is_there in ((1, True), (0, False)):
-        own = Ended.now(rank, Position(step=2, phase="end"), saved)
-        error = conclude(own, Records(tmp_path / "shared"), 2, tmp_path, 600)
-        assert isinstance(error, Preempted)
-        assert not error.is_own
-        assert (tmp_path / "shared").exists() is is_there
-        assert not is_there or not [*(tmp_path / "shared").iterdir()]
 
 
 @pytest.mark.parametrize(
