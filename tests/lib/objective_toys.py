@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.lib.run_toys import Descent, DoubleNet, Net, Rows, Squared
 from trainer.accumulate.base import GradientStrategy, sum_of
+from trainer.core.coupling import NONE, Coupling
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
 
@@ -216,7 +217,7 @@ class Pairs(Objective):
     """Pulls the two samples of a pair together; one that is left over, to zero."""
 
     def __init__(self, group_size: int = 2) -> None:
-        self.group_size = group_size
+        self.coupling = Coupling("group", group_size) if group_size > 1 else NONE
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         return {"pairs": float(-(-len(fields["labels"]) // 2))}

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
+from trainer.core.coupling import MEAN_OF_MEANS, NONE, strictest
+from trainer.core.norms import model_coupling
 from trainer.core.world import World
 from trainer.data.documents import BOS
 from trainer.data.loader import Loader, Request
@@ -148,6 +150,11 @@ class Bench:
             strategy=self.strategy,
             sync=self.sync,
             normalizer=self.normalizer,  # type: ignore[arg-type]
+            coupling=strictest(
+                model_coupling(module),
+                MEAN_OF_MEANS if self.normalizer == "micro_batches" else NONE,
+                self.objective.coupling,
+            ),
             optimizer=optimizer,
             lr=1e-2,
             base_lrs=(1e-2,),

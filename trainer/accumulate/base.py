@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from trainer.core.coupling import Kind
 from trainer.core.micro_batch import MicroBatch
 from trainer.data import samples
 from trainer.objectives.base import Objective, at_least_single
@@ -31,8 +32,8 @@ Divisors = Mapping[str, float]
 class GradientStrategy(ABC):
     """How the gradients of micro-batches become the step's gradient."""
 
-    scopes: ClassVar[frozenset[str]] = frozenset({"sample"})
-    """The objective scopes it is exact for."""
+    couplings: ClassVar[frozenset[Kind]] = frozenset({"none", "group", "micro_batch"})
+    """The couplings of an objective that it is exact for."""
 
     @abstractmethod
     def backward(

@@ -33,7 +33,6 @@ from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
-from trainer.models.check import batch_statistics
 from trainer.models.meta_start import Weights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
@@ -59,23 +58,23 @@ def check_parts(components: Components) -> None:
     """
     components.schedule.factor(0, components.total_steps)
     config = components.config
-    scope, strategy, cut = components.objective.scope, components.strategy, components.cut
-    if scope not in strategy.scopes:
-        name = type(strategy).__name__
-        text = f"{name} is wrong where samples share a loss ({scope}); use another strategy"
-        raise ConfigError(f"accum.gradient: {text}")
+    coupling, strategy, cut = components.coupling, components.strategy, components.cut
+    if (kind := components.objective.coupling.kind) not in strategy.couplings:
+        text = f"is wrong for {type(components.objective).__name__}, whose coupling is {kind}"
+        raise ConfigError(
+            f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists {kind} "
+            "in its `couplings`"
+        )
     if isinstance(cut, Budget):  # refuses the longest of all samples now, and not in its step
         cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
-    norm = batch_statistics(components.module)
-    if norm is not None and not cut.keeps_order:
+    if coupling.kind not in cut.couplings:
         raise ConfigError(
-            f"model: {norm} is BatchNorm, whose result depends on the micro-batch size, and "
-            f"accum={config.accum.name or config.accum.target} chooses that size: set "
-            "accum=fixed accum.micro=N batchnorm=micro to fix it "
-            f"(N={config.batch.global_batch} is the whole step at once), or use GroupNorm"
+            f"{coupling.key or 'accum'}: {coupling.why}, and "
+            f"accum={config.accum.name or config.accum.target} chooses its size: type "
+            f"accum=fixed accum.micro=N{coupling.accepts} "
+            f"(N={config.batch.global_batch} is the whole step at once)"
+            f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
-    if config.batch.normalizer == "micro_batches" and not cut.keeps_order:
-        raise ConfigError("batch.normalizer=micro_batches: needs accum=fixed accum.micro=N")
 
 
 def check_sums(components: Components) -> list[str]:
@@ -93,7 +92,7 @@ def check_sums(components: Components) -> list[str]:
         components.source.order.next(components.source.order.start).ids,
     )
     is_tested = type(objective).__module__.startswith("trainer.")
-    is_coupled = objective.scope != "sample" or objective.group_size > 1
+    is_coupled = objective.coupling.kind != "none"
     is_here = not is_on_meta(components.module) and components.config.command != "verify"
     if (is_tested and not isinstance(objective, ModelLoss)) or is_coupled or not is_here:
         return []
@@ -318,10 +317,9 @@ def terms_of(
         DataError: the run was begun with other data, and may not change them.
         ConfigError: the run was begun with other steps, and may not; one line per key.
     """
-    statistics, ranks = batch_statistics(components.module) is not None, components.world.size
     found = {"precision": components.precision, "objective": components.chosen.component}
     config = components.config.model_copy(update=found)
-    now = contract(config, has_batch_statistics=statistics, ranks=ranks)
+    now = contract(config, coupling=components.coupling, ranks=components.world.size)
     fingerprint, allow = components.train_set.fingerprint, config.resume_allow
     if loaded is not None and state["fingerprint"] != fingerprint and "data" not in allow:
         raise DataError(

@@ -33,9 +33,11 @@ from trainer.assemble.parallel import (
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.config.rules import cadence_steps
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, stated_coupling
+from trainer.core.coupling import Coupling, strictest
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
+from trainer.core.norms import model_coupling
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
@@ -44,7 +46,7 @@ from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
-from trainer.models.check import batch_statistics, vocabulary_of
+from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights
@@ -85,6 +87,7 @@ class Components:
     spec: OptimizerSpec  # builds the optimizer, once the model is laid out
     schedule: Schedule  # factor of every learning rate, by step
     strategy: GradientStrategy  # how the gradients of micro-batches become the step's
+    coupling: Coupling  # of the samples of a step, by model, objective and normalizer
     # How ranks are used; under `sync=auto` with a policy that the plan may change
     parallel: ParallelSetup
     cut: Cut  # as typed; that of `accum=auto` is tuned in `prepare`
@@ -163,6 +166,7 @@ class Components:
             sync=self.parallel.sync,
             deferred_fits=all(r.fits for r in self.parallel.rows if r.policy == "deferred"),
             normalizer=self.config.batch.normalizer,
+            coupling=self.coupling,
             optimizer=optimizer,
             lr=self.spec.lr * self.lr_scale,
             base_lrs=tuple(group["lr"] * self.lr_scale for group in optimizer.param_groups),
@@ -222,7 +226,12 @@ def assemble(
     loader.limit({} if rows is None else {INPUT_IDS: rows})
     chosen = typed or fitting_objective(config, world, module, loader.load(_longest(train_set)))
     objective = chosen.objective
-    layout, example = _layout(config, world, loader, objective, module, precision)
+    coupling = strictest(
+        model_coupling(module, is_accepted=config.accepts_statistics),
+        stated_coupling(config),
+        objective.coupling,
+    )
+    layout, example = _layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
     return Components(
         config=config,
@@ -239,8 +248,9 @@ def assemble(
         spec=spec,
         schedule=schedule,
         strategy=strategy,
+        coupling=coupling,
         parallel=replace(setup, why_mode=why),
-        cut=_whole(cut, config, world, module),
+        cut=_whole(cut, config, world, coupling),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
@@ -287,7 +297,7 @@ def _layout(
     config: RunConfig,
     world: World,
     loader: Loader,
-    objective: Objective,
+    coupling: Coupling,
     module: nn.Module,
     precision: str,
 ) -> tuple[Layout, Fields]:
@@ -296,7 +306,7 @@ def _layout(
     request = _longest(data)
     example = row = loader.load(request)
     unfit = None
-    if data.collate is not None or objective.scope != "sample" or INPUT_IDS not in example:
+    if data.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
         unfit = "this data set or objective cannot use packed samples"
     elif config.accum.packed is not False:
         try:
@@ -323,7 +333,7 @@ def _layout(
         device_type=device.type,
         packed=packed,
         compiled=config.compile,
-        group_size=objective.group_size,
+        group_size=coupling.size,
     )
     return layout, row if packed else example
 
@@ -351,10 +361,10 @@ def _cut(config: RunConfig) -> Cut:
     return LayoutInvariant(micro=cut.micro)
 
 
-def _whole(cut: Cut, config: RunConfig, world: World, module: nn.Module) -> Cut:
-    """Take a bound of the size of the step for the cut that leaves it whole, with BatchNorm."""
+def _whole(cut: Cut, config: RunConfig, world: World, coupling: Coupling) -> Cut:
+    """Take a bound of the size of the step for the cut that leaves it whole, where it counts."""
     micro, whole = config.accum.params.get("micro"), config.batch.global_batch or 0
     is_whole = config.batch.unit == "samples" and world.size == 1 and (micro or 0) >= whole
-    if is_whole and isinstance(cut, Auto | Budget) and batch_statistics(module) is not None:
+    if is_whole and isinstance(cut, Auto | Budget) and coupling.fixes_cut:
         return Fixed(micro=micro)
     return cut

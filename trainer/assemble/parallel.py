@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Self, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.assemble.instantiate import construct
 from trainer.config.cards import card_of
@@ -18,6 +17,7 @@ from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size
+from trainer.core.norms import has_running_norm
 from trainer.core.world import World
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
@@ -198,12 +198,11 @@ def parallel_setup(
 def _may_cast(module: nn.Module, device: torch.device) -> bool:
     """Whether parameters in fp32 may be gathered in half of it, without their inputs and buffers.
 
-    BatchNorm and InstanceNorm take no mixed dtypes; other norms neither, on a CPU, where autocast
+    Norms with running statistics take no mixed dtypes; others neither, on a CPU, where autocast
     leaves them alone.
     """
     is_fp32 = {p.dtype for p in module.parameters()} == {torch.float32}
-    has_norm = any(isinstance(part, _NormBase) for part in module.modules())
-    return device.type == "cuda" and is_fp32 and not has_norm
+    return device.type == "cuda" and is_fp32 and not has_running_norm(module)
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:

@@ -51,7 +51,7 @@ def predict_sampled(
         cache = open_cache(components, work, forward)
         facts = cache.facts[recompute]
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
-            # One that the run has, not one sample alone: BatchNorm of single values needs two.
+            # One that the run has, not one sample alone: statistics over samples need two.
             smallest = min(shapes, key=lambda shape: shape.num_samples)
             with restoring(components.module, components.objective):
                 predictor = Predictor(work, smallest, recompute=recompute)

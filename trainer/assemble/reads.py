@@ -109,7 +109,7 @@ def _unread_in_trials(components: Components, names: Collection[str]) -> list[st
         with reads:
             weights = weights_of(components.objective, fields)
         run(trains=False)
-        with suppress(Exception):  # BatchNorm takes no single sample
+        with suppress(Exception):  # statistics over samples take no single one
             run(trains=True)
         return [name for name in names if name not in reads.seen]
     return []

@@ -17,7 +17,7 @@ from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import plural
-from trainer.models.check import batch_statistics, vocabulary_of
+from trainer.models.check import vocabulary_of
 from trainer.models.hf import pretrained_of, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.plan.cuts import Auto
@@ -160,11 +160,6 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     components, unit = run_plan.components, run_plan.components.config.batch.unit
     warnings = [*components.split.warnings, *run_plan.warnings]
     lengths, asked = components.source.lengths, components.source.order.global_batch
-    if components.config.batch.normalizer == "micro_batches":
-        warnings.append(
-            "batch.normalizer=micro_batches is a mean of means, so the step depends on the "
-            "micro-batch size; batch.normalizer=tokens is exact"
-        )
     device, is_open = (
         planned_device(components.config, components.world),
         components.config.precision == "auto",
@@ -186,14 +181,8 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
             "model.dtype=float32 does where the class takes it, and type precision=bf16"
         )
-    norm = batch_statistics(components.module)
-    is_whole = all(plan.num_micro_batches == 1 for plan in run_plan.plans)
-    if norm is not None and components.config.batchnorm != "micro" and not is_whole:
-        ranks = " of each rank, whose running statistics are its own" * (components.world.size > 1)
-        warnings.append(
-            f"{norm} is BatchNorm, normalised over each micro-batch{ranks}, so the step depends "
-            "on the micro-batch size; to accept this, set batchnorm=micro"
-        )
+    if components.coupling.warning and pieces > 1:
+        warnings.append(components.coupling.warning)
     known, rows = components.train_set.optional("vocab_size"), vocabulary_of(components.module)
     is_loaded = pretrained_of(components.config.model.params) is not None
     # Tables are padded, but not to the double.

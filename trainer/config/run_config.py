@@ -41,6 +41,7 @@ from trainer.config.components import (
 )
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
+from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
@@ -168,6 +169,11 @@ class RunConfig(Section):
     config_dir: str | None = None  # folder of the user's own options; None without one
 
     @property
+    def accepts_statistics(self) -> bool:
+        """Whether layers may normalise over micro-batches, as the user has said."""
+        return self.batchnorm == "micro"
+
+    @property
     def total_epochs(self) -> int | None:
         """Passes over the data; None where `steps` says how long the run is."""
         return None if self.steps is not None else self.epochs or 1
@@ -249,22 +255,29 @@ def digests(plain: Mapping[str, Any]) -> dict[str, str]:
     return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
+def stated_coupling(config: RunConfig) -> Coupling:
+    """Say what couples the samples of a run by its config alone, whatever its model is."""
+    if config.batch.normalizer == "micro_batches":
+        return MEAN_OF_MEANS
+    if config.accepts_statistics:
+        return Coupling("micro_batch", why="batchnorm=micro makes the cut a part of the step")
+    return NONE
+
+
 def contract(
-    config: RunConfig, *, has_batch_statistics: bool = False, ranks: int | None = None
+    config: RunConfig, *, coupling: Coupling = NONE, ranks: int | None = None
 ) -> dict[str, Any]:
     """List what changes the step: flat, JSON-able, equal for every way to execute the run.
 
     Args:
         config: of the run.
-        has_batch_statistics: whether the model normalises over micro-batches: then the cut is part
-            of the step, as it is of a mean of means.
+        coupling: of the run's samples, where its model is known: the cut may be part of the step.
         ranks: how many share that cut; None where it is not known.
     """
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
-    is_micro = config.batchnorm == "micro" or config.batch.normalizer == "micro_batches"
-    if has_batch_statistics or is_micro:
+    if strictest(coupling, stated_coupling(config)).fixes_cut:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}

@@ -1,4 +1,4 @@
-"""Check that a model can be trained here, and find its BatchNorm and its parameter counts."""
+"""Check that a model can be trained here, and how many tokens and labels it knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError, DataError
@@ -68,18 +67,6 @@ def _is_named(field: Tensor, text: str) -> bool:
     )
     words = rf"\b({kind}|{str(field.dtype).removeprefix('torch.')})\b"
     return re.search(words, text, re.IGNORECASE) is not None
-
-
-def batch_statistics(model: nn.Module) -> str | None:
-    """Name the first BatchNorm that normalises within each micro-batch, as it is set now.
-
-    One that is kept in evaluation mode does not: it normalises with its running statistics.
-    """
-    parts: Iterator[tuple[str, nn.Module]] = model.named_modules()
-    for name, part in parts:
-        if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
-            return name
-    return None
 
 
 @contextmanager

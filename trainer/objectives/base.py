@@ -24,11 +24,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
+from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 
@@ -63,13 +64,13 @@ class Sums:
 class Objective(ABC):
     """Turns a model and a micro-batch into named sums, and a micro-batch into named weights."""
 
-    scope: Literal["sample", "embedding"] = "sample"
-    """`sample`: a sum over samples. `embedding`: samples are coupled (contrastive)."""
+    coupling: Coupling = NONE
+    """Which samples its loss couples. By default none: it is a sum over samples.
 
-    group_size: int = 1
-    """Within `sample`: samples that may be coupled, since no cut divides them. That many
-    consecutive samples of a step form a group, in the order in which the step takes them, the
-    last of which may be short; a micro-batch holds whole groups, one after the other."""
+    Under `Coupling("group", n)` that many consecutive samples of a step form a group, in the order
+    in which the step takes them, the last of which may be short; a micro-batch holds whole groups,
+    one after the other. Under `Coupling("batch")` it couples all samples of a step (contrastive),
+    and only a gradient strategy that lists `batch` in its `couplings` computes it."""
 
     metric_names: Collection[str] = ()
     """Which names of `weights` are metrics, as a tuple; a subclass adds its own to its parent's.

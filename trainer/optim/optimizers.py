@@ -18,15 +18,13 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainer.core.errors import ConfigError
+from trainer.core.norms import NORMS
 
 Groups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
-
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import ClassVar, final
 import numpy as np
 import numpy.typing as npt
 
+from trainer.core import coupling
 from trainer.core.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
@@ -187,8 +188,9 @@ class Cut(ABC):
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
     """
 
-    keeps_order: ClassVar[bool] = False
-    """Whether micro-batches hold samples in sample order, unsorted (a mean of means needs it)."""
+    couplings: ClassVar[frozenset[coupling.Kind]] = frozenset({"none", "group", "batch"})
+    """The couplings of samples it may cut. With `micro_batch` it must give those sizes that were
+    typed, in sample order, unsorted: the cut is then a part of the step."""
 
     @abstractmethod
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:

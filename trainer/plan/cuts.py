@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, NoReturn, Self, final
+from typing import NoReturn, Self, final
 
 import numpy as np
 
+from trainer.core.coupling import KINDS
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.packing import pack
@@ -52,7 +53,7 @@ class Fixed(Cut):
     Where ranks in lockstep have fewer micro-batches, empty slots fill their count.
     """
 
-    keeps_order: ClassVar[bool] = True
+    couplings = frozenset(KINDS)
 
     # Samples per micro-batch on one rank; wins over `steps`, with which it agrees on a full global
     # batch (`config.rules.complete_sizes`).
@@ -103,7 +104,7 @@ class LayoutInvariant(Cut):
     The global batch is cut in sample order first, and its micro-batches are then shared by ranks.
     """
 
-    keeps_order: ClassVar[bool] = True
+    couplings = frozenset(KINDS)
 
     micro: int  # samples per micro-batch; the last may be short
 

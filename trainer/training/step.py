@@ -4,9 +4,9 @@ Between gathering and reducing no collective runs, so a rank may run out of memo
 that is not finite. The hosts agree on the outcome, and only then are gradients reduced; else the
 same global batch is replayed in smaller micro-batches, or the step is skipped, on all ranks.
 
-Where the cut is a part of what is computed (a mean of means, BatchNorm's statistics), smaller
-micro-batches would make another step. There the same ones are tried once more, since what failed
-may have been another's memory or fragmentation, and then the run ends.
+Where the cut is a part of what is computed (`coupling.fixes_cut`: a mean of means, statistics over
+a micro-batch), smaller micro-batches would make another step. There the same ones are tried once
+more, since what failed may have been another's memory or fragmentation, and then the run ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
-from trainer.models.check import batch_statistics
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import (
@@ -136,16 +135,13 @@ def _cut_for_replay(
 ) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
     release_memory()
-    norm = batch_statistics(context.model.module)
-    why = "a mean of means depends on the micro-batch size"
-    if norm is not None:
-        why = f"{norm} is BatchNorm, which normalises within each micro-batch"
-    if norm is not None or context.normalizer == "micro_batches":
+    if context.coupling.fixes_cut:
         if not replays:
             return batch
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory twice, and {why}, so it cannot go on with smaller "
-            "micro-batches: begin with a lower accum.micro, or try activation_checkpointing=true"
+            f"step {batch.step}: out of memory twice, and {context.coupling.why}, so it cannot go "
+            "on with smaller micro-batches: begin with a lower accum.micro, or try "
+            "activation_checkpointing=true"
         )
     finer = feed.smaller(batch)
     if finer is None:

@@ -22,12 +22,12 @@ from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
 from trainer.accumulate.normalizer import Kind
 from trainer.accumulate.rollback import Snapshot
+from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, no_replay, release_memory
 from trainer.core.world import World
 from trainer.models.bind import Casts
-from trainer.models.check import batch_statistics
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
@@ -50,6 +50,7 @@ class StepContext:
     sync: SyncPolicy
     deferred_fits: bool = True  # whether memory has room for the gradients of `sync=deferred`
     normalizer: Kind
+    coupling: Coupling = NONE  # of the samples of a step, by model, objective and normalizer
     optimizer: torch.optim.Optimizer
     lr: float  # learning rate at factor 1, of parameters in no group of their own
     base_lrs: tuple[float, ...]  # that of each parameter group
@@ -204,7 +205,7 @@ def remedies(context: StepContext, batch: PlannedBatch) -> str:
     remedy = (
         f"type accum=budget accum.max_tokens={cap}" if cap < shared else "lower data.max_length"
     )
-    if context.normalizer == "micro_batches" or batch_statistics(context.model.module):
+    if context.coupling.fixes_cut:
         remedy = "lower accum.micro"
     return remedy + ", or type sync=deferred" * context.deferred_fits
 

@@ -24,7 +24,7 @@ from trainer.tune.forward import Counter
 from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
-PAIR = 2  # samples of a fake run; BatchNorm of single values needs two
+PAIR = 2  # samples of a fake run; statistics over samples need two
 
 
 @final

@@ -189,7 +189,7 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     """Compare the bytes of a small forward, run for real, with its fake's: both must be close."""
     if is_on_meta(work.model):
         return
-    # BatchNorm of single values needs two samples.
+    # Statistics over samples need two.
     shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
     # What fails here fails again, in full, in the step.
     with suppress(Exception), work.live(recompute=recompute):
@@ -211,7 +211,7 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
     length = min(smallest.length, PROBE_TOKENS)
     lengths = dict.fromkeys((length, max(1, length // 2)))
     with work.live(recompute=recompute):
-        count = min(2, smallest.num_samples)  # BatchNorm of single values needs two
+        count = min(2, smallest.num_samples)  # statistics over samples need two
         shapes = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
         measured = {shape: _activations(work, shape) for shape in shapes}
     rest, coefficients = resting(work), fit_shapes(measured)

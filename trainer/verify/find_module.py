@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.micro_batch import MicroBatch
+from trainer.core.norms import is_batch_norm, normalizes_batch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict
@@ -151,14 +151,14 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
     modules = dict(case.module.named_modules())
     for name, module in modules.items():
         # Behind a gate that is still zero its output does not count yet, and shows nothing.
-        is_live = isinstance(module, _BatchNorm) and (name, 0) in trace.calls
-        if is_live and (module.training or module.running_mean is None or name in reasons):
+        is_live = is_batch_norm(module) and (name, 0) in trace.calls
+        if is_live and (normalizes_batch(module) or name in reasons):
             reasons[name] = NORMALISES
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
     added = [*_added_faults(case, trace, parts)] if losses else []
     faults = NamedReasons()
-    if case.context.objective.scope == "sample":
+    if case.context.objective.coupling.kind != "batch":
         if case.context.normalizer != "samples":
             faults += _weight_faults(case, trace, parts)
         if not (data or added):

@@ -166,7 +166,7 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         sized = replace(case, size=size)
         try:
             return sized, sized.expected()
-        except Exception as error:  # BatchNorm, for one, refuses a single value per channel
+        except Exception as error:  # a norm over samples, for one, refuses a single value
             if isinstance(error, TrainError):
                 raise
             if not is_out_of_memory(error):

@@ -8,7 +8,9 @@ import pytest
 
 from tests.lib.config_support import checked
 from trainer.config.run_config import config_hash, contract, contract_diff, reading_faults
+from trainer.core.coupling import NONE, Coupling
 
+MICRO = Coupling("micro_batch")
 EXECUTION = {
     **{"accum.micro": 4, "activation_checkpointing": True, "checkpoint.every": 7, "compile": True},
     **{"device": "cpu", "log.samples": True, "name": "b", "num_workers": 3},
@@ -36,19 +38,19 @@ def test_what_changes_the_step_is_refused_by_name_unless_it_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("values", "has_batch_statistics"),
-    [({"batch.normalizer": "micro_batches"}, False), ({"batchnorm": "micro"}, False), ({}, True)],
+    ("values", "coupling"),
+    [({"batch.normalizer": "micro_batches"}, NONE), ({"batchnorm": "micro"}, NONE), ({}, MICRO)],
 )
-def test_the_cut_is_part_of_the_contract_where_the_step_depends_on_it(values, has_batch_statistics):
+def test_the_cut_is_part_of_the_contract_where_the_step_depends_on_it(values, coupling):
     for size in ("accum.micro", "accum.steps"):
         configs = [checked({**values, size: count}, "accum=fixed") for count in (2, 4)]
-        two, four = (contract(c, has_batch_statistics=has_batch_statistics) for c in configs)
+        two, four = (contract(c, coupling=coupling) for c in configs)
         assert changed(two, four) == [size]
         assert contract_diff(two, four, [size]) == []
 
 
 def test_so_is_the_number_of_ranks_there():
-    one, two = (contract(checked(), has_batch_statistics=True, ranks=n) for n in (1, 2))
+    one, two = (contract(checked(), coupling=MICRO, ranks=n) for n in (1, 2))
     assert changed(one, two) == ["parallel.ranks"]
     assert contract(checked(), ranks=1) == contract(checked(), ranks=2)
 

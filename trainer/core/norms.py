@@ -1,0 +1,66 @@
+"""Know the normalisation layers of PyTorch, and which of them couple the samples they see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from trainer.core.coupling import NONE, Coupling
+
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+"""Layers whose parameters scale and shift what was normalised."""
+
+
+def is_batch_norm(part: nn.Module) -> bool:
+    """Whether a layer keeps running statistics over samples, in whatever mode it is."""
+    return isinstance(part, _BatchNorm)
+
+
+def has_running_norm(model: nn.Module) -> bool:
+    """Whether a model has BatchNorm or InstanceNorm, which take no mixed dtypes."""
+    return any(isinstance(part, _NormBase) for part in model.modules())
+
+
+def normalizes_batch(part: nn.Module) -> bool:
+    """Whether a layer normalises over the samples of its micro-batch, as it is set now.
+
+    BatchNorm in evaluation mode does not: it normalises with its running statistics.
+    """
+    return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+
+
+def model_coupling(model: nn.Module, *, is_accepted: bool = False) -> Coupling:
+    """Find the first part of a model that couples samples: by its `coupling`, or as BatchNorm.
+
+    Args:
+        model: whose modules may declare an attribute `coupling`, a `Coupling`.
+        is_accepted: whether the user has said that statistics are to be those of micro-batches.
+    """
+    for name, part in model.named_modules():
+        declared = getattr(part, "coupling", None)
+        if isinstance(declared, Coupling):
+            found = declared
+        elif normalizes_batch(part):
+            found = _batch_norm(name)
+        else:
+            continue
+        if found.kind != "none":
+            return replace(found, warning="") if is_accepted else found
+    return NONE
+
+
+def _batch_norm(name: str) -> Coupling:
+    return Coupling(
+        "micro_batch",
+        why=f"{name} is BatchNorm, which normalises within each micro-batch",
+        key="model",
+        remedy="use GroupNorm",
+        accepts=" batchnorm=micro",
+        warning=(
+            f"{name} is BatchNorm, normalised over each micro-batch of each rank, whose running "
+            "statistics are its own, so the step depends on the micro-batch size; to accept this, "
+            "set batchnorm=micro"
+        ),
+    )
