@@ -331,22 +331,6 @@ class Put(Net):
         return torch.put(logits, torch.zeros(1, dtype=torch.long), logits.new_zeros(1))
 
 
-class Many:
-    """More rows than a permutation is drawn whole for, all of four tokens."""
-
-    draws_randomness = False
-
-    def __init__(self, size: int = 70_000) -> None:
-        self.lengths = np.broadcast_to(np.int32(4), size)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        ids = (torch.arange(4) * index) % VOCABULARY
-        return {"input_ids": ids, "labels": ids}
-
-
 class Halves(SyncPolicy):
     """Reduces in every second micro-batch, as `extending.md` once let one write."""
 

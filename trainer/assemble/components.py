@@ -206,9 +206,7 @@ def assemble(
     train_set, eval_set, split = (all_data if config.evaluates_all else build_data)(config, world)
     lengths = train_set.lengths
     assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(
-        len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths, config.order
-    )
+    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     given = arguments_from_data(config, train_set, state)

@@ -46,8 +46,7 @@ def build_data(config: RunConfig, world: World) -> tuple[DataView, DataView | No
         raise ConfigError(
             f"data.holdout={show(share)}: must be at least 0 and below 1, or 0 for none"
         )
-    # Before version 3 what was held out followed the run's seed.
-    seed = config.data.split_seed if config.order > 2 else config.seed  # noqa: PLR2004
+    seed = config.data.split_seed
     built, rule, is_twice = _parts(config, params, seed, world)
     warnings: list[str] = []
     if is_twice:
@@ -84,7 +83,7 @@ def all_data(config: RunConfig, world: World) -> tuple[DataView, DataView | None
 
 
 def _view(dataset: Any, config: RunConfig) -> DataView:  # noqa: ANN401 - any data set
-    return DataView(dataset, version=config.order, timeout_s=config.parallel.timeout_s)
+    return DataView(dataset, timeout_s=config.parallel.timeout_s)
 
 
 def _arguments(config: RunConfig) -> Mapping[str, inspect.Parameter]:

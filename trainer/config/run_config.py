@@ -45,7 +45,7 @@ from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
-_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm", "order")
+_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
 
 
 class Batch(Section):
@@ -134,7 +134,6 @@ class RunConfig(Section):
     steps: Count | None
     epochs: Count | None
     seed: Seed
-    order: Literal[1, 2, 3]
     clip_norm: Positive | None
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
     device: (
@@ -331,7 +330,7 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
     roots = {"model"} if config.command == "export" else {"model", "objective"}
     if config.command == "evaluate" and not config.evaluates_all:
-        roots |= {"data", "seed", "order"}  # by which samples are held out
+        roots |= {"data", "seed"}  # by which samples are held out
     faults = []
     for key, before, now in _changes(old, contract(config), config.resume_allow):
         remedy = "leave it out"

@@ -37,7 +37,6 @@ from trainer.data.samples import (
 from trainer.data.slow_reads import named_if_slow
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import IdsOf, Lengths, picked
-from trainer.plan.order import VERSION
 from trainer.plan.permutation import DRAWN_WHOLE
 
 MOST_SAMPLES = 2**32
@@ -57,7 +56,6 @@ class DataView:
         count: samples in it; all of `dataset` by default.
         ids_of: gives their positions in `dataset`; they are the same by default.
         settings: what selected them, for the fingerprint.
-        version: of the rules by which data are split and recognised; a part has its whole's.
         timeout_s: after which a read that has not ended is named; a part has its whole's.
 
     Attributes:
@@ -76,13 +74,11 @@ class DataView:
         count: int | None = None,
         ids_of: IdsOf | None = None,
         settings: str = "",
-        version: int = VERSION,
         timeout_s: float = math.inf,
     ) -> None:
         whole = self._whole = dataset if isinstance(dataset, DataView) else None
         self._settings, self._ids_of = settings, ids_of
         self._generators: Mapping[str, Any] = {}
-        self.version: int = version if whole is None else whole.version
         self.timeout_s: float = timeout_s if whole is None else whole.timeout_s
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
@@ -300,10 +296,7 @@ class DataView:
             with faults_of(f"`fingerprint` of {self.kind}"):
                 return str(own() if callable(own) else own)
         digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(self)}|".encode())
-        if self.version == 1 or len(self) <= DRAWN_WHOLE:
-            self.lengths.feed(digest.update)
-        else:
-            digest.update(self.lengths.digest.encode())
+        digest.update(self.lengths.digest.encode())
         with preserve_generators(), torch.set_grad_enabled(torch.is_grad_enabled()):
             once, again = self._contents(seed=0), self._contents(seed=1)
         # Two readings that differ draw at random, also where the data set says that they do not.
@@ -349,7 +342,7 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
 
     Returns:
         A view in the data set's own order; both sides of one view share its measured lengths.
-        Beyond `DRAWN_WHOLE` samples, since version 2, a formula says what is in it, and no list.
+        Beyond `DRAWN_WHOLE` samples a formula says what is in it, and no list.
 
     Raises:
         DataError: there is no sample.
@@ -360,7 +353,7 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
     settings = f"{split}|{holdout!r}|{seed}"
     count = held_out_count(len(whole), holdout)
     ids_of: IdsOf | None = None
-    if count and whole.version > 1 and len(whole) > DRAWN_WHOLE:
+    if count and len(whole) > DRAWN_WHOLE:
         ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
     elif count:
         mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)

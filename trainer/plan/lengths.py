@@ -119,13 +119,9 @@ class Lengths:
         if self.is_constant:
             digest.update(str(self.min()).encode())
         else:
-            self.feed(digest.update)
+            for _, lengths in self._chunks():
+                digest.update(lengths.astype("<i8", copy=False).tobytes())
         return digest.hexdigest()
-
-    def feed(self, update: Callable[[bytes], object]) -> None:
-        """Give a hash all lengths, as int64, little-endian."""
-        for _, lengths in self._chunks():
-            update(lengths.astype("<i8", copy=False).tobytes())
 
     def _chunks(self) -> Iterator[tuple[int, IntArray]]:
         for start in range(0, self._count, CHUNK):

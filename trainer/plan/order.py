@@ -18,7 +18,6 @@ from trainer.plan.cut import IntArray
 from trainer.plan.lengths import CHUNK, Lengths
 from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
 
-VERSION = 3
 FIRST_LOOK = 1024  # samples whose tokens are summed at first, where a step counts tokens
 
 
@@ -48,10 +47,10 @@ class GlobalBatch:
 class Order:
     """Cuts the permutation of every epoch into global batches.
 
-    Epoch `e` is permuted by the key `(seed, e)`. Since version 2 a step costs its own samples, in
-    time and in memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives
-    their ids. Up to there, and in version 1 always, the permutation is drawn whole: 8 bytes a
-    sample, and a sort an epoch. A global batch never crosses an epoch.
+    Epoch `e` is permuted by the key `(seed, e)`. A step costs its own samples, in time and in
+    memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives their ids.
+    Up to there the permutation is drawn whole: 8 bytes a sample, and a sort an epoch. A global
+    batch never crosses an epoch.
 
     Args:
         num_samples: samples of the training split.
@@ -61,7 +60,6 @@ class Order:
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
         lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
-        version: of the permutation, 1 to 3; a run keeps the one that it began with.
 
     Raises:
         ConfigError: `global_batch` is below 1.
@@ -76,13 +74,11 @@ class Order:
         unit: Literal["samples", "tokens"] = "samples",
         tail: Literal["keep", "drop"] = "keep",
         lengths: Lengths | npt.NDArray[Any] | None = None,
-        version: int = VERSION,
     ) -> None:
         if global_batch < 1:
             raise ConfigError(f"batch.global={global_batch}: must be at least 1")
         self.num_samples, self.seed, self.global_batch = num_samples, seed, global_batch
         self.keeps_tail = tail == "keep"
-        self._is_whole = version == 1 or num_samples <= DRAWN_WHOLE
         self._lengths: Lengths | None = None
         if unit == "tokens" and lengths is not None:
             self._lengths = Lengths.of(lengths)
@@ -163,7 +159,7 @@ class Order:
         """Give the samples at some places of an epoch's permutation."""
         if self._epoch is None or self._epoch[0] != number:
             key = f"{self.seed}\x1f{number}"
-            make = drawn_whole if self._is_whole else Bijection
+            make = drawn_whole if self.num_samples <= DRAWN_WHOLE else Bijection
             self._epoch = number, make(self.num_samples, key)
         permutation = self._epoch[1]
         if isinstance(permutation, Bijection):

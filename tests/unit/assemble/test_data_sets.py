@@ -223,6 +223,16 @@ def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs() -> None:
     assert found == [(0, 0), (0, 0), (3, 3)]
 
 
+def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs() -> None:
+    found = []
+    for run, own in ((0, 0), (5, 0), (5, 3)):
+        typed = {"data._target_": f"{__name__}.Forgetful", "seed": run, "data.split_seed": own}
+        held_out = build_data(checked(typed, "data=own"), World())[1]
+        assert held_out is not None
+        found.append(held_out.original_ids(range(len(held_out))).tolist())
+    assert found[0] == found[1] != found[2]
+
+
 class Seeded(Forgetful):
     """Takes both names of a seed."""
 

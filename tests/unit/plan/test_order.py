@@ -169,14 +169,13 @@ def test_a_bijection_keeps_every_promise_of_the_order(check):
     check()
 
 
-def test_version_1_draws_whole_what_version_2_does_up_to_a_size():
-    few = [ids_of(walk(Order(900, 3, 450, version=version), 4)) for version in (1, 2)]
-    assert few[0] == few[1]
-    whole = drawn_whole(MANY, "3\x1f1").tolist()
-    first, second = (Order(MANY, 3, MANY, version=version) for version in (1, 2))
+def test_an_epoch_is_drawn_whole_up_to_a_size_and_beyond_it_is_a_bijection():
     at = Cursor(1, 1, 0, MANY)
-    assert first.next(at).ids.tolist() == whole != second.next(at).ids.tolist()
-    assert sorted(second.next(at).ids.tolist()) == list(range(MANY))
+    found = Order(MANY, 3, MANY).next(at).ids.tolist()
+    assert sorted(found) == list(range(MANY))
+    assert found != drawn_whole(MANY, "3\x1f1").tolist()
+    few = Cursor(1, 1, 0, 900)
+    assert Order(900, 3, 900).next(few).ids.tolist() == drawn_whole(900, "3\x1f1").tolist()
 
 
 @pytest.mark.parametrize("unit", UNITS)
