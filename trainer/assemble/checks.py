@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -35,10 +35,8 @@ from trainer.data.loader import Request
 from trainer.data.view import DataView
 from trainer.models.meta_start import Weights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
-from trainer.objectives.model_loss import REDUCTIONS, ModelLoss
 from trainer.parallel.trial import WrongSum, find_wrong_sum
 from trainer.plan.cut import Cost, IntArray
-from trainer.plan.cuts import Budget
 from trainer.plan.traffic import Network
 from trainer.tune.workload import restoring
 
@@ -65,7 +63,7 @@ def check_parts(components: Components) -> None:
             f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists {kind} "
             "in its `couplings`"
         )
-    if isinstance(cut, Budget):  # refuses the longest of all samples now, and not in its step
+    if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
         cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
     if coupling.kind not in cut.couplings:
         raise ConfigError(
@@ -80,7 +78,7 @@ def check_parts(components: Components) -> None:
 def check_sums(components: Components) -> list[str]:
     """Compare the loss of two samples of the first step together with that of both apart.
 
-    Only where an objective is the user's own, or the loss is the model's. Not collective; the
+    Only where the objective does not declare that it adds samples up. Not collective; the
     declared state of the model is put back. Gives a warning where they differ; `train verify`
     measures the same, and more.
 
@@ -91,10 +89,9 @@ def check_sums(components: Components) -> list[str]:
         components.objective,
         components.source.order.next(components.source.order.start).ids,
     )
-    is_tested = type(objective).__module__.startswith("trainer.")
     is_coupled = objective.coupling.kind != "none"
     is_here = not is_on_meta(components.module) and components.config.command != "verify"
-    if (is_tested and not isinstance(objective, ModelLoss)) or is_coupled or not is_here:
+    if objective.sums_samples or is_coupled or not is_here:
         return []
     lengths = components.source.lengths[ids]
     pair = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
@@ -107,7 +104,7 @@ def check_sums(components: Components) -> list[str]:
         remedy = "mask the padding, or use samples of one length"
         if padded > limit:
             remedy = "sum over samples and divide by nothing"
-            if isinstance(objective, ModelLoss):
+            if objective.variants():
                 _refuse(components, objective, pair, padded)
         return [
             f"objective: {type(objective).__name__} gives two samples in one micro-batch a loss "
@@ -117,10 +114,9 @@ def check_sums(components: Components) -> list[str]:
     return []
 
 
-def _refuse(components: Components, objective: ModelLoss, pair: IntArray, error: float) -> None:
+def _refuse(components: Components, objective: Objective, pair: IntArray, error: float) -> None:
     """Refuse a model's loss that is no sum, unless by little; name settings that make it one."""
-    shifts = (objective.causal, not objective.causal)
-    others = [replace(objective, reduction=r, causal=c) for r, c in product(REDUCTIONS, shifts)]
+    others = objective.variants()
     errors = [_error(components, other, pair, is_padded=True) for other in others]
     best, is_better = others[errors.index(min(errors))], min(errors) * FAR <= error
     if error <= LARGE and not is_better:
@@ -128,14 +124,14 @@ def _refuse(components: Components, objective: ModelLoss, pair: IntArray, error:
     typed = [
         f"objective.{key}={str(value).lower()}"
         for key, value in vars(best).items()
-        if value != getattr(objective, key)
+        if value != vars(objective)[key]
     ]
     remedy = f"type {' '.join(typed)}, or " if is_better else ""
+    key, value = next(iter(vars(objective).items()))
     raise ConfigError(
-        f"objective.reduction={objective.reduction}: the loss of "
-        f"{type(components.module).__name__} is not a sum over samples, so the "
-        f"step depends on the micro-batches: {remedy}use an "
-        "objective that sums, such as next_token or classify"
+        f"objective.{key}={value}: the loss of {type(components.module).__name__} is not a sum "
+        f"over samples, so the step depends on the micro-batches: {remedy}use an objective that "
+        "sums, such as next_token or classify"
     )
 
 

@@ -48,14 +48,13 @@ from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
-from trainer.models.gpt import GPT
 from trainer.models.meta_start import Weights
 from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.cuts import Auto, Budget, Fixed, LayoutInvariant
+from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
@@ -311,7 +310,7 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    is_taken = isinstance(module, GPT) and has_kernel(module, device, precision)
+    is_taken = hasattr(module, "has_packed_kernel") and has_kernel(module, device, precision)
     choose_flash(device, is_newest=is_taken)
     call = bind_run(module, precision, world)
     if not world.on_main(lambda: needs_mask(loader, module, call)):
@@ -354,9 +353,9 @@ def _cut(config: RunConfig) -> Cut:
     cut = construct(config.accum, "accum", Cut, config.trust)
     if config.deterministic != "layout":
         return cut
-    if not isinstance(cut, Fixed) or cut.micro is None:
+    if (same := cut.for_any_ranks) is None:
         raise ConfigError("deterministic=layout: needs accum=fixed accum.micro=N")
-    return LayoutInvariant(micro=cut.micro)
+    return same
 
 
 def _whole(cut: Cut, config: RunConfig, world: World, coupling: Coupling) -> Cut:

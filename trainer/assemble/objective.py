@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.assemble.instantiate import construct
-from trainer.config.components import AUTO_OBJECTIVE, Component
+from trainer.config.components import (
+    AUTO_OBJECTIVE,
+    Component,
+    NonNegative,
+    Reduction,
+    Share,
+    Weights,
+)
 from trainer.config.keys import options_of
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
@@ -26,7 +33,6 @@ from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import bind
 from trainer.models.task import Task, task_of
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
-from trainer.objectives.model_loss import ModelLoss
 from trainer.tune.workload import restoring
 
 _OWN_LOSS: Mapping[str, Any] = {"reduction": "mean", "causal": False}
@@ -66,10 +72,10 @@ class Chosen:
 class ByModel:
     """Stands for the objective that a model is made for; what is None is left to that objective."""
 
-    label_smoothing: float | None = None
-    z_loss: float | None = None
-    class_weights: Sequence[float] | None = None
-    reduction: str | None = None
+    label_smoothing: Share | None = None
+    z_loss: NonNegative | None = None
+    class_weights: Weights | None = None
+    reduction: Reduction | None = None
     causal: bool | None = None
 
 
@@ -101,7 +107,7 @@ def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields
     component = Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
     chosen = _chosen(construct(component, "objective", Objective), component, why)
-    if not typed and not isinstance(chosen.objective, ModelLoss):
+    if not typed and not chosen.objective.is_of_model:
         world.on_main(lambda: _compare(chosen.objective, option, module, fields))
     return chosen
 

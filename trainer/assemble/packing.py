@@ -19,6 +19,8 @@ from trainer.tune.workload import restoring
 
 TRIED_SAMPLES, TRIED_TOKENS = 256, 16  # looked at, and as long as which two of them are tried
 LEAK_SHARE = 0.1  # of what seeing it all changes, at most
+# What a model of transformers calls where it gets no mask
+WARNS = "warn_if_padding_and_no_attention_mask"
 TF32_EPS = 2.0**-10  # a GPU may round factors to this
 
 
@@ -63,9 +65,9 @@ def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
     Models of transformers read a mask on the host in every call, and lose their fastest kernels to
     it. Causal ones do without, as padding is on the right. Hiding first halves gives the scale.
     """
-    is_known = type(module).__module__.startswith("transformers.") and loader.makes_mask
+    can_do_without = hasattr(module, WARNS) and loader.makes_mask
     # A loss that balances experts leaves padding out by the mask.
-    if not is_known or getattr(module.config, "output_router_logits", False):
+    if not can_do_without or getattr(module.config, "output_router_logits", False):
         return True
     if is_on_meta(module):  # a fake mask could not be read, and takes next to no memory
         return False
@@ -91,7 +93,7 @@ def leave_out_mask(module: nn.Module) -> None:
     """Give a model no mask, from its next binding on."""
     vars(module)[OMITTED] = {ATTENTION_MASK}
     for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
-        vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+        vars(part)[WARNS] = lambda *_: None
 
 
 def unpacked(example: Fields) -> Fields:

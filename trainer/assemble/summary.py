@@ -20,7 +20,6 @@ from trainer.core.format import plural
 from trainer.models.check import vocabulary_of
 from trainer.models.hf import pretrained_of, stored_dtypes
 from trainer.optim.optimizers import match_groups
-from trainer.plan.cuts import Auto
 from trainer.tune.forward import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
 
@@ -57,7 +56,7 @@ def summarize(run_plan: RunPlan) -> dict[str, Any]:
         "accum_steps": plan.accum_steps,
         "micro_batches": plan.num_micro_batches,
         # One longer sample's alone included.
-        "max_tokens": cut.hard_cap if isinstance(cut, Auto) else getattr(cut, "max_tokens", None),
+        "max_tokens": cut.hard_cap,
         "padding": plan.padding,
         "predicted_peak_bytes": predicted and predicted.peak_bytes,
         "memory_limit_bytes": limit,

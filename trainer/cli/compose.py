@@ -30,7 +30,8 @@ from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_
 from trainer.cli.paths import absolute_paths, exists
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
-from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED, targets_in
+from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED, ExistingPath, targets_in
+from trainer.config.declared import declared
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
@@ -228,8 +229,8 @@ class Composer:
 def _refuse_missing(config: RunConfig) -> None:
     """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
     path, init = config.data.params.get("path"), config.init
-    is_ours = config.data.target.startswith("trainer.") and isinstance(path, str)
-    if is_ours and config.command != "export" and not exists(str(path)):
+    is_read = declared(config.data.target).types.get("path") is ExistingPath
+    if path and is_read and config.command != "export" and not exists(str(path)):
         raise DataError(clip(f"data.path={path}: no such file or folder{_below(str(path))}"))
     if init is not None:
         if not exists(init):

@@ -7,7 +7,7 @@ a `Literal` are its own. Of the classes, which may be anyone's, this knows the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -61,14 +61,19 @@ Time = Annotated[  # above 0
 ]
 Warmup = Natural | Share
 Betas = Annotated[
-    list[Share],
+    Sequence[Share],
     Field(min_length=2, max_length=2, description="two fractions of at least 0 and below 1"),
 ]
-Weights = Annotated[list[NonNegative], Field(description="a list of numbers, one per class")]
+Weights = Annotated[Sequence[NonNegative], Field(description="a list of numbers, one per class")]
 Bytes = Annotated[
     int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
 ]
 Text = Annotated[str, Field(min_length=1, description="text")]
+PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
+FieldName = Text  # of a record
+ExistingPath = Annotated[
+    str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
+]
 Word = Annotated[
     str,
     BeforeValidator(_as_text),
@@ -86,6 +91,9 @@ ParameterGroups = Annotated[
     ),
 ]
 Auto = Literal["auto"]
+Reduction = Literal["sum", "mean"]
+# What becomes of a document longer than `max_length`: several samples, its head, nothing
+Overlong = Literal["chunk", "cut", "drop"]
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -101,8 +109,7 @@ def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no ty
     if isinstance(example, list):
         inner = type_like(example[0]) if example else Any
         return Annotated[list[inner], Field(description="a list")]  # type: ignore[valid-type]
-    text = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
-    kinds = ((bool, bool), (int, Whole), (float, Number), (str, text))
+    kinds = ((bool, bool), (int, Whole), (float, Number), (str, PlainText))
     return next((kind for python, kind in kinds if isinstance(example, python)), Any)
 
 
@@ -138,10 +145,7 @@ component they are for, each with the base that they must have."""
 
 LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
 
-GPT = "trainer.models.gpt.GPT"
-TOKENS = "trainer.data.tokens.TokenWindows"
 AUTO_OBJECTIVE = "trainer.assemble.objective.ByModel"
-FIXED_CUT = "trainer.plan.cuts.Fixed"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {
     "accum": {
@@ -150,7 +154,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
     },
     "data": {
         "max_length": Pair,
-        "overlong": Literal["chunk", "cut", "drop"],
+        "overlong": Overlong,
         "holdout": Share | Literal["all"],
     },
     "optimizer": {"lr": NonNegative, "weight_decay": NonNegative, "groups": ParameterGroups},
@@ -162,28 +166,8 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
 }
 """Types of arguments that mean the same in every class of a component."""
 
-ARGUMENTS: Mapping[str, Any] = {
-    **dict.fromkeys(("width", "num_heads"), Count),
-    **dict.fromkeys(("max_length", "mlp_width", "vocab_size"), Count | None),
-    **dict.fromkeys(("dropout", "label_smoothing"), Share),
-    **dict.fromkeys(("z_loss", "eps", "momentum"), NonNegative),
-    **dict.fromkeys(("floor", "decay"), Part),
-    "num_layers": Natural,
-    "init_std": Positive | None,
-    "norm": Literal["rms", "layer"],
-    "mlp": Literal["swiglu", "gelu"],
-    "positions": Literal["rotary", "learned"],
-    "field": Text | None,
-    "dtype": Literal["auto", "uint16", "uint32"],
-    "class_weights": Weights | None,
-    "class_axis": Whole,
-    "causal": bool,
-    "reduction": Literal["sum", "mean"],
-    "betas": Betas,
-}
-"""Types of further arguments of the built-in classes, which mean one thing in all that take them;
-the others are of the type of their default. They stand here, and not beside each class, since those
-modules import torch."""
+FROM_DATA = ("vocab_size", "max_length")
+"""Arguments of a model that the data give where they are null."""
 
 
 class Component(Section):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, final
 
 from trainer.config.cards import CARDS
-from trainer.config.components import FIXED_CUT, GPT, TOKENS
+from trainer.config.components import COMPONENTS
+from trainer.config.declared import settings_fault
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
 
@@ -82,24 +82,26 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
 Tree = Mapping[str, Any]
 
 
+@final
+class _View(dict[str, Any]):
+    """Values by dotted key; of one that is not there, None."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
 def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     """Name every contradiction between keys, a line for each."""
     options = {group.replace("/", "."): option for group, option in choices.items()}
-    view: Tree = defaultdict(lambda: None, flat(tree) | options)
+    view = _View(flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
     yield from _place_faults(view)
     yield from _size_faults(view)
-    yield from _schedule_faults(view)
-    has_no_vocabulary = view["data._target_"] == TOKENS and view["data.vocab_size"] is None
-    if has_no_vocabulary and view.get("model.vocab_size", 0) is None:
-        text = "token files do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
-        yield line("model.vocab_size", None, text)
-    width, num_heads = view["model.width"], view["model.num_heads"]
-    if view["model._target_"] == GPT and _is_count(width) and _is_count(num_heads):
-        is_rotary = view["model.positions"] == "rotary"
-        if fault := heads_fault(width, num_heads, is_rotary=is_rotary):
+    for path in COMPONENTS:
+        section = {"steps": view["steps"], **lookup(tree, path)}
+        if fault := settings_fault(str(section.get("_target_")), section):
             yield clip(fault)
 
 
@@ -163,7 +165,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
     """Check the sizes of `accum=fixed`, where any two give the third, and of the mesh."""
     global_batch, micro, steps = sizes = [view[key] for key in _SIZES]
     mesh = view["parallel.shard"], view["parallel.replicate"]
-    world_size, is_fixed = _known_ranks(view), view["accum._target_"] == FIXED_CUT
+    world_size, is_fixed = _known_ranks(view), counts_samples(view)
     if global_batch is None and (not is_fixed or micro is None or steps is None):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
@@ -186,14 +188,9 @@ def _refusals(compute: Callable[..., object], *sizes: Any) -> list[str]:  # noqa
     return []
 
 
-def _schedule_faults(view: Tree) -> Iterator[str]:
-    """Check that a schedule of ours fits into the run, where `steps` says how long that is."""
-    steps, warmup, share = (view[k] for k in ("steps", "scheduler.warmup", "scheduler.decay"))
-    share = share or 0
-    are_numbers = all(isinstance(x, int | float) and 0 <= x < math.inf for x in (warmup, share))
-    is_ours = str(view["scheduler._target_"]).startswith("trainer.")
-    if is_ours and are_numbers and _is_count(steps):
-        yield from _refusals(schedule_steps, steps, warmup, share)
+def counts_samples(view: Tree) -> bool:
+    """Whether the cut takes both `accum.micro` and `accum.steps`, so that any two sizes do."""
+    return {"accum.micro", "accum.steps"} <= view.keys()
 
 
 def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
@@ -203,8 +200,7 @@ def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
     """
     sizes = [lookup(tree, key) for key in _SIZES]
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
-    is_fixed = lookup(tree, "accum._target_") == FIXED_CUT
-    if not is_fixed or None in sizes or (has_global and has_micro and has_steps):
+    if not counts_samples(flat(tree)) or None in sizes or (has_global and has_micro and has_steps):
         return
     if not has_global and (sizes[0] == DEFAULT_GLOBAL or (has_micro and has_steps)):
         tree["batch"] = {**tree["batch"], "global": None}
@@ -213,11 +209,12 @@ def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
         tree["accum"] = {**tree["accum"], other: None}
 
 
-def heads_fault(width: int, num_heads: int, *, is_rotary: bool) -> str | None:
+def heads_fault(width: int, num_heads: int, positions: str) -> str | None:
     """Say why a width cannot be shared by so many heads, and name the nearest sizes that can.
 
     Rotary positions turn pairs of channels, so that a head has an even number of them.
     """
+    is_rotary = positions == "rotary"
     step = 2 if is_rotary else 1
     if width % (num_heads * step) == 0:
         return None
@@ -259,6 +256,17 @@ def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple
         fits = f"the largest valid value is {(total_steps - begin) / total_steps:.3g}"
         raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
     return begin, end
+
+
+def warmup_fault(steps: object, warmup: float) -> str | None:
+    """Say why a warm-up does not fit into a run of so many steps, where they are known."""
+    return schedule_fault(steps, warmup, 0.0)
+
+
+def schedule_fault(steps: object, warmup: float, decay: float) -> str | None:
+    """Say the same of a warm-up and the share of the run that decays at its end."""
+    faults = _refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
+    return next(iter(faults), None)
 
 
 def cadence_steps(every: float, total_steps: int) -> int:

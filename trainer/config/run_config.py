@@ -20,7 +20,6 @@ from trainer.config.cards import CardName
 from trainer.config.components import (
     AUTO_OBJECTIVE,
     COMPONENTS,
-    FIXED_CUT,
     LIBRARIES,
     Accum,
     Auto,
@@ -215,12 +214,13 @@ class RunConfig(Section):
         Raises:
             ConfigError: the sizes contradict; the line names the nearest that agree.
         """
-        if self.accum.target != FIXED_CUT or self.batch.unit != "samples":
+        params = self.accum.params
+        if not {"micro", "steps"} <= params.keys() or self.batch.unit != "samples":
             return self
-        micro, steps = self.accum.params.get("micro"), self.accum.params.get("steps")
+        micro, steps = params["micro"], params["steps"]
         size = complete_sizes(self.batch.global_batch, micro, steps, world_size)
         # One of the two is enough, and leaves nothing to contradict on another number of ranks.
-        cut = self.accum.params | ({"steps": None} if micro is not None else {})
+        cut = params | ({"steps": None} if micro is not None else {})
         batch = self.batch.model_copy(update={"global_batch": size})
         accum = self.accum.model_copy(update={"params": cut})
         return self.model_copy(update={"batch": batch, "accum": accum})

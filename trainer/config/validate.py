@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config.components import (
-    ARGUMENTS,
     COMPONENTS,
+    FROM_DATA,
     OWN,
     SHARED,
     convert,
@@ -24,6 +24,7 @@ from trainer.config.components import (
     owner_of,
     type_like,
 )
+from trainer.config.declared import declared
 from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import (
     MISSING,
@@ -155,10 +156,11 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
         section, example = lookup(tree, path), lookup(base, path)
         # A class that its option does not name takes arguments that only its constructor knows.
         is_own = section.get("_target_") != example.get("_target_")
-        is_ours = str(section.get("_target_")).startswith("trainer.")
         types = {} if is_own else {name: type_like(value) for name, value in example.items()}
-        types |= ARGUMENTS if is_ours else {}
-        types |= SHARED.get(path, {}) if is_ours or not is_own or path == "optimizer" else {}
+        own = declared(str(section.get("_target_"))).types
+        types |= {n: t | None if n in FROM_DATA else t for n, t in own.items()}
+        is_shared = not is_own or path == "optimizer"
+        types |= {n: t for n, t in SHARED.get(path, {}).items() if is_shared or n in own}
         for name, value in section.items():
             key, default = f"{path}.{name}", example.get(name)
             if name in extra_keys(path) or value == MISSING:

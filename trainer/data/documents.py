@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.config.components import Overlong
 from trainer.core.errors import DataError
 from trainer.data.index import Index
 from trainer.data.samples import HELD_OUT, TRAIN, held_out_mask
@@ -20,8 +21,6 @@ from trainer.plan.cut import IntArray
 BOS = 256
 EOS = 257
 VOCAB_SIZE = 258
-Overlong = Literal["chunk", "cut", "drop"]
-"""What becomes of a document longer than `max_length`: several samples, its head, nothing."""
 
 _BLOCK_TOKENS = 2**22
 """Tokens counted at a time: bounds the memory of a count over a large corpus."""

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import final
 
+from trainer.config.components import Overlong, Pair, Share
 from trainer.core.errors import DataError
-from trainer.data.documents import ByteDocuments, Overlong
+from trainer.data.documents import ByteDocuments
 from trainer.data.files import progress
 from trainer.data.index import Add, Index, cached_index
 
@@ -53,8 +54,8 @@ class StdlibText(ByteDocuments):
     def __init__(
         self,
         split: str = "train",
-        max_length: int = 256,
-        holdout: float = 0.05,
+        max_length: Pair = 256,
+        holdout: Share = 0.05,
         seed: int = 0,
         overlong: Overlong = "chunk",
         root: str | None = None,

@@ -8,9 +8,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, final
 
+from trainer.config.components import ExistingPath, FieldName, Overlong, Pair, Share
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
-from trainer.data.documents import ByteDocuments, Overlong
+from trainer.data.documents import ByteDocuments
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import SKIP_CAP, Add, Index, cached_index
 
@@ -54,11 +55,11 @@ class Text(ByteDocuments):
 
     def __init__(
         self,
-        path: str,
-        field: str | None = None,
+        path: ExistingPath,
+        field: FieldName | None = None,
         split: str = "train",
-        max_length: int = 256,
-        holdout: float = 0.05,
+        max_length: Pair = 256,
+        holdout: Share = 0.05,
         seed: int = 0,
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",

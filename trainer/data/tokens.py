@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.config.components import Count, ExistingPath, Pair, Share
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.data.files import files_at, reading
@@ -59,12 +60,12 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        path: str,
+        path: ExistingPath,
         split: str = "train",
-        max_length: int = 256,
-        dtype: str = "auto",
-        holdout: float = 0.05,
-        vocab_size: int | None = None,
+        max_length: Pair = 256,
+        dtype: Literal["auto", "uint16", "uint32"] = "auto",
+        holdout: Share = 0.05,
+        vocab_size: Count | None = None,
     ) -> None:
         place = expanded(path).absolute()
         with reading(place):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.config.components import Count, Natural, Positive, Share
 from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
 from trainer.models.attention import Documents, causal_attention, computed_in, has_varlen_kernel
@@ -55,26 +56,27 @@ class GPT(nn.Module):
     draws_on_meta: ClassVar[bool] = True
     """Whether the constructor draws on the meta device what it draws on the CPU."""
 
+    settings_fault = staticmethod(heads_fault)  # before torch is imported
+
     def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
         self,
-        vocab_size: int = 258,
-        width: int = 96,
-        num_layers: int = 2,
-        num_heads: int = 3,
-        max_length: int = 256,
-        mlp_width: int | None = None,
-        dropout: float = 0.0,
+        vocab_size: Count = 258,
+        width: Count = 96,
+        num_layers: Natural = 2,
+        num_heads: Count = 3,
+        max_length: Count = 256,
+        mlp_width: Count | None = None,
+        dropout: Share = 0.0,
         *,
         tied: bool = False,
         norm: Literal["rms", "layer"] = "rms",
         mlp: Literal["swiglu", "gelu"] = "swiglu",
         positions: Literal["rotary", "learned"] = "rotary",
         bias: bool = False,
-        init_std: float | None = None,
+        init_std: Positive | None = None,
     ) -> None:
         super().__init__()
-        # The configuration checks options; this is for the class typed as `model._target_`.
-        if fault := heads_fault(width, num_heads, is_rotary=positions == "rotary"):
+        if fault := heads_fault(width, num_heads, positions):
             raise ConfigError(fault)
         self.vocab_size = vocab_size
         self.max_length = max_length

@@ -81,6 +81,16 @@ class Objective(ABC):
     class_axis: int | None = None
     """Axis of the logits that `labels` choose a class on, so that a label without a class is named
     with its sample; None where labels mean something else."""
+    sums_samples: bool = False
+    """Whether it adds samples up whatever the model gives, each label at its own logits: then no
+    start tries it on samples together and apart."""
+
+    is_of_model: bool = False
+    """Whether the model computes the loss, as it likes."""
+
+    def variants(self) -> Sequence[Objective]:
+        """Give the same with other settings, of which one may be meant where this is no sum."""
+        return ()
 
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:

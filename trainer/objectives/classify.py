@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
 
+from trainer.config.components import Share, Weights, Whole
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
@@ -32,10 +33,11 @@ class Classify(Objective):
     """
 
     metric_names = ("accuracy",)
+    sums_samples = True
 
-    class_axis: int = 1  # where the classes are in the logits: 1, or -1 for a class per token
-    class_weights: Sequence[float] | None = None  # one number per class; None weighs all alike
-    label_smoothing: float = 0.0  # share of the target spread over the classes, in [0, 1)
+    class_axis: Whole = 1  # where the classes are in the logits: 1, or -1 for a class per token
+    class_weights: Weights | None = None  # one number per class; None weighs all alike
+    label_smoothing: Share = 0.0  # share of the target spread over the classes, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Sum the class weights of the labels for the loss, and count them for the accuracy.

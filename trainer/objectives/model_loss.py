@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final, get_args
+from itertools import product
+from typing import Any, final, get_args
 
 import torch
 from torch import Tensor
 
+from trainer.config.components import Reduction
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
-
-Reduction = Literal["sum", "mean"]
-
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 NUM_ITEMS = "num_items_in_batch"
 """What a Hugging Face head divides the sum of its loss terms by, where it takes it."""
@@ -37,11 +35,18 @@ class ModelLoss(Objective):
     must be right. Without `labels`, as in question answering, the weight is the number of samples.
     """
 
+    is_of_model = True
+
     # What the model's loss is: asked to be a `sum`, or taken as a `mean`
     reduction: Reduction = "sum"
     # Whether the model shifts the labels of a sequence. Labels of one number per sample, and real
     # numbers, are never shifted.
     causal: bool = True
+
+    def variants(self) -> Sequence[ModelLoss]:
+        """See the base class."""
+        pairs = product(get_args(Reduction), (self.causal, not self.causal))
+        return [ModelLoss(reduction=reduction, causal=causal) for reduction, causal in pairs]
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels that are loss terms, or the samples where there are none."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.config.components import NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
@@ -39,12 +40,13 @@ class NextToken(Objective):
 
     metric_names = ("accuracy",)
     class_axis = -1
+    sums_samples = True
 
     # Coefficient of the squared log-partition, which keeps logits from drifting (Chowdhery et al.
     # 2022, 2204.02311, section 5); 0 leaves it out, and else all logits of a micro-batch are in
     # memory at once.
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0  # share of the target spread over the vocabulary, in [0, 1)
+    z_loss: NonNegative = 0.0
+    label_smoothing: Share = 0.0  # share of the target spread over the vocabulary, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the tokens that have a next one, under every name."""

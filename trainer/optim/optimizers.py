@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.config.components import Betas, NonNegative
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
 
@@ -31,8 +32,9 @@ Groups = Mapping[str, Mapping[str, Any]]
 class OptimizerSpec(ABC):
     """Everything about an optimizer but the parameters."""
 
-    lr: float  # learning rate at factor 1 of the schedule
-    weight_decay: float = 0.0  # of weights; not of norms and biases, unless a group asks for it
+    lr: NonNegative  # learning rate at factor 1 of the schedule
+    # Of weights; not of norms and biases, unless a group asks for it
+    weight_decay: NonNegative = 0.0
     # Settings by name pattern: `lr`, `weight_decay`, `frozen`
     groups: Groups = field(default_factory=dict)
 
@@ -72,8 +74,8 @@ class OptimizerSpec(ABC):
 class AdamW(OptimizerSpec):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, 1711.05101)."""
 
-    betas: Sequence[float] = (0.9, 0.95)  # decay of the two moments
-    eps: float = 1e-8  # added to the root of the second
+    betas: Betas = (0.9, 0.95)  # decay of the two moments
+    eps: NonNegative = 1e-8  # added to the root of the second
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
@@ -88,7 +90,7 @@ class AdamW(OptimizerSpec):
 class SGD(OptimizerSpec):
     """Stochastic gradient descent with momentum."""
 
-    momentum: float = 0.9  # share of the last update that is kept
+    momentum: NonNegative = 0.9  # share of the last update that is kept
     nesterov: bool = False  # looks ahead by the momentum
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:

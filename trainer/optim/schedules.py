@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from trainer.config.rules import schedule_steps
+from trainer.config.components import Count, Part, Warmup
+from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,10 +27,13 @@ class Schedule(ABC):
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
     """
 
-    reference_batch: int | None = None  # the global batch that `optimizer.lr` was tuned for.
+    reference_batch: Count | None = None  # the global batch that `optimizer.lr` was tuned for.
     # How the learning rate follows the global batch away from it
     scale: Literal["none", "linear", "sqrt"] = "none"
-    warmup: float = 0  # steps that rise linearly to 1, or a share of the run below 1
+    warmup: Warmup = 0  # steps that rise linearly to 1, or a share of the run below 1
+
+    # Before torch is imported
+    settings_fault: ClassVar[Callable[..., str | None]] = staticmethod(warmup_fault)
 
     @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
@@ -75,7 +79,7 @@ class Constant(Schedule):
 class Cosine(Schedule):
     """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up."""
 
-    floor: float = 0.0  # what it falls towards; the last step is just above it
+    floor: Part = 0.0  # what it falls towards; the last step is just above it
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""
@@ -91,8 +95,10 @@ class Cosine(Schedule):
 class WSD(Schedule):
     """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395)."""
 
-    decay: float = 0.2  # share of all steps that decays, at the end
-    floor: float = 0.0  # what it falls towards; the last step is just above it
+    settings_fault = staticmethod(schedule_fault)
+
+    decay: Part = 0.2  # share of all steps that decays, at the end
+    floor: Part = 0.0  # what it falls towards; the last step is just above it
 
     def factor(self, step: int, total_steps: int) -> float:
         """See the base class."""

@@ -192,6 +192,16 @@ class Cut(ABC):
     """The couplings of samples it may cut. With `micro_batch` it must give those sizes that were
     typed, in sample order, unsorted: the cut is then a part of the step."""
 
+    @property
+    def hard_cap(self) -> int | None:
+        """Most padded tokens of any micro-batch; None where nothing bounds them, or not yet."""
+        return None
+
+    @property
+    def for_any_ranks(self) -> Cut | None:
+        """The cut of micro-batches that are the same on any number of ranks; None without one."""
+        return None
+
     @abstractmethod
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch.

@@ -13,6 +13,7 @@ from typing import NoReturn, Self, final
 
 import numpy as np
 
+from trainer.config.components import Bytes, Count
 from trainer.core.coupling import KINDS
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
@@ -57,8 +58,13 @@ class Fixed(Cut):
 
     # Samples per micro-batch on one rank; wins over `steps`, with which it agrees on a full global
     # batch (`config.rules.complete_sizes`).
-    micro: int | None = None
-    steps: int | None = None  # micro-batches per rank
+    micro: Count | None = None
+    steps: Count | None = None  # micro-batches per rank
+
+    @property
+    def for_any_ranks(self) -> LayoutInvariant | None:
+        """See the base class; counts of micro-batches are for a number of ranks."""
+        return None if self.micro is None else LayoutInvariant(micro=self.micro)
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch in sample order; see `Cut.cut`.
@@ -132,7 +138,7 @@ class LayoutInvariant(Cut):
 class _Capped(Cut):
     """The cheapest cuts under a cap."""
 
-    micro: int | None = None  # most samples of a micro-batch
+    micro: Count | None = None  # most samples of a micro-batch
     # What an allocation failure has lowered the cap to. A single longer sample still gets its try,
     # alone: only the allocator knows.
     cap_after_failure: int | None = None
@@ -181,7 +187,12 @@ class _Capped(Cut):
 class Budget(_Capped):
     """The cheapest cuts under a cap that the user gives: `accum=budget`."""
 
-    max_tokens: int  # most padded tokens of a micro-batch
+    max_tokens: Count  # most padded tokens of a micro-batch
+
+    @property
+    def hard_cap(self) -> int:
+        """See the base class."""
+        return self.max_tokens
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch at the least cost; see `Cut.cut`.
@@ -213,7 +224,7 @@ class Auto(_Capped):
     """
 
     # Bytes that may be used; `None` is what the device or the process has
-    memory: int | None = None
+    memory: Bytes | None = None
     # Most padded tokens of a micro-batch of several samples; `None` until tuned
     max_tokens: int | None = None
     single_sample_cap: int | None = None
@@ -221,7 +232,7 @@ class Auto(_Capped):
 
     @property
     def hard_cap(self) -> int | None:
-        """Most padded tokens of any micro-batch; `None` until tuned."""
+        """See the base class."""
         return (
             None if self.max_tokens is None else max(self.max_tokens, self.single_sample_cap or 0)
         )

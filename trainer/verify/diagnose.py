@@ -81,9 +81,8 @@ def diagnose(
         return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
-        is_other = context.objective.coupling.kind not in Sum.couplings
-        is_sum = is_other or isinstance(context.strategy, Sum)
-        if not is_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
+        is_summable = context.objective.coupling.kind in Sum.couplings
+        if is_summable and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(context.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.norms import is_batch_norm, normalizes_batch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
-from trainer.objectives.model_loss import ModelLoss
 from trainer.report.records import Verdict
 from trainer.verify.case import Case
 from trainer.verify.trace import Losses, Trace, compare, record, repeat, shares
@@ -213,7 +212,7 @@ def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) ->
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
     """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
     # It can be exact for one cut: a mean over micro-batches of one size, say.
-    remedy = REMEDY_OF_MODEL if isinstance(case.context.objective, ModelLoss) else REMEDY
+    remedy = REMEDY_OF_MODEL if case.context.objective.is_of_model else REMEDY
     for term, loss in trace.losses.items():
         # A group without a loss term may leave it out.
         apart = {way: [float(each.get(term, 0.0)) for each in ways[way]] for way in ways}

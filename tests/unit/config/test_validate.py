@@ -82,7 +82,6 @@ FAULTS = {
     "scheduler.warmup=50": ": exceeds the run's 32 steps; the largest valid value is 32",
     "scheduler=wsd scheduler.decay=0.9 scheduler.warmup=16": "scheduler.decay=0.9: 29 steps of "
     "decay and 16 of warm-up exceed the run's 32 steps; the largest valid value is 0.5",
-    "data=tokens data.path=.": "model.vocab_size=null: token files do not state",
     "optimizer=sgd optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true: needs "
     "a momentum; type optimizer.momentum=0.9",
     "model.num_heads=5": "model.width, model.num_heads: width 96 cannot be split over 5 heads "

@@ -1,0 +1,46 @@
+"""Arguments of a class are read from its source, ours or a user's, and nothing is imported."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trainer.config import components
+from trainer.config.declared import declared, settings_fault
+
+OWN = """
+import no_such_module
+from trainer.config.components import Count as N, Share
+from trainer.config.rules import heads_fault
+from trainer.optim.schedules import Schedule
+
+class Base:
+    def __init__(self, width: N, num_heads: N = 1, rate: Share | None = None, kind: "x" = 0,
+                 positions: str = "rotary", *, mode: Literal["a", "b"] = "a") -> None: ...
+
+class Net(Base):
+    settings_fault = staticmethod(heads_fault)
+
+class Slow(Schedule):
+    floor: Share = 0.0
+"""
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_class_of_one_s_own_declares_its_arguments_as_ours_do(tmp_path):
+    (tmp_path / "my_net_of_tests.py").write_text(OWN)
+    found = declared("my_net_of_tests.Net").types
+    assert found["width"] is components.Count
+    assert found["rate"] == components.Share | None
+    assert "kind" not in found, "of a type that is not known"
+    assert {"mode", "positions"} <= found.keys()
+    slow = declared("my_net_of_tests.Slow")
+    assert {"warmup", "floor"} <= slow.types.keys()
+    assert slow.check == "warmup_fault", "the base's"
+    assert "my_net_of_tests" not in sys.modules
+    settings = {"width": 10, "num_heads": 4, "positions": "rotary"}
+    assert "cannot be split" in (settings_fault("my_net_of_tests.Net", settings) or "")
+    assert settings_fault("my_net_of_tests.Net", {**settings, "num_heads": "x"}) is None
+    assert not declared("my_net_of_tests.missing").types
+    assert not declared("torch.nn.Linear").types

@@ -1,0 +1,164 @@
+"""Read from the source of a class what its constructor takes; nothing is imported for it.
+
+A class, anyone's, declares its arguments by the types of `trainer.config.components`, as in
+`dropout: Share = 0.0`. So a mistake is answered before torch is imported, and no list of classes
+stands beside them. A module that imports none of these types is not read.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, reduce
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Literal, final
+
+from pydantic import ValidationError
+
+from trainer.config import components
+from trainer.config.components import Number, PlainText, Whole, convert
+
+CHECK = "settings_fault"
+"""Class attribute: `staticmethod` of a function of `trainer.config.rules`, which says what is wrong
+with settings that are each valid, or gives None. It is called with those that it names."""
+
+_RULES, _TYPES = "trainer.config.rules", components.__name__
+_PLAIN: Mapping[str, Any] = {"bool": bool, "int": Whole, "float": Number, "str": PlainText}
+
+
+@final
+@dataclass(frozen=True)
+class Declared:
+    """What a class declares about its arguments."""
+
+    types: Mapping[str, Any]
+    check: str | None = None  # name of a function of `trainer.config.rules`
+
+
+@final
+@dataclass(frozen=True)
+class _Module:
+    """The statements of a module that types are found by."""
+
+    name: str
+    imports: Mapping[str, str]  # dotted names by what they are called here
+    classes: Mapping[str, ast.ClassDef]
+
+    def full_name(self, node: ast.expr) -> str:
+        name = ast.unparse(node)
+        root, dot, rest = name.partition(".")
+        return f"{self.imports.get(root, f'{self.name}.{root}')}{dot}{rest}"
+
+
+def declared(target: str) -> Declared:
+    """Give what a class by its import path declares, its bases included; nothing of a function."""
+    module_name, _, name = target.rpartition(".")
+    module = _read(module_name)
+    if module is None or name not in module.classes:
+        return Declared({})
+    node = module.classes[name]
+    check = next(filter(None, (_function(module, s) for s in node.body)), None)
+    init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
+    bases = [] if init else [declared(module.full_name(base)) for base in reversed(node.bases)]
+    types = {name: kind for base in bases for name, kind in base.types.items()}
+    for argument, annotation in _arguments(node.body, init):
+        with suppress(LookupError):
+            types[argument] = _type(module, annotation)
+    return Declared(types, check or next((b.check for b in bases if b.check), None))
+
+
+def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tuple[str, ast.expr]]:
+    """List annotated arguments: of `__init__`, or the fields of a dataclass."""
+    if isinstance(init, ast.FunctionDef):
+        for each in (*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs):
+            if each.annotation is not None:
+                yield each.arg, each.annotation
+    else:
+        for statement in body:
+            if isinstance(statement, ast.AnnAssign):
+                yield ast.unparse(statement.target), statement.annotation
+
+
+def _function(module: _Module, statement: ast.stmt) -> str | None:
+    """Name the function of `trainer.config.rules` that a class attribute `CHECK` holds."""
+    match statement:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[function]))
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=[function]))
+        ) if name == CHECK:
+            owner, _, found = module.full_name(function).rpartition(".")
+            return found if owner == _RULES else None
+    return None
+
+
+def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, which has no type of its own
+    """Read an annotation.
+
+    Raises:
+        LookupError: it is of no type that is known here.
+    """
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.BinOp(op=ast.BitOr()):
+            return reduce(operator.or_, (_type(module, side) for side in (node.left, node.right)))
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return Literal[ast.literal_eval(node.slice)]
+        case ast.Name(id=name) if module.imports.get(name, "").startswith(f"{_TYPES}."):
+            return vars(components)[module.imports[name].rpartition(".")[2]]
+    return _PLAIN[ast.unparse(node)]
+
+
+@cache
+def _read(name: str) -> _Module | None:
+    """Parse a module; None where it is not found, is not Python, or uses none of our types."""
+    file = _file_of(name)
+    with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
+        source = b"" if file is None else file.read_bytes()
+        return _module(name, ast.parse(source)) if _TYPES.encode() in source else None
+    return None
+
+
+def _module(name: str, tree: ast.Module) -> _Module:
+    imports = dict[str, str]()
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return _Module(name, imports, classes)
+
+
+def _file_of(name: str) -> Path | None:
+    """Find a module's file as an import would, in the current folder last; None without one."""
+    root, *parts = name.split(".")
+    with suppress(ImportError, ValueError):  # of a name such as `__main__`
+        spec = importlib.util.find_spec(root) or PathFinder.find_spec(root, [str(Path.cwd())])
+        if spec is None:
+            return None
+        places = [Path(place).joinpath(*parts) for place in spec.submodule_search_locations or ()]
+        files = [f for p in places for f in (p.with_name(f"{p.name}.py"), p / "__init__.py")]
+        files += [Path(spec.origin)] if spec.origin and not parts else []
+        return next((file for file in files if file.is_file()), None)
+    return None
+
+
+def settings_fault(target: str, settings: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with settings of a class together, where it declares a check of them.
+
+    The check runs where all that it names are there, of the types that are declared.
+    """
+    found = declared(target)
+    if found.check is None:
+        return None
+    check: Callable[..., str | None] = getattr(importlib.import_module(_RULES), found.check)
+    with suppress(ValidationError, KeyError):
+        names = inspect.signature(check).parameters
+        values = {n: convert(found.types.get(n, Any), settings[n]) for n in names}
+        return check(**values)
+    return None
