@@ -37,13 +37,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.assemble.parallel import ParallelSetup
+from trainer.assemble.parallel import POLICIES, ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.fsdp_calls import _groups
-from trainer.parallel.sync import POLICIES, Deferred, SyncPolicy
+from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.traffic import ComputeTime, ModelBytes
 from trainer.tune.network import network_of
 
@@ -102,19 +102,19 @@ def lay_out(mode: str, module: nn.Module, world: World) -> Parallel:
 def step(model: Parallel, sync: SyncPolicy, rows: Tensor, num_micro_batches: int) -> int:
     """Accumulate and reduce one gradient; gives the most bytes of parameters and gradients."""
     most = 0
-    sync.gather(model)
+    model.begin(sync)
     for index in range(num_micro_batches):
-        before = [p.grad for p in model.parameters]
-        with sync.micro_batch(model, is_last=index == num_micro_batches - 1):
+        with model.micro_batch(is_last=index == num_micro_batches - 1):
             model.call({"x": rows}).square().sum().backward()
-            most = max(most, unsharded_bytes(model, before))
-        del before
-    sync.reduce(model, [True] * len(model.parameters))
+            most = max(most, unsharded_bytes(model))
+    model.used()
+    model.make_room()
+    model.reduce([True] * len(model.parameters))
     model.drop_gradients()
     return most
 
 
-def unsharded_bytes(model: Parallel, reduced: Sequence[Tensor | None]) -> int:
+def unsharded_bytes(model: Parallel) -> int:
     """Count the bytes of whole parameters and whole gradients that are alive."""
     tensors: list[Tensor | None] = []
     if isinstance(model, Sharded):
@@ -124,7 +124,7 @@ def unsharded_bytes(model: Parallel, reduced: Sequence[Tensor | None]) -> int:
             whole = getattr(part, "_unsharded_param", None)
             tensors += [whole, getattr(whole, "grad", None), part.unsharded_accumulated_grad]
     else:
-        tensors += [*model.parameters, *(p.grad for p in model.parameters), *reduced]
+        tensors += [*model.parameters, *model.gradients()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None
     }

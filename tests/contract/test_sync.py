@@ -148,7 +148,7 @@ def test_sums_of_integers_keep_both_parts_of_complex_gradients():
     model.gather()
     draws = torch.randn(3, 8, dtype=torch.complex64)
     for draw in draws:
-        with model.reducing(across=True):
+        with model.micro_batch(is_last=False):
             module.turn.grad = draw.clone()
     model.reduce(model.used())
     torch.testing.assert_close(module.turn.grad, draws.sum(0))
@@ -182,20 +182,20 @@ def test_a_micro_batch_that_uses_other_blocks_is_refused_before_it_sends(order, 
     module, world = Fickle(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
         model = Sharded(module, bind(module), list(module.blocks), world, mesh)
-        model.begin_lockstep()
+        model.begin(Immediate())
         expected = nullcontext() if says is None else pytest.raises(ConfigError, match=says)
         rows = torch.ones(2, 2, requires_grad=trained)  # else the first block has no backward
-        with model.reducing(across=True):
+        with model.micro_batch(is_last=False):
             model.call({"x": rows}).sum().backward()
         module.order = order
-        with expected, model.reducing(across=True):
+        with expected, model.micro_batch(is_last=True):
             model.call({"x": rows}).sum().backward()
 
 
 def backward_each(model: Parallel, *, is_last: bool) -> list[int]:
     """How many buckets were sent before backward came to each block, and in the end."""
     sent: list[int] = []
-    with Collectives() as counter, Overlapped().micro_batch(model, is_last=is_last):
+    with Collectives() as counter, model.micro_batch(is_last=is_last):
         handles = [
             block.weight.register_hook(lambda _: sent.append(counter.counts["allreduce"]))
             for block in model.module.blocks
@@ -211,11 +211,11 @@ def test_buckets_are_sent_as_the_last_backward_fills_them_and_not_before():
     with fake_mesh(2, 1):
         world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world, bucket_bytes=24)
-        Overlapped().gather(model)
+        model.begin(Overlapped())
         assert backward_each(model, is_last=False) == [0, 0, 0, 0]
         assert backward_each(model, is_last=True) == [0, 1, 2, 3]
         model.drop_gradients()
-        Overlapped().gather(model)
+        model.begin(Overlapped())
         module.order = (0, 2)  # a block that this rank does not use holds back those behind it
         assert backward_each(model, is_last=True)[-1] == 1
         used = model.used()
@@ -232,8 +232,8 @@ def test_a_second_backward_after_gradients_were_sent_is_refused():
     with fake_mesh(2, 1):
         world = World(size=2, local_size=2, long_timeout_group=dist.group.WORLD)
         model = Replicated(module, bind(module), [*module.parameters()], world)
-        Overlapped().gather(model)
-        with Overlapped().micro_batch(model, is_last=True):
+        model.begin(Overlapped())
+        with model.micro_batch(is_last=True):
             model.call({"x": torch.ones(2, 2)}).sum().backward()
             with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
                 model.call({"x": torch.ones(2, 2)}).sum().backward()
@@ -244,12 +244,12 @@ def test_a_layer_that_reentrant_checkpointing_reaches_twice_is_refused():
     shared, world = nn.Linear(2, 2), World(size=2, local_size=2)
     model = Replicated(shared, shared, [*shared.parameters()], world)
     with fake_mesh(2, 1):
-        Overlapped().gather(model)
+        model.begin(Overlapped())
         rows = torch.ones(2, 2, requires_grad=True)
         for _ in range(2):
             rows = checkpoint(shared, rows, use_reentrant=True)
         match = "as reentrant checkpointing of a shared layer has.*: type sync=deferred"
-        with pytest.raises(ConfigError, match=match), Overlapped().micro_batch(model, is_last=True):
+        with pytest.raises(ConfigError, match=match), model.micro_batch(is_last=True):
             rows.sum().backward()
         model.drop_gradients()
 
@@ -290,8 +290,8 @@ def test_a_forward_that_writes_into_a_shard_is_refused_by_name(lockstep):
     module, world = Writing(), World(size=2, local_size=2)
     with fake_mesh(2, 1) as mesh:
         model = Sharded(module, bind(module), [], world, mesh)
-        model.begin_lockstep() if lockstep else model.gather()
-        with model.reducing(across=True) if lockstep else nullcontext():
+        model.begin(Immediate() if lockstep else Deferred())
+        with model.micro_batch(is_last=True):
             model.call({"x": torch.ones(2, 2)}).sum().backward()
         with pytest.raises(ConfigError, match=r"writes into blocks\.1\.book, a"):
             model.used()

@@ -81,11 +81,11 @@ class Pairs(Cut):  # two samples at a time, in sample order, on one rank
 
 
 class Strategy(GradientStrategy):  # what the built-in `sum` does
-    def backward(self, model, objective, micro_batches, divisors, sync):
+    def backward(self, model, objective, micro_batches, divisors):
         total = torch.zeros((), dtype=torch.float64)
         for i, m in enumerate(micro_batches):
             seed_draws(m.rng_key, torch.device("cpu"))
-            with sync.micro_batch(model, is_last=i == len(micro_batches) - 1):
+            with model.micro_batch(is_last=i == len(micro_batches) - 1):
                 loss = divided(objective.sums(model.call, m.fields).losses, divisors[i])
                 loss.backward()
             total += loss.detach()

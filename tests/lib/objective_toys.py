@@ -129,10 +129,10 @@ class OwnLoss(GradientStrategy):
     def __init__(self, returns: str = "loss", goes_back: bool = True) -> None:
         self.returns, self.goes_back = returns, goes_back
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
+    def backward(self, model, objective, micro_batches, divisors):
         losses = []
         for index, m in enumerate(micro_batches):
-            with sync.micro_batch(model, is_last=index == len(micro_batches) - 1):
+            with model.micro_batch(is_last=index == len(micro_batches) - 1):
                 losses.append(model.call(m.fields).square().sum() / 100)
                 if self.goes_back:
                     losses[-1].backward()

@@ -32,7 +32,7 @@ from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, make_mesh
-from trainer.parallel.sync import Deferred, Exact, Hierarchical, Immediate, Overlapped
+from trainer.parallel.sync import Deferred, Hierarchical, Immediate, Overlapped
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
@@ -142,7 +142,6 @@ POLICIES = {
     "overlapped": Overlapped,
     "immediate": Immediate,
     "hierarchical": Hierarchical,
-    "exact": Exact,
 }
 
 
@@ -180,8 +179,8 @@ class Poisoned(GradientStrategy):
 
     done = False
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
-        loss = Sum().backward(model, objective, micro_batches, divisors, sync)
+    def backward(self, model, objective, micro_batches, divisors):
+        loss = Sum().backward(model, objective, micro_batches, divisors)
         self.done, first = True, not self.done
         return loss * float("nan") if first else loss
 
@@ -374,7 +373,7 @@ def sum_in_integers(world: World, gradients: np.ndarray) -> np.ndarray:
     (parameter,) = model.parameters
     model.gather()
     for gradient in gradients[world.rank :: world.size]:
-        with model.reducing(across=True):
+        with model.micro_batch(is_last=False):
             parameter.grad = torch.from_numpy(gradient.copy())
     model.reduce([True])
     return parameter.grad.numpy()
@@ -407,10 +406,8 @@ def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]
     bench = bench_of(world, Case(Fixed(micro=4), mode, dtype=torch.float32, spare=True))
     context, batch = bench.context, bench.feed.next()
     parts = [dict.fromkeys(context.terms, 1.0)] * len(batch.micro_batches)
-    context.sync.gather(context.model)
-    context.strategy.backward(
-        context.model, context.objective, batch.micro_batches, parts, context.sync
-    )
+    context.model.begin(context.sync)
+    context.strategy.backward(context.model, context.objective, batch.micro_batches, parts)
     used = [name != "idle" for name, _ in bench.module.named_parameters()]
     if mode == "ddp" and world.rank:
         context.model.drop_gradients()

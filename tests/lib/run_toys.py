@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,8 +21,7 @@ from tests.lib.tune_support import FullAt
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
-from trainer.parallel.base import Parallel
-from trainer.parallel.sync import SyncPolicy
+from trainer.parallel.sync import Reduction, SyncPolicy
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.tune.tensors import PeakBytes
 
@@ -296,11 +294,11 @@ class Backwards(GradientStrategy):
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
+    def backward(self, model, objective, micro_batches, divisors):
         total = torch.zeros((), dtype=torch.float64)
         for index in reversed(range(len(micro_batches))):
             seed_draws(micro_batches[index].rng_key, torch.device("cpu"))
-            with sync.micro_batch(model, is_last=index == 0):
+            with model.micro_batch(is_last=index == 0):
                 sums = objective.sums(model.call, micro_batches[index].fields)
                 loss = self.scale * divided(sums.losses, divisors[index])
                 loss.backward()
@@ -315,12 +313,12 @@ class Cramped(Backwards):
         super().__init__()
         self.limit, self.after, self.calls = limit, after, 0
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
+    def backward(self, model, objective, micro_batches, divisors):
         self.calls += 1
         if self.calls <= self.after:
-            return super().backward(model, objective, micro_batches, divisors, sync)
+            return super().backward(model, objective, micro_batches, divisors)
         with PeakBytes() as peak, FullAt(peak, self.limit):
-            return super().backward(model, objective, micro_batches, divisors, sync)
+            return super().backward(model, objective, micro_batches, divisors)
 
 
 class Put(Net):
@@ -332,33 +330,10 @@ class Put(Net):
 
 
 class Halves(SyncPolicy):
-    """Reduces in every second micro-batch, as `extending.md` once let one write."""
+    """Reduces in every second micro-batch."""
 
     name = "halves"
     lockstep = True
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        self.count += 1
-        return nullcontext() if self.count % 2 else model.reducing(across=True)
-
-
-class Forgets(SyncPolicy):
-    """Leaves every rank its own share."""
-
-    name = "forgets"
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        pass
-
-
-class Averages(SyncPolicy):
-    """Divides by the number of ranks, as PyTorch's DDP does."""
-
-    name = "averages"
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        model.reduce(used)
-        model.scale_gradients(torch.tensor(1 / model.world.size))
+    def reduction(self, index: int, *, is_last: bool) -> Reduction:
+        return "across" if index % 2 else "none"

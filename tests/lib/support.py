@@ -204,12 +204,12 @@ class Failing(GradientStrategy):
     def __init__(self, at: int, phase: str) -> None:
         self.at, self.phase, self.done = at, phase, False
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
+    def backward(self, model, objective, micro_batches, divisors):
         if self.done:
-            return Sum().backward(model, objective, micro_batches, divisors, sync)
+            return Sum().backward(model, objective, micro_batches, divisors)
         self.done, passed = True, count(1)
         if self.phase == "between":
-            Sum().backward(model, objective, micro_batches[: self.at], divisors[: self.at], sync)
+            Sum().backward(model, objective, micro_batches[: self.at], divisors[: self.at])
             raise torch.OutOfMemoryError("injected")
 
         def fail(*_: object) -> None:
@@ -221,7 +221,7 @@ class Failing(GradientStrategy):
             place = next(iter(model.module.parameters())).register_hook
         handle = place(fail)
         try:
-            return Sum().backward(model, objective, micro_batches, divisors, sync)
+            return Sum().backward(model, objective, micro_batches, divisors)
         finally:
             handle.remove()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from trainer.models.gpt import GPT
 from trainer.models.meta_start import build_on_meta
 from trainer.models.recompute import separable_blocks
 from trainer.parallel.fsdp import Sharded, make_mesh
+from trainer.parallel.sync import Deferred, Immediate
 from trainer.tune.memory_limit import memory_limit
 
 MODELS = {
@@ -168,10 +168,11 @@ def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
         module(rows).square().sum().backward()
         return {name: plain(p.grad) for name, p in module.named_parameters()}
     model = Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
-    model.begin_lockstep() if in_lockstep else model.gather()
-    for micro in rows[world.rank :: world.size].split(3):
-        with model.reducing(across=True) if in_lockstep else nullcontext():
+    model.begin(Immediate() if in_lockstep else Deferred())
+    for is_last, micro in enumerate(rows[world.rank :: world.size].split(3)):
+        with model.micro_batch(is_last=bool(is_last)):
             model.call({"x": micro}).square().sum().backward()
+    model.used()
     model.reduce([True] * len(model.parameters))
     return {name: plain(p.grad) for name, p in module.named_parameters()}
 

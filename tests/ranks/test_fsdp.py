@@ -315,7 +315,8 @@ def gradients_in(
     def gradients(call: Callable[..., Any], rank: int) -> Iterator[None]:
         for index in range(MICRO_BATCHES):
             ids = (torch.arange(12).view(2, 6) * (index + 1) + 7 * rank) % VOCABULARY
-            with model.reducing(across=True) if sync == "immediate" else nullcontext():
+            last = index == MICRO_BATCHES - 1
+            with model.micro_batch(is_last=last) if call is model.call else nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
                     logits = call({"input_ids": ids})
                 logits.float().logsumexp(-1).sum().backward()
@@ -323,16 +324,15 @@ def gradients_in(
 
     torch.manual_seed(0)
     model = sharded(BlockLM(), world, dtype=dtype)
-    policy = POLICIES[sync]()
-    policy.gather(model)
+    model.begin(POLICIES[sync]())
     for _ in gradients(model.call, world.rank):
         pass
     used = model.used()
     model.make_room()
-    policy.reduce(model, used)
+    model.reduce(used)
     found = {name: plain(p.grad) for name, p in model.module.named_parameters()}
     torch.manual_seed(0)
-    alone, sync = BlockLM().to(dtype), "deferred"
+    alone = BlockLM().to(dtype)
     totals, shorts = ({n: [] for n, _ in alone.named_parameters()} for _ in range(2))
     for rank in range(world.size):
         for _ in gradients(bind(alone), rank):

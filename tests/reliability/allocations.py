@@ -17,7 +17,6 @@ from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import MicroBatch
 from trainer.objectives.base import Objective, Sums
 from trainer.parallel.base import Parallel
-from trainer.parallel.sync import SyncPolicy
 
 PHASES = ("forward", "loss", "backward", "middle", "end")
 """Within the forward, behind it, before the backward, within it, and at its last gradient."""
@@ -93,18 +92,17 @@ class Struck(GradientStrategy):
         objective: Objective,
         micro_batches: Sequence[MicroBatch],
         divisors: Sequence[Divisors],
-        sync: SyncPolicy,
     ) -> Tensor:
         self.attempts += 1
         place = [str(model.world.rank), str(self.attempts)]
         here = [point[2:] for point in self.points if point[:2] == place]
         if not here:
-            return Sum().backward(model, objective, micro_batches, divisors, sync)
+            return Sum().backward(model, objective, micro_batches, divisors)
         number, phase = here[0]
         if phase == BEYOND_SAVING:
             model.reduce = _raising  # type: ignore[method-assign]
         with _striking(model.module, objective, int(number), phase) as struck:
-            return Sum().backward(model, struck, micro_batches, divisors, sync)
+            return Sum().backward(model, struck, micro_batches, divisors)
 
 
 def _raising(*_: object) -> None:

@@ -11,7 +11,6 @@ import pytest
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, go, overrides, read_json
 from tests.reliability.rank_work import run_as_rank
-from trainer.parallel.trial import COUNTS
 from trainer.report.time_table import PARTS
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -37,24 +36,17 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
 
 POLICY = """
 from trainer.parallel.sync import SyncPolicy
-from trainer.plan.traffic import Collectives
 
 
 class Halves(SyncPolicy):
     name = "halves"
     lockstep = True
 
-    def __init__(self, loud=False):
-        self.loud = loud
+    def __init__(self, first=False):
+        self.first = first
 
-    def micro_batch(self, model, *, is_last):
-        if self.loud and model.world.is_main:
-            with open("reduces", "a") as file:
-                print(is_last, file=file)
-        return model.reducing(across=True)
-
-    def collectives(self, micro_batches):
-        return Collectives(gathers=micro_batches, reductions=micro_batches, across=micro_batches)
+    def reduction(self, index, *, is_last):
+        return "across" if index % 2 != self.first else "none"
 """
 
 
@@ -62,15 +54,13 @@ def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(mon
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     Path("policy.py").write_text(POLICY)
     Path("own/sync").mkdir(parents=True)
-    Path("own/sync/halves.yaml").write_text("_target_: policy.Halves\nloud: false\n")
+    Path("own/sync/halves.yaml").write_text("_target_: policy.Halves\nfirst: false\n")
     line = f"{TOYS} batch.global=16 steps=4"
     whole = go(f"{line} accum.micro=16")
     line += " parallel.ranks=2 accum.micro=4 +model.pause=0.1 +model.behind=2.5"
-    typed = overrides(f"{line} sync=halves sync.loud=true")
+    typed = overrides(f"{line} sync=halves sync.first=true")
     config, run = prepared(shlex.join(["--config-dir=own", *typed])).config, Path("run").absolute()
     assert ranks.run(2, run_as_rank, config, run, {}) == [{"code": 0}] * 2
-    reduces = Path("reduces").read_text().split()  # those of the trial first
-    assert reduces[sum(COUNTS) :] == ["False", "True"] * 4
     for name in ("loss", "grad_norm"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-5)
     result, plan = read_json(run / "result.json"), read_json(run / "plan.json")

@@ -29,19 +29,6 @@ NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def test_a_sync_policy_that_leaves_no_sum_is_not_exact(capsys):
-    line = "sync._target_=tests.lib.run_toys.Halves parallel.ranks=2"
-    assert run_line(["verify", *overrides(line)]) == 9
-    report = read_json(only_run() / "verify.json")
-    assert report.keys() >= FIELDS
-    assert (report["verdict"], report["exact"]) == ("not_exact", False)
-    (culprit,) = report["culprits"]
-    assert culprit["module"] == "sync"
-    assert "Halves leaves a gradient that is not the sum" in culprit["reason"]
-    assert f"sync: {culprit['reason']}" in capsys.readouterr().err
-    assert read_json(only_run() / "status.json")["exit_code"] == 9
-
-
 @pytest.mark.parametrize(
     ("line", "notes"),
     [

@@ -23,7 +23,6 @@ from trainer.core.micro_batch import MicroBatch
 from trainer.data import samples
 from trainer.objectives.base import Objective, at_least_single
 from trainer.parallel.base import Parallel
-from trainer.parallel.sync import SyncPolicy
 
 Divisors = Mapping[str, float]
 """What each named loss sum of one micro-batch is divided by."""
@@ -42,11 +41,10 @@ class GradientStrategy(ABC):
         objective: Objective,
         micro_batches: Sequence[MicroBatch],
         divisors: Sequence[Divisors],
-        sync: SyncPolicy,
     ) -> Tensor:
         """Accumulate the gradient of `sum_k S_k / D_k` over this rank's micro-batches.
 
-        For every micro-batch, within `sync.micro_batch`: run the objective, divide its sums and
+        For every micro-batch, within `model.micro_batch`: run the objective, divide its sums and
         call `backward()` on them. A step that leaves no parameter a gradient is refused.
 
         May be called again on the same micro-batches: every random draw is keyed to its
@@ -57,7 +55,6 @@ class GradientStrategy(ABC):
             objective: gives the named sums.
             micro_batches: this rank's, in order; may be walked more than once.
             divisors: one per micro-batch, of the whole global batch over all ranks.
-            sync: wraps every micro-batch.
 
         Returns:
             This rank's share of the step's loss, detached, a 0-d tensor.

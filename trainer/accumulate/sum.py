@@ -15,7 +15,6 @@ from trainer.core.micro_batch import MicroBatch, to_device
 from trainer.models.check import refuse_sparse_gradients, unmoved
 from trainer.objectives.base import Objective, sums_of
 from trainer.parallel.base import Parallel
-from trainer.parallel.sync import SyncPolicy
 
 
 @final
@@ -32,7 +31,6 @@ class Sum(GradientStrategy):
         objective: Objective,
         micro_batches: Sequence[MicroBatch],
         divisors: Sequence[Divisors],
-        sync: SyncPolicy,
     ) -> Tensor:
         """See the base class."""
         device = next(model.module.parameters()).device
@@ -42,7 +40,7 @@ class Sum(GradientStrategy):
             seed_draws(micro_batch.rng_key, device)
             # In lockstep a rank with fewer micro-batches fills up with some of no samples.
             aside = nullcontext() if micro_batch.ids else unmoved(model.module)
-            with sync.micro_batch(model, is_last=index == last), aside:
+            with model.micro_batch(is_last=index == last), aside:
                 fields = to_device(micro_batch.fields, device)
                 sums = sums_of(objective, model.call, fields, micro_batch.weights)
                 loss = divided(sums.losses, divisors[index])

@@ -23,15 +23,24 @@ from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel, Replicated, buckets
 from trainer.parallel.deterministic import Ordered
-from trainer.parallel.sync import POLICIES, Deferred, Exact, SyncPolicy
+from trainer.parallel.sync import (
+    Deferred,
+    Hierarchical,
+    Immediate,
+    Overlapped,
+    SyncPolicy,
+    reduction_of,
+)
 from trainer.plan import traffic
-from trainer.plan.traffic import ComputeTime, ModelBytes, Network, Traffic
+from trainer.plan.traffic import Collectives, ComputeTime, ModelBytes, Network, Traffic
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SHARDED = {"fsdp", "hsdp"}
+# What `sync=auto` weighs, the one that sends least first
+POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Overlapped(), Hierarchical(), Immediate())
 
 
 @final
@@ -49,6 +58,7 @@ class ParallelSetup:
     mesh: DeviceMesh | None = None  # of real ranks; None where no rank holds shards
     dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
     sizes: ModelBytes | None = None
+    is_ordered: bool = False  # `deterministic=layout`: sums in the same bits for every layout
     is_open: bool = False  # `sync=auto`: the table says which policy it is
     rows: tuple[Traffic, ...] = ()  # of the table of policies
     network: Network | None = None  # between the ranks; None until it is measured
@@ -67,11 +77,16 @@ class ParallelSetup:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
         rows = tuple(
-            traffic.row(name, collectives, self.sizes, work, network, lockstep=policy.lockstep)
+            traffic.row(
+                name,
+                _collectives(policy, work.micro_batches),
+                self.sizes,
+                work,
+                network,
+                lockstep=policy.lockstep,
+            )
             for name, policy in policies.items()
-            if (collectives := policy.collectives(work.micro_batches)) is not None
-            and (self.mode == "hsdp" or not collectives.needs_copies)
-            and (self.mode == "ddp" or not collectives.needs_whole)
+            if _fault(policy, self.mode) is None
         )
         found = replace(self, rows=rows, network=network)
         if not self.is_open:
@@ -108,7 +123,7 @@ class ParallelSetup:
         """
         mesh = mesh or self.mesh
         parameters = [p for p in module.parameters() if p.requires_grad]
-        if isinstance(self.sync, Exact):
+        if self.is_ordered:
             return Ordered(module, call, parameters, world)
         if mesh is None:  # also where this process works out what several ranks would do
             return Replicated(module, call, parameters, world, **self.buckets(world.device))
@@ -158,18 +173,12 @@ def parallel_setup(
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
-        return ParallelSetup(mode=mode, replicas=replicas, sync=Exact())
+        return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
     if mode == "none":
-        sync = Deferred() if policy in POLICIES else policy  # one rank has nothing to reduce
-        return ParallelSetup(mode=mode, replicas=1, sync=sync)
-    collectives = policy.collectives(1)
-    if collectives is not None and collectives.needs_copies and mode != "hsdp":
-        raise ConfigError(
-            f"sync={policy.name}: needs shards and replicas, which {mode} does not have; use "
-            "parallel=hsdp"
-        )
-    if collectives is not None and collectives.needs_whole and mode != "ddp":
-        raise ConfigError(f"sync={policy.name}: needs whole copies; use parallel=ddp")
+        # One rank has nothing to reduce.
+        return ParallelSetup(mode=mode, replicas=1, sync=Deferred())
+    if (fault := _fault(policy, mode)) is not None:
+        raise ConfigError(f"sync={policy.name}: {fault}")
     mesh = None
     if mode in SHARDED and world.long_timeout_group is not None:
         from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second
@@ -193,6 +202,25 @@ def parallel_setup(
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open)
     return replace(found, mesh=mesh, dtype=dtype).weighed(ComputeTime(micro_batches=1))
+
+
+def _fault(policy: SyncPolicy, mode: str) -> str | None:
+    """Say why a mode has nothing for a policy to do, and what to type; None where it has."""
+    if policy.needs_copies and mode != "hsdp":
+        return f"needs shards and replicas, which {mode} does not have; use parallel=hsdp"
+    if policy.overlaps and mode != "ddp":
+        return "needs whole copies; use parallel=ddp"
+    return None
+
+
+def _collectives(policy: SyncPolicy, micro_batches: float) -> Collectives:
+    """Count what a step sends; in lockstep blocks are gathered for forward and for backward."""
+    if not policy.lockstep:
+        return Collectives(gathers=1, reductions=1, across=1, needs_whole=policy.overlaps)
+    count = max(1, round(micro_batches))
+    answers = [reduction_of(policy, i, is_last=i == count - 1) for i in range(count)]
+    reductions = count - answers.count("none")
+    return Collectives(gathers=2 * count, reductions=reductions, across=answers.count("across"))
 
 
 def _may_cast(module: nn.Module, device: torch.device) -> bool:

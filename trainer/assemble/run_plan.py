@@ -31,7 +31,6 @@ from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.meta_start import is_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
-from trainer.parallel.sync import POLICIES
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto
 from trainer.plan.traffic import MOST_OF_MEMORY, ComputeTime
@@ -257,8 +256,6 @@ def _sampled(components: Components) -> list[IntArray]:
 def _workload(components: Components) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = components.world, components.parallel
-    # A policy of the user's own may send what no rank is there for.
-    sums_whole = setup.mode == "ddp" and setup.sync in POLICIES
     call_of = partial(bind_run, precision=components.precision, world=world)
     ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
     return Workload(
@@ -271,7 +268,7 @@ def _workload(components: Components) -> Workload:
         compiled=components.config.compile,
         weights=components.weights,
         sync=setup.sync,
-        fake_ranks=ranks if components.is_sharded or sums_whole else None,
+        fake_ranks=ranks if components.is_sharded or setup.mode == "ddp" else None,
     )
 
 

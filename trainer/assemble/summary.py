@@ -61,6 +61,7 @@ def summarize(run_plan: RunPlan) -> dict[str, Any]:
         "predicted_peak_bytes": predicted and predicted.peak_bytes,
         "memory_limit_bytes": limit,
         "sync": parallel.sync.name,
+        "lockstep": components.layout.lockstep,
         "parallel": parallel.mode,
         "steps": components.total_steps,
         "steps_per_epoch": order.steps_per_epoch,

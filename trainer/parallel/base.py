@@ -4,15 +4,15 @@ Each rank computes the gradient of its own micro-batches, and every loss in it i
 weight of the whole *global* batch. So the gradient of a step is the plain sum of what the ranks
 have: everything here sums, and undoes the division that a reducer makes on its own. A step is
 
-    gather()               bring parameters here: nothing to do for whole copies
-    ...                    micro-batches add up in `.grad`; no collective, so counts may differ
+    begin(policy)          bring parameters here: nothing to do for whole copies
+    micro_batch(is_last)   around each forward and backward; in a window no collective runs inside,
+                           so counts may differ
     used(), make_room()    then ranks agree that all succeeded, and who has which gradient
     reduce(used)           sum `.grad` over ranks: all-reduces (whole copies), or one
                            reduce-scatter per block that leaves each rank its shard (FSDP2)
 
-or, in lockstep, `begin_lockstep()` and every micro-batch within `reducing()`, which reduces it
-right away; or, of whole copies, `begin_overlap()`, and `begin_last()` before the micro-batch whose
-backward sends them. A sync policy (`sync.py`) decides *when* to reduce; this room knows *how*.
+A sync policy (`sync.py`) says *when* to reduce; this room knows *how*, and keeps account of what is
+reduced. In lockstep `.grad` holds what is not, between micro-batches, and `reduce` sends nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel.overlap import Overlap
+from trainer.parallel.sync import Deferred, Reduction, SyncPolicy, reduction_of
 from trainer.plan.traffic import BUCKETS
 
 IN_FLIGHT = 2
@@ -51,9 +53,13 @@ class Parallel(ABC):
     call: Callable[[Fields], Any]  # runs the model on the fields of a micro-batch
     parameters: Sequence[nn.Parameter]  # those that are trained, in one order on every rank
     world: World  # all ranks
+    is_ordered: ClassVar[bool] = False  # whether sums have the same bits for every number of ranks
+    # Of the step: its policy, how many micro-batches began, and whether there was a last one
+    _sync: SyncPolicy = field(default=Deferred(), init=False)
+    _index: int = field(default=0, init=False)
+    _is_complete: bool = field(default=False, init=False)
     # Which parameters micro-batches gave a gradient in lockstep.
     _live: set[int] = field(default_factory=set, init=False)
-    _in_lockstep: bool = field(default=False, init=False)
     # Memory for buckets on their way, by dtype and slot.
     staging: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
@@ -81,22 +87,46 @@ class Parallel(ABC):
             used: which parameters have a gradient on any rank; that of the others stays None.
         """
 
-    def begin_lockstep(self) -> None:
-        """Begin a step in which every micro-batch is collective, instead of `gather`. Collective.
-
-        `reduce` ends it too, and sends nothing more.
-        """
+    def begin(self, sync: SyncPolicy) -> None:
+        """Begin a step whose gradients are reduced as a policy says. Collective."""
+        self._sync, self._index, self._is_complete = sync, 0, False
         self._live.clear()
-        self.gather()
-        self._in_lockstep = True
+        self._open()
 
-    @abstractmethod
-    def reducing(self, *, across: bool) -> AbstractContextManager[None]:
-        """Wrap a forward and backward that reduces its own gradient. Collective.
+    def _open(self) -> None:
+        """Bring here what the first micro-batch of a step needs."""
+        self.gather()
+
+    @property
+    def _in_lockstep(self) -> bool:
+        return self._sync.lockstep and self.world.size > 1
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Wrap the forward and backward of one micro-batch. Collective in lockstep.
 
         Args:
-            across: whether over all ranks, or only within the groups that share one copy.
+            is_last: whether it is the last one of this rank's step.
+
+        Raises:
+            ConfigError: the policy gives no answer that it may.
         """
+        self.world.rank_progress.next_micro_batch()
+        reduction = reduction_of(self._sync, self._index, is_last=is_last)
+        self._index, self._is_complete = self._index + 1, is_last
+        return self._computing("none" if self.world.size == 1 else reduction, is_last=is_last)
+
+    @abstractmethod
+    def _computing(self, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
+        """Wrap a forward and backward, and reduce what it and those before it left."""
+
+    def _refuse_rest(self, *, is_left: bool = False) -> None:
+        """Refuse a step in lockstep with a gradient that no micro-batch reduced."""
+        if is_left or not self._is_complete:
+            raise ConfigError(
+                f"accum.gradient: under sync={self._sync.name} a part of the gradient is not "
+                "reduced: call every backward() within model.micro_batch(is_last=...), which is "
+                "True for the last micro-batch alone"
+            )
 
     def gradients(self) -> list[Tensor]:
         """List the gradients that are here."""
@@ -142,10 +172,11 @@ class Replicated(Parallel):
     # (30 us on one machine); larger ones are reduced where they lie.
     bucket_bytes: int = BUCKETS[0]
     _overlap: Overlap | None = field(default=None, init=False)
+    # In lockstep what is summed over ranks already, a second gradient in memory
+    _reduced: list[Tensor | None] = field(default_factory=list, init=False)
 
     def gather(self) -> None:
         """Set memory aside for the reduction, so that it cannot run out once ranks have agreed."""
-        self._in_lockstep = False
         if self.world.size == 1:
             return
         for bucket in buckets(self.parameters, self.bucket_bytes):
@@ -153,11 +184,22 @@ class Replicated(Parallel):
                 for slot in range(IN_FLIGHT):
                     self._stage(bucket, slot)
 
+    def _open(self) -> None:
+        """See the base class: what overlaps has all buckets at once, in place of gradients."""
+        if self._sync.overlaps and self.world.size > 1:
+            # Backward reaches the last parameters first.
+            reverse = [*buckets(self.parameters[::-1], self.bucket_bytes)]
+            self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
+            self._overlap.begin()
+        else:
+            self.gather()
+
     def used(self) -> Sequence[bool]:
         """See the base class."""
         if self._overlap is not None and self._overlap.is_open:
             return self._overlap.used()
-        if self._live:
+        if self._in_lockstep:
+            self._refuse_rest(is_left=any(p.grad is not None for p in self.parameters))
             return [index in self._live for index in range(len(self.parameters))]
         return [p.grad is not None for p in self.parameters]
 
@@ -165,19 +207,26 @@ class Replicated(Parallel):
         """See the base class: this rank may lack a gradient that another one has."""
         if self._overlap is not None and self._overlap.is_open:
             self._overlap.finish()
-        elif self.world.size > 1:
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        elif self.world.size > 1 and not self._in_lockstep:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Have zeros for what another rank may have a gradient of."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class."""
         if self.world.size == 1:
             return
-        if not self._in_lockstep and self._overlap is None:
-            self.make_room()
+        if self._in_lockstep:
+            for parameter, gradient in zip(self.parameters, self._reduced, strict=True):
+                parameter.grad = gradient
+            self._reduced = []
+        elif not self._sync.overlaps:
+            self._fill()
             self._sum([p for p, flag in zip(self.parameters, used, strict=True) if flag])
-        self._live.clear()
         drop_unused(self.parameters, used)
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -216,44 +265,37 @@ class Replicated(Parallel):
             self.staging[dtype, slot] = memory
         return memory[:size]
 
-    def begin_overlap(self) -> None:
-        """Begin a step whose last backward may send gradients, instead of `gather`. Collective.
-
-        `make_room`, or `drop_gradients` where this rank failed, then sends the rest.
-        """
-        if self.world.size > 1:
-            # Backward reaches the last parameters first.
-            reverse = [*buckets(self.parameters[::-1], self.bucket_bytes)]
-            self._overlap = self._overlap or Overlap(self.parameters, reverse, self.world)
-            self._overlap.begin()
-
-    def begin_last(self) -> None:
-        """Begin the last micro-batch of this rank: its gradients travel while backward goes on."""
-        if self._overlap is not None:
-            self._overlap.is_last = True
+    def gradients(self) -> list[Tensor]:
+        """See the base class."""
+        return [*super().gradients(), *(g for g in self._reduced if g is not None)]
 
     def drop_gradients(self) -> None:
         """See the base class."""
         if self._overlap is not None and self._overlap.is_open:
             self._overlap.finish()  # which the other ranks wait for
+        self._reduced = []
         super().drop_gradients()
 
     @contextmanager
-    def reducing(self, *, across: bool) -> Iterator[None]:
-        """See the base class; what is reduced already waits aside, a second gradient in memory."""
-        reduced = [p.grad for p in self.parameters]
+    def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
+        """See the base class; a copy is whole, so that within it nothing is to be sent."""
+        if self._overlap is not None:
+            self._overlap.is_last = is_last
+        yield
+        if reduction != "across":
+            return
+        self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
+        self._fill()
+        phase_before = self.world.times.enter("reduce")
+        self._sum(self.parameters)
+        self.world.times.enter(phase_before)
+        before = self._reduced or [None] * len(self.parameters)
+        for parameter, total in zip(self.parameters, before, strict=True):
+            if total is not None and parameter.grad is not None:
+                parameter.grad += total
+        self._reduced = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        yield
-        self._live |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
-        self.make_room()
-        phase_before = self.world.times.enter("reduce")
-        if self.world.size > 1:
-            self._sum(self.parameters)
-        self.world.times.enter(phase_before)
-        for parameter, before in zip(self.parameters, reduced, strict=True):
-            if before is not None and parameter.grad is not None:
-                parameter.grad += before
 
 
 def norm_in_double(grads: Sequence[Tensor]) -> Tensor:

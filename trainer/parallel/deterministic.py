@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
+from trainer.parallel.sync import Reduction
 
 BITS = 32  # exponents of a bin; a digit has 31 more, so that 2^31 micro-batches can be added
 SMALLEST = -32  # the bin of zeros and subnormal numbers
@@ -92,6 +93,7 @@ def _real(values: Tensor) -> Tensor:
 class Ordered(Parallel):
     """Every rank has the whole model, with the same weights; gradients are summed as integers."""
 
+    is_ordered = True
     _sums: list[_BinnedSum] = field(default_factory=list, init=False)
     _wrong: Tensor = field(init=False)  # how many gradients were not finite
 
@@ -105,14 +107,15 @@ class Ordered(Parallel):
         self.drop_gradients()
 
     def used(self) -> Sequence[bool]:
-        """See the base class."""
+        """See the base class; a gradient from outside of micro-batches counts too."""
+        self._add_gradients()
         return [index in self._live for index in range(len(self.parameters))]
 
     def make_room(self) -> None:
         """Do nothing: the sums are there since the step began."""
 
     def reduce(self, used: Sequence[bool]) -> None:
-        """See the base class."""
+        """See the base class: this rank's integers are sent."""
         self.world.sum(self._wrong)
         # Not a branch: the device would have to be waited for.
         fault = torch.where(self._wrong > 0, float("nan"), 1.0)
@@ -130,9 +133,12 @@ class Ordered(Parallel):
             total.clear()
 
     @contextmanager
-    def reducing(self, *, across: bool) -> Iterator[None]:
-        """See the base class: the gradient joins this rank's integers; `reduce` sends them."""
+    def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
+        """See the base class: whatever the policy, the gradient joins this rank's integers."""
         yield
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue

@@ -31,6 +31,7 @@ from trainer.core.world import World
 from trainer.parallel import fsdp_calls
 from trainer.parallel.base import Parallel, drop_unused, norm_in_double, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
+from trainer.parallel.sync import Reduction
 
 
 @final
@@ -96,9 +97,24 @@ class Sharded(Parallel):
         assert isinstance(module, FSDPModule)  # which `fully_shard` made of it
         self._root: FSDPModule = module
 
+    def _open(self) -> None:
+        """See the base class: in lockstep each block gathers for itself, where it is used."""
+        if not self._in_lockstep:
+            self.gather()
+            return
+        if self._order is None:
+            # Reduced gradients do not tell who used a parameter, so each tells it in backward.
+            self.gather()
+            for index, parameter in enumerate(self._trained().values()):
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(lambda _, index=index: self._live.add(index))
+            self.release()
+            self._order = BlockOrder(self.module, self.world)
+        for whole in self._trained().values():
+            whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
+
     def gather(self) -> None:
         """See the base class: one all-gather per block."""
-        self._in_lockstep = False
         root = self._root
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
@@ -119,6 +135,8 @@ class Sharded(Parallel):
 
     def used(self) -> Sequence[bool]:
         """See the base class; what the model wrote into a gathered parameter would be lost."""
+        if self._in_lockstep:
+            self._refuse_rest()
         for name, parameter in self._whole.items():
             if parameter._version:  # PyTorch keeps its own writes out of this count
                 raise ConfigError(
@@ -157,7 +175,6 @@ class Sharded(Parallel):
                     self._reduce_group(names)
                 unit.reshard()
             fsdp_calls.reset(self._root)
-        self._live.clear()
         drop_unused(self.parameters, used)
 
     def _reduce_group(self, names: Sequence[str]) -> None:
@@ -185,32 +202,23 @@ class Sharded(Parallel):
         rows, *others = self._shards[name].shape
         return -(-rows // self._sharing.size()), *others
 
-    def begin_lockstep(self) -> None:
-        """See the base class: each block gathers and reduces for itself, where it is used."""
-        if self._order is None:
-            # Reduced gradients do not tell who used a parameter, so each tells it in backward.
-            self.gather()
-            for index, parameter in enumerate(self._trained().values()):
-                hook: Any = parameter.register_post_accumulate_grad_hook
-                hook(lambda _, index=index: self._live.add(index))
-            self.release()
-            self._order = BlockOrder(self.module, self.world)
-        for whole in self._trained().values():
-            whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
-        self._live.clear()
-        self._in_lockstep = True
-
     @contextmanager
-    def reducing(self, *, across: bool) -> Iterator[None]:
-        """See the base class: a block's parameters leave as soon as it has used them."""
+    def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
+        """See the base class: in lockstep a block's parameters leave once it has used them.
+
+        What is not reduced FSDP2 keeps, and adds to what it reduces next.
+        """
+        if not self._in_lockstep:
+            yield
+            return
         root = self._root
         root.set_reshard_after_forward(True)
         # Backward begins with the root's own parameters.
         root.set_reshard_after_forward(False, recurse=False)
         root.set_reshard_after_backward(True)
-        root.set_requires_gradient_sync(True)
+        root.set_requires_gradient_sync(reduction != "none")
         # Overwritten by the line above, so it comes after.
-        root.set_requires_all_reduce(across)
+        root.set_requires_all_reduce(reduction == "across")
         assert self._order is not None
         with self._order.micro_batch():
             yield

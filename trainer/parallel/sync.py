@@ -1,59 +1,70 @@
-"""Say when gradients are reduced over the ranks: once a step, or in every micro-batch.
+"""Say when gradients are reduced over the ranks: once a step, or within micro-batches.
 
 The default form is a window: gather | compute | agree | reduce. No collective runs inside, so
 memory may run out, counts may differ between ranks, and a step can be replayed or skipped.
 
-To add one, subclass `SyncPolicy` and name the class in a YAML file of the group `sync`.
+A policy only answers; a `Parallel` does it, and keeps account of what is reduced, so that no policy
+can lose a part of a gradient or count one twice. To add one, subclass `SyncPolicy` and name the
+class in a YAML file of the group `sync`.
 """
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final, get_args
 
-from trainer.parallel.base import Parallel, Replicated
-from trainer.plan.traffic import Collectives
+from trainer.core.errors import ConfigError
+
+Reduction = Literal["none", "within", "across"]
+"""What is reduced in a micro-batch: nothing, over the ranks that share a copy, or over all."""
 
 
 class SyncPolicy(ABC):
     """When gradients are reduced within one step."""
 
     name: str  # on the screen and in records
-    # Whether every micro-batch contains a collective. Then all ranks need equal counts, and one
-    # that runs out of memory ends the run, since the others wait for it.
+    # Whether micro-batches are collective. Then all ranks need equal counts, and one that runs out
+    # of memory ends the run, since the others wait for it.
     lockstep: bool = False
+    # Whether the step's reduction is sent while the last backward of a rank goes on; of whole
+    # copies alone (`parallel=ddp`). Ranks agree after it, so a step can be replayed.
+    overlaps: bool = False
+    needs_copies: bool = False  # whether it is for several copies in shards alone (`parallel=hsdp`)
 
-    def gather(self, model: Parallel) -> None:
-        """Begin a step. Collective."""
-        if self.lockstep:
-            model.begin_lockstep()
-        else:
-            model.gather()
+    def reduction(self, index: int, *, is_last: bool) -> Reduction:
+        """Say what to reduce in a micro-batch of a policy in lockstep, the same on every rank.
 
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """Wrap forward and backward of one micro-batch."""
-        model.world.rank_progress.next_micro_batch()
-        return nullcontext()
-
-    def reduce(self, model: Parallel, used: Sequence[bool]) -> None:
-        """End a step: leave its gradient, summed over ranks. Collective.
+        What was computed since the last reduction goes along; in the last micro-batch all that is
+        left is reduced, whatever the answer.
 
         Args:
-            model: laid out over ranks.
-            used: which of its parameters have a gradient on any rank.
+            index: of the micro-batch in its step, from 0.
+            is_last: whether it is the last of this step.
         """
-        model.reduce(used)
+        return "none"
 
-    def collectives(self, micro_batches: float) -> Collectives | None:
-        """Tell how often a step sends what, for the table of policies; None leaves it out.
 
-        Args:
-            micro_batches: of one rank in a step.
-        """
-        return None
+def reduction_of(policy: SyncPolicy, index: int, *, is_last: bool) -> Reduction:
+    """Ask a policy, and reduce all that is left in the last micro-batch of a step in lockstep.
+
+    Raises:
+        ConfigError: the answer is none that there is, or needs lockstep.
+    """
+    answer, name = policy.reduction(index, is_last=is_last), type(policy).__name__
+    if answer not in get_args(Reduction):
+        raise ConfigError(
+            f"sync: `reduction` of {name} gives {answer!r:.40}: give "
+            f"{', '.join(map(repr, get_args(Reduction)))}"
+        )
+    if policy.lockstep:
+        return "across" if is_last else answer
+    if answer != "none":
+        raise ConfigError(
+            f"sync: `reduction` of {name} gives {answer!r}, which every rank must reach as often: "
+            f"set {name}.lockstep = True"
+        )
+    return "none"
 
 
 @final
@@ -62,10 +73,6 @@ class Deferred(SyncPolicy):
     """One reduction a step, after every rank has agreed that its micro-batches succeeded."""
 
     name = "deferred"
-
-    def collectives(self, micro_batches: float) -> Collectives:
-        """See the base class."""
-        return Collectives(gathers=1, reductions=1, across=1)
 
 
 @final
@@ -77,72 +84,31 @@ class Overlapped(SyncPolicy):
     """
 
     name = "overlapped"
-
-    def gather(self, model: Parallel) -> None:
-        """See the base class."""
-        assert isinstance(model, Replicated)  # others refuse it, as they are configured
-        model.begin_overlap()
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """See the base class."""
-        if is_last and isinstance(model, Replicated):
-            model.begin_last()
-        return super().micro_batch(model, is_last=is_last)
-
-    def collectives(self, micro_batches: float) -> Collectives:
-        """See the base class."""
-        return Collectives(gathers=1, reductions=1, across=1, needs_whole=True)
-
-
-class _EachMicroBatch(SyncPolicy):
-    """A reduction in every micro-batch."""
-
-    lockstep = True
-    within_copies: bool = False  # whether those before the last stay within a copy
-
-    def micro_batch(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[None]:
-        """See the base class."""
-        model.world.rank_progress.next_micro_batch()
-        return model.reducing(across=is_last or not self.within_copies)
+    overlaps = True
 
 
 @final
 @dataclass(frozen=True)
-class Immediate(_EachMicroBatch):
+class Immediate(SyncPolicy):
     """A reduction over all ranks in every micro-batch: shards never add up to a whole gradient."""
 
     name = "immediate"
+    lockstep = True
 
-    def collectives(self, micro_batches: float) -> Collectives:
-        """See the base class: blocks are gathered for forward, and again for backward."""
-        return Collectives(
-            gathers=2 * micro_batches, reductions=micro_batches, across=micro_batches
-        )
+    def reduction(self, index: int, *, is_last: bool) -> Reduction:
+        """See the base class."""
+        return "across"
 
 
 @final
 @dataclass(frozen=True)
-class Hierarchical(_EachMicroBatch):
+class Hierarchical(SyncPolicy):
     """Within the group that shares one copy every micro-batch, between the copies once a step."""
 
     name = "hierarchical"
-    within_copies = True
+    lockstep = True
+    needs_copies = True
 
-    def collectives(self, micro_batches: float) -> Collectives:
+    def reduction(self, index: int, *, is_last: bool) -> Reduction:
         """See the base class."""
-        return Collectives(
-            gathers=2 * micro_batches, reductions=micro_batches, across=1, needs_copies=True
-        )
-
-
-@final
-@dataclass(frozen=True)
-class Exact(_EachMicroBatch):
-    """One reduction a step of integer sums, the same bits for every layout of the ranks."""
-
-    name = "exact"
-    lockstep = False  # a rank's micro-batch only joins its own sums
-
-
-POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Overlapped(), Hierarchical(), Immediate())
-"""What `sync=auto` weighs, the one that sends least first."""
+        return "across" if is_last else "within"

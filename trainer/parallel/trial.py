@@ -64,8 +64,7 @@ def find_wrong_sum(
             over = f"{plural(count, 'micro-batch')} and {plural(world.size, 'rank')}"
             text = (
                 f"{type(policy).__name__} leaves a gradient that is not the sum over {over} "
-                f"(relative error {error:.1g}): with lockstep=True wrap every micro-batch in "
-                "model.reducing(across=True), else none, and end a step with model.reduce(used)"
+                f"(relative error {error:.1g})"
             )
             return WrongSum(error, count, text)
     return None
@@ -76,13 +75,13 @@ def _error(policy: SyncPolicy, model: Parallel, world: World, count: int) -> flo
     counts = [count + (rank % 2 and not policy.lockstep) for rank in range(world.size)]
     scales = [[10.0 * rank + i + 1 for i in range(n)] for rank, n in enumerate(counts)]
     expected, own = sum(map(sum, scales)), torch.tensor(scales[world.rank], dtype=torch.float64)
-    policy.gather(model)
+    model.begin(policy)
     for index, scale in enumerate(own.to(world.device)):
-        with policy.micro_batch(model, is_last=index == len(own) - 1):
+        with model.micro_batch(is_last=index == len(own) - 1):
             model.call({"scale": scale}).backward()
     model.used()
     model.make_room()
-    policy.reduce(model, [True] * len(model.parameters))
+    model.reduce([True] * len(model.parameters))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters]
     local = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
     distances = torch.stack([(grad - expected).abs().sum() for grad in local])

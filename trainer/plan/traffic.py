@@ -72,7 +72,6 @@ class Collectives:
     gathers: float  # of all parameters, within a copy of the model
     reductions: float  # of all gradients, likewise
     across: float  # of all gradients, between copies
-    needs_copies: bool = False  # it is for several copies in shards alone
     needs_whole: bool = False  # it is for whole copies alone, and sends while backward goes on
 
 

@@ -16,7 +16,6 @@ from trainer.core.rank_progress import InStep
 
 MEETINGS: tuple[InStep, ...] = ("normalizer", "agree")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
-ONE_REDUCTION = {"deferred", "overlapped"}  # a step, after unequal numbers of micro-batches
 
 TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
 LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
@@ -116,7 +115,7 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
     what = f"ranks wait, mostly for rank {slowest}, which computes "
     what += f"{duration(splits[slowest]['compute'])} where others take {duration(others)}"
     remedy = "check what else runs on its machine, or raise batch.global to balance the work"
-    if plan["sync"] not in ONE_REDUCTION:
+    if plan["lockstep"]:
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"
     elif cut != "auto":
         remedy = "accum=auto balances the work of the ranks"
@@ -130,8 +129,8 @@ def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
         if row["fits"] or row["policy"] == plan["sync"]
     }
     what, remedy = "is traffic", "a larger batch.global sends gradients less often"
-    if plan["sync"] in sent:  # one of the user's own has no row
+    if plan["sync"] in sent:
         what += f", {sent[plan['sync']]} sent"
-    if plan["sync"] not in ONE_REDUCTION and "deferred" in sent:
+    if plan["lockstep"] and "deferred" in sent:
         remedy = f"sync=deferred sends {sent['deferred']}, in one reduction a step"
     return time["seconds"]["sync"], "sync", what, remedy

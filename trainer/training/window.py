@@ -31,7 +31,7 @@ from trainer.models.bind import Casts
 from trainer.objectives.base import Objective
 from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
-from trainer.parallel.sync import Exact, SyncPolicy
+from trainer.parallel.sync import SyncPolicy
 from trainer.training.batches import PlannedBatch
 from trainer.tune.memory_limit import peak_bytes
 
@@ -70,8 +70,7 @@ class StepContext:
     casts: Casts = field(init=False)
 
     def __post_init__(self) -> None:
-        is_ordered = isinstance(self.sync, Exact)
-        state = ModelState(self.model.module, self.world, is_ordered=is_ordered)
+        state = ModelState(self.model.module, self.world, is_ordered=self.model.is_ordered)
         object.__setattr__(self, "snapshot", Snapshot(self.model.module, self.objective))
         object.__setattr__(self, "model_state", state)
         object.__setattr__(self, "casts", Casts(self.model.module, by_value=True))
@@ -99,7 +98,7 @@ def gather(context: StepContext, step: int) -> None:
     """Bring the parameters of the window to this rank. Collective."""
     context.world.note("gather", step=step)
     with no_replay(AT_BEGINNING):
-        context.sync.gather(context.model)
+        context.model.begin(context.sync)
 
 
 def compute(context: StepContext, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome:
@@ -118,9 +117,7 @@ def compute(context: StepContext, batch: PlannedBatch, parts: Sequence[Divisors]
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
         casts = nullcontext() if context.sync.lockstep else context.casts.once(device.type)
         with casts:
-            share = context.strategy.backward(
-                model, context.objective, micro_batches, parts, context.sync
-            )
+            share = context.strategy.backward(model, context.objective, micro_batches, parts)
         given: object = share  # whatever a strategy of the user's own returns
         if not isinstance(given, Tensor) or given.ndim:
             raise ConfigError(
@@ -187,11 +184,11 @@ def reduce(context: StepContext, agreed: Outcome) -> None:
     if not any(agreed.used):
         raise ConfigError(
             f"accum.gradient: backward of {type(context.strategy).__name__} left no gradient: call "
-            ".backward() on the normalised loss of every micro-batch, within sync.micro_batch"
+            ".backward() on the normalised loss of every micro-batch, within model.micro_batch"
         )
     context.world.note("reduce")
     with no_replay("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
-        context.sync.reduce(context.model, agreed.used)
+        context.model.reduce(agreed.used)
         if context.loss_scale is not None:
             factor = torch.full((), 1 / context.loss_scale.value, device=context.world.device)
             context.model.scale_gradients(factor)

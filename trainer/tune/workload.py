@@ -172,33 +172,36 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. In the first,
-    gradients of zero make that state, unless a policy reduces within micro-batches. Changes the
-    weights, so it is for fake tensors or copies, laid out. Without `fields` it updates alone.
+    gradients of zero make that state, unless micro-batches reduce; there each step has two, as what
+    is reduced waits beside the second. Changes the weights, so it is for fake tensors or copies,
+    laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
     with peak:
         work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
-        first = fields if sync.lockstep else None
-        for given, has_gradients in ((first, first is None), (fields, True)):
+        turns = (False, True) if sync.lockstep else (True,)
+        for given in (fields if sync.lockstep else None, fields):
             peak.reset()
             snapshot.take()
-            sync.gather(model)
+            model.begin(sync)
             peak.assign("parameters", module.parameters())
             peak.assign("buffers", model.staging.values())
-            for parameter in module.parameters():
-                if has_gradients and parameter.requires_grad and parameter.grad is None:
+            for parameter in () if sync.lockstep else module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
-            if given is not None:
+            for is_last in turns:
+                if given is None:
+                    break
                 casts = nullcontext() if sync.lockstep else Casts(module).once(work.device.type)
-                with casts, sync.micro_batch(model, is_last=True):
+                with casts, model.micro_batch(is_last=is_last):
                     work.backward(given)
-                peak.assign("gradients", gradients(module))
+                peak.assign("gradients", [*gradients(module), *model.gradients()])
             used = model.used()
             model.make_room()
-            sync.reduce(model, used)
+            model.reduce(used)
             peak.assign("gradients", gradients(module))
             # A norm takes next to nothing; a fake one of a large model, minutes.
             model.scale_gradients(torch.ones((), device=work.device))

@@ -285,9 +285,7 @@ class Case:
                 [self.cast(m) for m in micro_batches or self.batch.micro_batches],
             )
             _, parts = divisors(kind or context.normalizer, context.terms, cast, context.world)
-            (strategy or context.strategy).backward(
-                context.model, context.objective, cast, parts, context.sync
-            )
+            (strategy or context.strategy).backward(context.model, context.objective, cast, parts)
             # Tensors that modules hold and have not registered, but for computed ones.
             self.plain.update(
                 f"{name}.{key}".lstrip(".")

@@ -34,8 +34,8 @@ def test_it_changes_no_bit_of_loss_metrics_norm_and_update():
 class Overflows(Sum):
     """Leaves a gradient as fp16 would that ends at 65,504."""
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
-        share = super().backward(model, objective, micro_batches, divisors, sync)
+    def backward(self, model, objective, micro_batches, divisors):
+        share = super().backward(model, objective, micro_batches, divisors)
         for parameter in model.parameters:
             parameter.grad[parameter.grad.abs() > 65504] = torch.inf
         return share

@@ -18,7 +18,8 @@ ROWS = [
     {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True, "seconds": 0.15},
     {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True, "seconds": 1.2},
 ]
-PLAN: dict[str, Any] = {"num_workers": 0, "sync": "deferred", "sync_table": ROWS}
+IMMEDIATE = {"sync": "immediate", "lockstep": True}
+PLAN: dict[str, Any] = {"num_workers": 0, "sync": "deferred", "lockstep": False, "sync_table": ROWS}
 WEIGHED = {"compute": 1.0, "reduce": 0.05, "update": 0.05, "data": 0.01}
 
 
@@ -60,12 +61,24 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
         (RANKS, {}, "mostly for rank 2, which computes 1.3 s where others take 1.0 s: check what "),
         (RANKS, {"cut": "fixed"}, "accum=auto balances the work of the ranks"),
         (RANKS, {"sync": "overlapped", "cut": "fixed"}, "accum=auto balances the work"),
-        (RANKS, {"sync": "immediate"}, "sync=deferred lets ranks take different numbers"),
+        (
+            RANKS,
+            IMMEDIATE,
+            "sync=deferred lets ranks take different numbers",
+        ),
         (TRAFFIC, {}, "a larger batch.global sends gradients less often"),
         (TRAFFIC, {"sync": "overlapped"}, "a larger batch.global sends gradients less often"),
-        (TRAFFIC, {"sync": "immediate"}, "is traffic, 1.68 GiB sent: "),
-        (TRAFFIC, {"sync": "immediate"}, "sync=deferred sends 143 MiB, in one reduction a step"),
-        (TRAFFIC, {"sync": "own"}, "sync=deferred sends 143 MiB"),  # the user's, without a row
+        (TRAFFIC, IMMEDIATE, "is traffic, 1.68 GiB sent: "),
+        (
+            TRAFFIC,
+            IMMEDIATE,
+            "sync=deferred sends 143 MiB, in one reduction a step",
+        ),
+        (
+            TRAFFIC,
+            IMMEDIATE | {"sync": "own"},
+            "sync=deferred sends 143 MiB",
+        ),  # the user's, without a row
     ],
 )
 def test_what_takes_long_is_named_with_its_figures_and_the_setting_that_shortens_it(

@@ -38,8 +38,8 @@ class Faulty(GradientStrategy):
     fault: float = 0.0
     offset: float = 0.0
 
-    def backward(self, model, objective, micro_batches, divisors, sync):
-        loss = Sum().backward(model, objective, micro_batches, divisors, sync)
+    def backward(self, model, objective, micro_batches, divisors):
+        loss = Sum().backward(model, objective, micro_batches, divisors)
         gradient = dict(model.module.named_parameters())[self.name].grad
         gradient *= 1 + self.fault * (len(micro_batches) - 1)
         gradient += self.offset * (len(micro_batches) > 1)
