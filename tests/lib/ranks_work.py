@@ -27,7 +27,7 @@ from trainer.core.errors import SaveError, TrainError
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
-from trainer.models.meta_start import build_on_meta
+from trainer.models.first_weights import build_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.parallel.base import Parallel
 from trainer.parallel.deterministic import Ordered
@@ -127,7 +127,7 @@ def start_sharded(build: Callable[[], nn.Module], world: World) -> tuple[nn.Modu
     module, weights = build_on_meta(build)
     blocks = blocks_of(module)
     mesh = make_mesh(world)
-    return module, Sharded(module, bind(module), blocks, world, mesh, draw=weights.draw)
+    return module, Sharded(module, bind(module), blocks, world, mesh, weights=weights)
 
 
 MODES: dict[str, Callable[..., Parallel]] = {

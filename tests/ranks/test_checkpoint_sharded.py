@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import RealBytes, start_sharded
-from tests.lib.support import VOCABULARY
+from tests.lib.support import VOCABULARY, restore_all
 from trainer.checkpoint.manifest import DamagedError, verify
-from trainer.checkpoint.state import assert_finite, capture, restore
+from trainer.checkpoint.state import assert_finite, capture
 from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import open_tensors, write_tensors
-from trainer.checkpoint.weights import export, load_weights
+from trainer.checkpoint.weights import export, open_weights
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
 from trainer.core.world import World
@@ -130,7 +130,7 @@ def passed_on(world: World, layout: Layout, folder: Path, step: int) -> tuple[di
     store = CheckpointStore(folder)
     module = laid_out(world, layout, seed=step + 5)
     optimizer = adamw(module)
-    extra = restore(store.load(step, world=world), module, optimizer)
+    extra = restore_all(store.load(step, world=world), module, optimizer)
     assert extra == {"rank": 0}
     found = digests(module, optimizer)
     writer = CheckpointWriter(store, world, asynchronous=True)
@@ -182,7 +182,7 @@ def test_each_rank_writes_its_own_rows_and_whole_tensors_are_written_once(ranks,
 def initial(world: World, layout: Layout, path: Path) -> dict[str, str]:
     """Take over weights alone."""
     module = laid_out(world, layout, seed=77)
-    load_weights(module, path, world)
+    open_weights(path, world).fill(module)
     return digests(module, torch.optim.SGD([module.row]))
 
 
@@ -292,7 +292,7 @@ def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
         owned = [t for state in optimizer.state.values() for t in state.values()]
         counted.peak.assign("optimizer_state", owned)
         if how == "load":
-            restore(store.load(world=world), module, optimizer)
+            restore_all(store.load(world=world), module, optimizer)
         else:
             writer.save(1, *capture(module, optimizer, extra={}))
     writer.close()

@@ -28,8 +28,8 @@ from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
 from trainer.assemble.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
+from trainer.models.first_weights import build_on_meta, drawn
 from trainer.models.gpt import GPT
-from trainer.models.meta_start import build_on_meta, drawn
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel

@@ -25,13 +25,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.support import restore_all
 from tests.reliability.support import put, save
 from trainer.assemble.checks import read_run_state
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.state import capture, restore
+from trainer.checkpoint.state import capture
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.weights import open_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.optim.optimizers import without_compiler
@@ -161,8 +162,8 @@ def test_a_stranger_s_checkpoint_is_refused_and_leads_nowhere(kind, checkpoint, 
         before = sorted(place.rglob("*"))
         for use in (
             partial(CheckpointStore(attacked.parent).load, set_aside=False),
-            partial(load_weights, nn.Linear(2, 2), attacked),
-            partial(load_weights, nn.Linear(2, 2), run),
+            lambda: open_weights(attacked).fill(nn.Linear(2, 2)),  # noqa: B023
+            lambda: open_weights(run).fill(nn.Linear(2, 2)),  # noqa: B023
         ):
             with pytest.raises(NoCheckpointError) as refusal:
                 use()
@@ -205,7 +206,7 @@ def test_a_state_tree_that_lies_is_refused(tmp_path):
     loaded = store.load()
     for part, tree in itertools.product(("model", "optimizer", "rng", "extra"), TREES):
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(replace(loaded, meta={**meta, part: tree}), model, optimizer)
+            restore_all(replace(loaded, meta={**meta, part: tree}), model, optimizer)
         assert "\n" not in str(refusal.value)
 
 
@@ -230,7 +231,7 @@ def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
         changed = copy.deepcopy(meta)
         lie(changed["optimizer"]["state"]["a.weight"])
         with pytest.raises(NoCheckpointError) as refusal:
-            restore(replace(loaded, meta=changed), model, fresh, keeps_settings=keeps)
+            restore_all(replace(loaded, meta=changed), model, fresh, keeps_settings=keeps)
         assert "\n" not in str(refusal.value)
 
 
@@ -239,7 +240,7 @@ def test_a_random_state_of_another_size_is_refused(tmp_path):
     tensors, meta = capture(model, torch.optim.AdamW(model.parameters()), extra={})
     put(CheckpointStore(tmp_path), 1, tensors | {"rng.cpu": tensors["rng.cpu"][:7]}, meta)
     with pytest.raises(NoCheckpointError):
-        restore(CheckpointStore(tmp_path).load(), model, torch.optim.AdamW(model.parameters()))
+        restore_all(CheckpointStore(tmp_path).load(), model, torch.optim.AdamW(model.parameters()))
 
 
 def test_side_files_of_a_stranger_are_passed_over(tmp_path):

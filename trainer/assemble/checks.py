@@ -33,7 +33,7 @@ from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
-from trainer.models.meta_start import Weights, is_on_meta
+from trainer.models.first_weights import FirstWeights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.trial import WrongSum, find_wrong_sum
 from trainer.plan.cut import Cost, IntArray
@@ -174,9 +174,7 @@ def check_consistency(
     world: World,
     data_sets: Sequence[DataView],
     module: nn.Module,
-    weights: Weights | None,
-    *,
-    begins: bool,
+    weights: FirstWeights | None,
 ) -> None:
     """Refuse ranks that read other samples, or built another model, bit for bit. Collective.
 
@@ -185,8 +183,6 @@ def check_consistency(
         data_sets: what is trained and evaluated on.
         module: the model on its device, not yet laid out over the ranks.
         weights: what parameters on the meta device begin with; None where there are none.
-        begins: whether the run begins with these values; else they are to be loaded, and their
-            names, shapes and dtypes alone count.
 
     Raises:
         ConfigError: a rank built another model than the first.
@@ -199,12 +195,11 @@ def check_consistency(
     bits = {name: bits_of(t).cpu().numpy().data for name, t in dense}
     # A gigabyte takes a second.
     values = {name: hashlib.blake2b(b, digest_size=16).hexdigest() for name, b in bits.items()}
-    if weights is not None:
-        values["a parameter"] = weights.digest()
+    values |= {name: each.identity() for name, each in (weights or {}).items()}
     facts = {
         "data": [[d.fingerprint, d.lengths.digest] for d in data_sets],
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
-        "values": values if begins else {},
+        "values": values,
     }
     first, *others = world.collect(facts)
     for rank, mine in enumerate(others, start=1):

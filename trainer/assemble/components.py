@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -32,6 +33,7 @@ from trainer.assemble.parallel import (
     planned_device,
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, strictest
@@ -48,7 +50,7 @@ from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
-from trainer.models.meta_start import Weights
+from trainer.models.first_weights import FirstWeights
 from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
@@ -79,7 +81,7 @@ class Components:
     # The model on its device, neither compiled nor wrapped. To be sharded, its parameters are on
     # the meta device.
     module: nn.Module
-    weights: Weights | None  # what parameters on the meta device begin with
+    weights: FirstWeights | None  # what parameters on the meta device begin with
     precision: str  # the word that `precision` became
     call: ModelCall  # the module, bound to that precision
     chosen: Chosen  # the objective, as it was typed or as the model is made for
@@ -143,19 +145,16 @@ class Components:
     def step_context(
         self,
         *,
-        is_fresh: bool = True,
         on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
         loss_scale: Mapping[str, Any] | None = None,
     ) -> StepContext:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
-        Unless `is_fresh`, the weights of a model on the meta device are to be loaded. `loss_scale`
-        is what a checkpoint of a run in fp16 has.
+        `loss_scale` is what a checkpoint of a run in fp16 has.
         """
-        draw = self.weights.draw if self.weights is not None and is_fresh else None
         if self.config.compile and self.config.command != "verify":  # which runs copies, in float64
             compile_model(self.module, COMPILED_SHAPES)
-        model = self.parallel.lay_out(self.module, self.call, self.world, draw)
+        model = self.parallel.lay_out(self.module, self.call, self.world, self.weights)
         optimizer = self.make_optimizer(self.module)
         return StepContext(
             model=model,
@@ -182,13 +181,15 @@ def assemble(
     config: RunConfig,
     world: World,
     state: Mapping[str, Any] | None = None,
+    stored: StoredWeights | None = None,
     *,
     with_values: bool = False,
 ) -> Components:
     """Build everything a run is made of. Collective.
 
-    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`. A plan
-    for a machine that is not here builds the model without weights, unless `with_values`.
+    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`. The
+    model begins with the `stored` weights, or with those drawn from the seed. A plan for a machine
+    that is not here builds it without weights, unless `with_values`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
@@ -209,13 +210,13 @@ def assemble(
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     given = arguments_from_data(config, train_set, state)
-    made_of = config, world, given, spec
-    module, weights = build_model(*made_of, in_shards=may_shard, with_values=with_values)
+    build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
+    module, weights = build(in_shards=may_shard)
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
-            module, weights = build_model(*made_of, with_values=with_values)
+            module, weights = build()
     precision = resolve_precision(config, world, module, state.get("contract"))
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.parallel import SHARDED, parallel_mode, planned_device, rank_memory
+from trainer.checkpoint.tensor_files import StoredTensor
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError, DoesNotFitError
 from trainer.core.format import plural, size
@@ -24,7 +27,7 @@ from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
 from trainer.data.view import DataView
 from trainer.models.check import refuse_lazy
-from trainer.models.meta_start import Weights, build_on_meta, is_on_meta
+from trainer.models.first_weights import FirstWeights, build_on_meta, is_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
@@ -61,16 +64,18 @@ def build_model(
     given: Mapping[str, Any],
     spec: OptimizerSpec | None = None,
     *,
+    stored: StoredWeights | None = None,
     in_shards: bool = False,
     with_values: bool = False,
-) -> tuple[nn.Module, Weights | None]:
-    """Build the model from the seed, and freeze what its optimizer does not train.
+) -> tuple[nn.Module, FirstWeights | None]:
+    """Build the model with its first weights, and freeze what its optimizer does not train.
 
     Args:
         config: of the run.
         world: the ranks.
         given: arguments that the constructor may take and the config leaves out.
         spec: of its optimizer; None where it is not trained.
+        stored: what it begins with in place of what the constructor draws from the seed.
         in_shards: whether each rank may hold a part alone. A class that declares `draws_on_meta`
             is then built on the meta device, with its weights beside it.
         with_values: whether a plan needs more than shapes.
@@ -78,11 +83,11 @@ def build_model(
     Raises:
         ConfigError: the class, or what it is given, does not fit.
         DoesNotFitError: what training keeps, without a sample, exceeds the memory.
+        NoCheckpointError: the stored weights do not fit.
     """
+    unread: dict[str, StoredTensor] = {}
 
-    def build() -> nn.Module:
-        seed_draws(rng_key(config.seed, "weights"), world.device)
-        return refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    build = partial(_construct, config, world, given, stored, unread)
 
     def check(module: nn.Module) -> None:
         if spec is not None:
@@ -92,10 +97,11 @@ def build_model(
     kind = look_up(config.model, "model", config.trust)
     is_away = planned_device(config, world).type != world.device.type
     module: nn.Module | None = None
-    weights: Weights | None = None
+    weights: FirstWeights | None = None
     with preserve_generators():
         if in_shards and getattr(kind, "draws_on_meta", False):
-            module, weights = build_on_meta(build)
+            module, drawn = build_on_meta(build)
+            weights = {**drawn, **unread}
         elif is_away and not with_values:
             module = _counted(build, check)
         module = _built(build, check) if module is None else module
@@ -107,6 +113,21 @@ def build_model(
         text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
         raise ConfigError(f"activation_checkpointing=true: {text}")
     return module, weights
+
+
+def _construct(
+    config: RunConfig,
+    world: World,
+    given: Mapping[str, Any],
+    stored: StoredWeights | None,
+    unread: dict[str, StoredTensor],
+) -> nn.Module:
+    """Build the model with its first weights; those of the meta device are noted as `unread`."""
+    seed_draws(rng_key(config.seed, "weights"), world.device)
+    module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    if stored is not None:
+        unread |= stored.fill(module)
+    return module
 
 
 def _counted(

@@ -13,7 +13,7 @@ from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import OMITTED, bind
 from trainer.models.boundaries import uses_flash
-from trainer.models.meta_start import is_on_meta
+from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.config.cards import card_of
@@ -19,6 +19,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size
 from trainer.core.norms import has_running_norm
 from trainer.core.world import World
+from trainer.models.first_weights import FirstWeights
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel, Replicated, buckets
@@ -108,7 +109,7 @@ class ParallelSetup:
         module: nn.Module,
         call: ModelCall,
         world: World,
-        draw: Callable[[str], Tensor] | None = None,
+        weights: FirstWeights | None = None,
         mesh: DeviceMesh | None = None,
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
@@ -117,8 +118,7 @@ class ParallelSetup:
             module: the model on the rank's device, or on the meta device.
             call: the same, bound to the run's precision.
             world: the ranks.
-            draw: gives a weight by its name, whole, where parameters are on the meta device; None
-                leaves them to be loaded.
+            weights: what parameters on the meta device begin with; None leaves that open.
             mesh: of the ranks; None is that of the run.
         """
         mesh = mesh or self.mesh
@@ -130,7 +130,7 @@ class ParallelSetup:
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
         blocks = separable_blocks(module)
-        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, draw=draw)
+        return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, weights=weights)
 
     def buckets(self, device: torch.device) -> dict[str, int]:
         """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""

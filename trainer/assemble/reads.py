@@ -22,7 +22,7 @@ from trainer.core.tensors import bits_of
 from trainer.data.loader import Request
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import OMITTED
-from trainer.models.meta_start import is_on_meta
+from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
 from trainer.tune.workload import restoring
 

@@ -29,7 +29,7 @@ from trainer.core.micro_batch import Fields
 from trainer.core.signals import check
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
-from trainer.models.meta_start import is_on_meta
+from trainer.models.first_weights import is_on_meta
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.cuts import Auto

@@ -8,7 +8,7 @@ from typing import Self, final
 from trainer.assemble.components import Components
 from trainer.data.collate import Limits
 from trainer.data.loader import Request
-from trainer.models.meta_start import is_on_meta
+from trainer.models.first_weights import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
 from trainer.plan.memory import Shape
 from trainer.tune.forward import Forward, count_forward

@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.codec import decode, encode
 from trainer.checkpoint.store import MODEL, Loaded
-from trainer.checkpoint.tensor_files import StoredTensor, fill, local_part, rows_of
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import NoCheckpointError, NonFiniteError
-from trainer.core.tensors import is_sharded
+from trainer.core.tensors import fill, is_sharded, local_part, rows_of
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")
@@ -68,11 +67,12 @@ def capture(
 def restore(
     loaded: Loaded, model: nn.Module, optimizer: Optimizer, *, keeps_settings: bool = False
 ) -> dict[str, Any]:
-    """Restore a state, all of it or an error; of what is in shards, each rank reads its rows.
+    """Restore all but the model's own state, which `checkpoint_weights` gives, or raise an error.
 
     Args:
         loaded: what `capture` returned and `CheckpointStore` saved.
-        model: of the same architecture; wrapped as it likes, on any device.
+        model: with its weights; wrapped as it likes, on any device. Of what is in shards, each rank
+            reads its rows.
         optimizer: of the same class and parameters.
         keeps_settings: whether the optimizer's groups keep theirs, which were changed on purpose.
 
@@ -80,13 +80,10 @@ def restore(
         The `extra` that was captured.
 
     Raises:
-        NoCheckpointError: names, shapes, dtypes, groups or the optimizer's class differ.
+        NoCheckpointError: groups or the optimizer's class differ.
     """
     try:
         extra = dict(decode(loaded.meta["extra"], loaded.read).items())
-        others = dict(decode(loaded.meta["model"]["others"], loaded.read).items())
-        remedy = "resume with the model that was trained, or use init= to take over weights"
-        load_model(model, loaded.weights, loaded.path, remedy, others)
         _restore_optimizer(loaded, model, optimizer, keeps_settings=keeps_settings)
         _restore_random_states(decode(loaded.meta["rng"], loaded.read))
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -128,62 +125,6 @@ def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
     return {name: origin for name, origin in names.items() if name != origin}
-
-
-@torch.no_grad()
-def load_model(
-    model: nn.Module,
-    weights: Mapping[str, StoredTensor],
-    source: object,
-    remedy: str = "init= needs weights of this very model",
-    others: Mapping[str, Any] | None = None,
-) -> None:
-    """Check stored weights and buffers against a model's, and copy them, one tensor at a time.
-
-    Args:
-        model: whose tensors are to be filled.
-        weights: by plain name; a tied one under its first name in the model, or under others.
-        source: begins the error, which `remedy` ends.
-        remedy: what to do.
-        others: by plain name, what modules keep besides tensors.
-
-    Raises:
-        NoCheckpointError: names, shapes or dtypes differ; the text names the first differences.
-    """
-    state = model.state_dict(keep_vars=True)
-    expected = {plain_name(n): value for n, value in state.items() if isinstance(value, Tensor)}
-    found = dict(weights)
-    for alias, name in find_ties(expected).items():
-        if one := found.get(name) or found.get(alias):
-            found |= {name: found.get(name, one), alias: found.get(alias, one)}
-    if faults := _differences(found, expected):
-        raise NoCheckpointError(f"{source}: does not fit the model: {'; '.join(faults)}: {remedy}")
-    for name, target in state.items():
-        if isinstance(target, Tensor):
-            fill(target, found[plain_name(name)])
-        elif others is not None:
-            state[name] = others[plain_name(name)]
-    # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
-    model.load_state_dict(state)
-
-
-def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Say how stored tensors differ from a model's in names, shapes and dtypes."""
-    wrong = [
-        f"{name} ({_kind(found[name])} in the checkpoint, {_kind(tensor)} in the model)"
-        for name, tensor in expected.items()
-        if name in found and _kind(found[name]) != _kind(tensor)
-    ]
-    differing = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
-        "different": wrong,
-    }
-    return [f"{what} {first_of([*map(clip, names)])}" for what, names in differing.items() if names]
-
-
-def _kind(tensor: Tensor | StoredTensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _encode_optimizer(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,10 +25,7 @@ from torch import Tensor
 from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
 from trainer.core.durable import Bytes
-from trainer.core.tensors import bits_of, is_sharded
-
-if TYPE_CHECKING:  # half a second
-    from torch.distributed.tensor import DTensor
+from trainer.core.tensors import bits_of, is_sharded, local_part, rows_of
 
 FileTensors = Mapping[str, Mapping[str, Tensor]]
 """By name of a file, the tensors that it is to hold, by theirs."""
@@ -89,6 +86,10 @@ class StoredTensor:
             first = last
         return torch.cat(found) if found else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
 
+    def identity(self) -> str:
+        """Give its form alone."""
+        return f"{self.dtype} {[*self.shape]}"
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> tuple[int, str]:
     """Write one new safetensors file durably, tensor by tensor; gives size and SHA-256.
@@ -144,42 +145,6 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
             yield bits_of(tensor[...].cpu()).numpy().data
 
 
-class RowRange(NamedTuple):
-    """The rows of a tensor in shards that this rank holds."""
-
-    start: int
-    stop: int
-    replica: int  # which of the groups of ranks that hold the same this rank is in
-    num_replicas: int  # how many such groups there are; more than one under HSDP
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, sharing its memory."""
-    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-
-
-def rows_of(tensor: DTensor) -> RowRange | None:
-    """Compute which rows this rank holds; None where the ranks hold something else than rows."""
-    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - as above
-
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "the rank is not in its own mesh"
-    num_rows = tensor.shape[0] if tensor.dim() else 1
-    rows, replica, num_replicas = (0, num_rows), 0, 1
-    for size, index, placement in zip(
-        tensor.device_mesh.shape, coordinate, tensor.placements, strict=True
-    ):
-        if isinstance(placement, Replicate):
-            replica, num_replicas = replica * size + index, num_replicas * size
-        elif type(placement) is Shard and placement.dim == 0 and rows == (0, num_rows):
-            # Equal shards of rows, rounded up; the last ones are shorter or empty.
-            most = -(-num_rows // size)
-            rows = min(index * most, num_rows), min((index + 1) * most, num_rows)
-        else:
-            return None
-    return RowRange(*rows, replica, num_replicas)
-
-
 def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
     """Decide which files a rank writes, and what into them; the ranks together write everything.
 
@@ -209,13 +174,3 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
         if is_turn and rows.start < rows.stop:
             files.setdefault(f"{file}-rank-{rank:05d}.safetensors", {})[name] = local_part(tensor)
     return files
-
-
-def fill(target: Tensor, source: StoredTensor) -> None:
-    """Copy a whole tensor into another, or of it the rows that this rank holds there."""
-    if not is_sharded(target) or target.to_local().shape == target.shape:
-        local_part(target).copy_(source[...])
-        return
-    rows = rows_of(target)
-    assert rows is not None, "parameters must be sharded along dimension 0"
-    target.to_local().copy_(source[rows.start : rows.stop])

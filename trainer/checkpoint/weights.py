@@ -1,4 +1,4 @@
-"""Take weights without the rest: a new run's start from another's (`init=`), and `train export`.
+"""Take weights without the rest: what a run begins with, or goes on with, and `train export`.
 
 An export is a folder with `model.safetensors` and `config.json`: plain names, a tied weight under
 each of its names, as `load_state_dict` wants them. Hugging Face models write their own layout.
@@ -6,54 +6,192 @@ each of its names, as `load_state_dict` wants them. Hugging Face models write th
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
+from trainer.checkpoint.codec import decode
 from trainer.checkpoint.manifest import FILE_NAME, DamagedError, OtherFormatError
-from trainer.checkpoint.state import load_model
+from trainer.checkpoint.state import find_ties, plain_name
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
+from trainer.config.messages import clip, first_of
+from trainer.config.run_config import RunConfig
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
-from trainer.core.format import shown_path
+from trainer.core.format import expanded, shown_path
+from trainer.core.tensors import fill
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
 
-def load_weights(
-    model: nn.Module, path: Path, world: World | None = None, step: int | None = None
-) -> Loaded | None:
-    """Fill a model with stored weights and buffers; give the checkpoint they are of. Collective.
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """Weights and buffers in files, unread; each rank reads the rows it holds."""
+
+    values: Mapping[str, StoredTensor]  # by plain name, a tied one under one or more of its names
+    source: object  # begins an error
+    loaded: Loaded | None = None  # the checkpoint they are of, where it is one
+    # Whether they go on, and so are those of the model as it is trained; else a model begins with
+    # them before it is transformed.
+    is_resumed: bool = False
+
+    def match(self, model: nn.Module) -> dict[str, StoredTensor]:
+        """Find the weights and buffers of a model, by the names in its `state_dict`.
+
+        Raises:
+            NoCheckpointError: names, shapes or dtypes differ; the text names the first.
+        """
+        named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        expected = {plain_name(name): tensor for name, tensor in named.items()}
+        found = _with_prefix(self.values, expected)
+        for alias, name in find_ties(expected).items():
+            if one := found.get(name) or found.get(alias):
+                found |= {name: found.get(name, one), alias: found.get(alias, one)}
+        if faults := _differences(found, expected):
+            remedy = "init= needs weights of this very model"
+            if self.is_resumed:
+                remedy = "resume with the model that was trained, or use init= to take over weights"
+            text = f"does not fit the model: {'; '.join(faults)}: {remedy}"
+            raise NoCheckpointError(f"{self.source}: {text}")
+        return {name: found[plain_name(name)] for name in named}
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
+        """Copy them into a model, one tensor at a time; gives those of the meta device, unread.
+
+        Raises:
+            NoCheckpointError: they do not fit it.
+        """
+        found, state = self.match(model), model.state_dict(keep_vars=True)
+        for name, stored in found.items():
+            if not state[name].is_meta:
+                fill(state[name], stored)
+        kept = self._kept()
+        others = {name: kept[plain_name(name)] for name in state if plain_name(name) in kept}
+        # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
+        here = {name: state[name] for name in found if not state[name].is_meta}
+        model.load_state_dict(here | others, strict=False)
+        return {name: stored for name, stored in found.items() if state[name].is_meta}
+
+    def _kept(self) -> Mapping[str, Any]:
+        """Read what modules keep besides tensors, of a run that goes on."""
+        if self.loaded is None or not self.is_resumed:
+            return {}
+        try:
+            kept: Mapping[str, Any] = decode(self.loaded.meta["model"]["others"], self.loaded.read)
+            return dict(kept.items())
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise NoCheckpointError(
+                f"{self.source}: not a state of this version ({error!r:.80}): use init= for its "
+                "weights"
+            ) from error
+
+
+def checkpoint_weights(loaded: Loaded) -> StoredWeights:
+    """Give the weights of a run that goes on, or is read."""
+    return StoredWeights(values=loaded.weights, source=loaded.path, loaded=loaded, is_resumed=True)
+
+
+def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> StoredWeights | None:
+    """Open what a run's model begins with; None where it is drawn from the seed. Collective."""
+    if loaded is not None:
+        return checkpoint_weights(loaded)
+    if config.init is None:
+        return None
+    return open_weights(expanded(config.init), world, config.checkpoint_step)
+
+
+def open_weights(path: Path, world: World | None = None, step: int | None = None) -> StoredWeights:
+    """Open weights for a new run; nothing of them is read yet. Collective.
 
     Args:
-        model: of the architecture that was stored.
-        path: a run, one of its checkpoints, an exported folder, or a safetensors file.
-        world: the ranks that load, each the rows it holds.
+        path: a run, one of its checkpoints, an exported folder, that of a Hugging Face model, in
+            one file or several, or a safetensors file. Names may lack the model's prefix, or have
+            one more.
+        world: the ranks that open it.
         step: which checkpoint of a run; None for the newest that is intact.
 
     Raises:
-        NoCheckpointError: nothing usable is there, or it does not fit the model.
+        NoCheckpointError: nothing usable is there.
     """
     world = world or World()
-    opened: list[tuple[Loaded | None, dict[str, StoredTensor]]] = []
+    opened: list[StoredWeights] = []
     if (path / CHECKPOINTS).is_dir():
         newest = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
-        opened = [(newest, newest.weights)]
-    elif step is not None:
+        return StoredWeights(values=newest.weights, source=newest.path, loaded=newest)
+    if step is not None:
         raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
-    else:
-        world.on_all(lambda: opened.append(_open_weights(path, world)))
-    ((loaded, found),) = opened
-    load_model(model, found, loaded.path if loaded else path)
-    return loaded
+    world.on_all(lambda: opened.append(_open(path, world)))
+    return opened[0]
+
+
+def _open(path: Path, world: World) -> StoredWeights:
+    """List the weights in a checkpoint, an exported folder or a file, by plain name."""
+    shown = f"init={shown_path(path)}"
+    try:
+        if (path / FILE_NAME).is_file():
+            loaded = open_checkpoint(path, world=world)
+            return StoredWeights(values=loaded.weights, source=loaded.path, loaded=loaded)
+        files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]
+        if (path / INDEX_FILE).is_file() and not files:
+            index = json.loads((path / INDEX_FILE).read_bytes())["weight_map"]
+            files = [path / Path(name).name for name in sorted({*index.values()})]
+        if files:
+            return StoredWeights(values=open_tensors(files), source=path)
+    except (DamagedError, OtherFormatError, LookupError, TypeError, ValueError) as error:
+        raise NoCheckpointError(f"{shown}: cannot be used: {error}") from error
+    except OSError as error:
+        raise NoCheckpointError(f"{shown}: cannot be read: {error.strerror}") from error
+    raise NoCheckpointError(
+        f"{shown}: no weights here: name a run, a checkpoint, an export or a safetensors file"
+    )
+
+
+def _with_prefix(
+    found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]
+) -> dict[str, StoredTensor]:
+    """Put on, or take off, the prefix by which all names differ from the model's, if one does."""
+    if found.keys().isdisjoint(expected):
+        for stored, name in product(found, expected):
+            if name.endswith(f".{stored}"):
+                return {f"{name.removesuffix(stored)}{n}": t for n, t in found.items()}
+            if stored.endswith(f".{name}"):
+                prefix = stored.removesuffix(name)
+                return {n.removeprefix(prefix): t for n, t in found.items()}
+    return dict(found)
+
+
+def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Say how stored tensors differ from a model's in names, shapes and dtypes."""
+    wrong = [
+        f"{name} ({_kind(found[name])} in the checkpoint, {_kind(tensor)} in the model)"
+        for name, tensor in expected.items()
+        if name in found and _kind(found[name]) != _kind(tensor)
+    ]
+    differing = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "different": wrong,
+    }
+    return [f"{what} {first_of([*map(clip, names)])}" for what, names in differing.items() if names]
+
+
+def _kind(tensor: Tensor | StoredTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def export(
@@ -100,22 +238,3 @@ def export(
     finally:
         durable.discard(unfinished)  # of which nothing is left where it was published
     return to
-
-
-def _open_weights(path: Path, world: World) -> tuple[Loaded | None, dict[str, StoredTensor]]:
-    """List the weights in a checkpoint, an exported folder or a file, by plain name."""
-    shown = f"init={shown_path(path)}"
-    try:
-        if (path / FILE_NAME).is_file():
-            loaded = open_checkpoint(path, world=world)
-            return loaded, loaded.weights
-        for file in (path, path / WEIGHTS_FILE):
-            if file.is_file():
-                return None, open_tensors([file])
-    except (DamagedError, OtherFormatError) as error:
-        raise NoCheckpointError(f"{shown}: cannot be used: {error}") from error
-    except OSError as error:
-        raise NoCheckpointError(f"{shown}: cannot be read: {error.strerror}") from error
-    raise NoCheckpointError(
-        f"{shown}: no weights here: name a run, a checkpoint, an export or a safetensors file"
-    )

@@ -27,9 +27,8 @@ from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model
 from trainer.assemble.parallel import parallel_mode, parallel_setup
 from trainer.assemble.run_plan import RunPlan, prepare, prepare_on_main
-from trainer.checkpoint.state import load_model
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import export, load_weights
+from trainer.checkpoint.weights import checkpoint_weights, export, first_weights
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
 from trainer.core.durable import write_record
@@ -42,7 +41,6 @@ from trainer.report.console import Screen
 from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.evaluation import HeldOut, evaluate
-from trainer.training.window import StepContext
 from trainer.verify.proof import verify
 
 VERIFY_FILE = "verify.json"
@@ -64,13 +62,10 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     state = read_run_state(loaded)
     if config.evaluates_all:
         config = _for_any_data(config, state)
-    components = assemble(config, world, state)
+    components = assemble(config, world, state, checkpoint_weights(loaded))
     if not config.evaluates_all:
         refuse_changed_data(components, state)
-    check_consistency(
-        world, components.data_views, components.module, components.weights, begins=False
-    )
-    load_model(components.module, loaded.weights, loaded.path)
+    check_consistency(world, components.data_views, components.module, components.weights)
     data = prepare_on_main(components).components.held_out
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
@@ -141,14 +136,12 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     if "transformers" not in sys.modules:
         return None
     try:
-        module, _ = build_model(config, world, read_run_state(loaded).get("given", {}))
+        given, stored = read_run_state(loaded).get("given", {}), checkpoint_weights(loaded)
+        module, _ = build_model(config, world, given, stored=stored)
     except ConfigError as error:  # what it was loaded from may be gone
         Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
         return None
-    if not hasattr(module, "save_pretrained"):
-        return None
-    load_model(module, loaded.weights, loaded.path)
-    return module
+    return module if hasattr(module, "save_pretrained") else None
 
 
 def _show(loaded: Loaded, text: str) -> None:
@@ -172,17 +165,22 @@ def assemble_resumed(
 ) -> tuple[Components, Loaded | None, dict[str, Any]]:
     """Build a run as it begins, or goes on from the checkpoint that `resume` names.
 
-    Gives its parts, that checkpoint, as it is, and its state; what a resumption refuses is refused.
-    `with_values` is as for `assemble`.
+    Gives its parts, the checkpoint of its weights, where they are of one, and the state that it
+    goes on with; what a resumption refuses is refused. A plan leaves weights unread. `with_values`
+    is as for `assemble`.
     """
-    if config.resume is None:
-        return assemble(config, world, with_values=with_values), None, {}
-    store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
-    loaded = store.load(config.checkpoint_step, set_aside=False)
-    extra = read_run_state(loaded)
-    components = assemble(config, world, extra, with_values=with_values)
-    terms_of(components, loaded, extra)
-    return components, loaded, extra
+    loaded, extra, stored = None, {}, None
+    if config.resume is not None:
+        store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
+        loaded = store.load(config.checkpoint_step, set_aside=False)
+        extra = read_run_state(loaded)
+    if config.command != "plan":
+        # One process stands for all ranks.
+        stored = first_weights(config, loaded, World(device=world.device))
+    components = assemble(config, world, extra, stored, with_values=with_values)
+    if loaded is not None:
+        terms_of(components, loaded, extra)
+    return components, loaded or (stored and stored.loaded), extra
 
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -199,8 +197,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     components, loaded, extra = assemble_resumed(config, world)
     run_plan = prepare(components, extra.get("cut"))
     batch, feed = _of_all_ranks(run_plan)
-    context, loaded = _step_context(components, loaded)
-    report = verify(context, batch, feed, whole_fits=_whole_fits(run_plan))
+    report = verify(components.step_context(), batch, feed, whole_fits=_whole_fits(run_plan))
     report = replace(report, notes=(*_asides(components), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
@@ -264,24 +261,6 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         screen.show(verify_block(report))
         screen.close()
     raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
-
-
-def _step_context(
-    components: Components, loaded: Loaded | None
-) -> tuple[StepContext, Loaded | None]:
-    """Compose the step with the weights that the run begins, or goes on, with, and name those."""
-    config, here = (
-        components.config,
-        World(device=components.world.device),
-    )  # one process holds all ranks
-    context = components.step_context(is_fresh=config.init is None and loaded is None)
-    if loaded is not None:
-        load_model(components.module, loaded.weights, loaded.path)
-    elif config.init is not None:
-        loaded = load_weights(
-            components.module, expanded(config.init), here, config.checkpoint_step
-        )
-    return context, loaded
 
 
 def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:

@@ -17,14 +17,14 @@ from trainer.assemble.run_plan import RunPlan, choose_sync, describe_cut, prepar
 from trainer.assemble.summary import summarize
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.weights import StoredWeights, first_weights
 from trainer.commands.reading import assemble_resumed, name_read
 from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, Preempted
-from trainer.core.format import expanded, shown_path
+from trainer.core.format import shown_path
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.plan.order import Cursor
@@ -99,7 +99,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     _end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
     extra = {} if loaded is None else read_run_state(loaded)
-    components = _assemble(config, world, extra, begins=loaded is None and not config.init)
+    components = _assemble(config, world, extra, stored := first_weights(config, loaded, world))
     contract = terms_of(components, loaded, extra)
     # What was measured may not choose the order of sums.
     network = None if config.deterministic else network_of(world, extra.get("network"))
@@ -112,7 +112,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         predicted_bytes=plan["predicted_peak_bytes"],
         limit_bytes=plan["memory_limit_bytes"],
     )
-    context, taken = _step_context(components, loaded, extra, contract, failed)
+    context = _step_context(components, loaded, extra, contract, failed)
     world.on_main(lambda: _record_begin(folder, plan, components))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
@@ -123,8 +123,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         if loaded is None and components.train_set.num_skipped:
             reporter.passed_over(components.train_set.num_skipped, components.train_set.skipped)
         reporter.start(plan, name=config.name)
-        _name_weights(reporter, components, taken)
-        whole = BUILT_WHOLE if components.is_sharded and components.weights is None else None
+        _name_weights(reporter, components, stored)
+        whole = BUILT_WHOLE * (components.is_sharded and components.weights is None)
         for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
             reporter.line(line)
         with tracing(world, config.profile, progress.step, folder, reporter.warn):
@@ -139,15 +139,15 @@ def _end_if_stopped(world: World, was_asked: bool) -> None:
 
 
 def _assemble(
-    config: RunConfig, world: World, extra: Mapping[str, Any], *, begins: bool
+    config: RunConfig, world: World, extra: Mapping[str, Any], stored: StoredWeights | None
 ) -> Components:
     """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
     components: list[Components] = []
     with suppress(Preempted):
-        components.append(assemble(config, world, extra))
+        components.append(assemble(config, world, extra, stored))
     _end_if_stopped(world, not components)
     found = components[0]
-    check_consistency(world, found.data_views, found.module, found.weights, begins=begins)
+    check_consistency(world, found.data_views, found.module, found.weights)
     if (wrong := wrong_sum(config, found.parallel, world)) is not None:
         raise ConfigError(f"sync: {wrong.text}")
     return found
@@ -167,26 +167,23 @@ def _step_context(
     extra: Mapping[str, Any],
     contract: Mapping[str, Any],
     failed: FailedAllocation,
-) -> tuple[StepContext, Loaded | None]:
-    """Compose the step, with the weights and the state it begins with; name those of `init=`."""
-    config, taken = components.config, None
-    is_fresh = config.init is None and loaded is None
+) -> StepContext:
+    """Compose the step, with the state that it goes on with."""
     scale = extra.get("loss_scale")
-    context = components.step_context(is_fresh=is_fresh, on_out_of_memory=failed, loss_scale=scale)
-    if config.init is not None and loaded is None:
-        init = expanded(config.init)
-        taken = load_weights(components.module, init, components.world, config.checkpoint_step)
+    context = components.step_context(on_out_of_memory=failed, loss_scale=scale)
     if loaded is not None:
         # More steps change no setting of the optimizer, and its groups may hold state.
         lengths = ("steps", "epochs")
         is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
         restore(loaded, components.module, context.optimizer, keeps_settings=not is_same)
-    return context, taken
+    return context
 
 
-def _name_weights(reporter: Reporter, components: Components, taken: Loaded | None) -> None:
+def _name_weights(reporter: Reporter, components: Components, stored: StoredWeights | None) -> None:
     """Show which weights `init=` took, and warn where they may know what is held out here."""
-    config = components.config
+    if stored is None or stored.is_resumed:
+        return
+    config, taken = components.config, stored.loaded
     if taken is not None:
         for message in taken.messages:
             reporter.warn(message)
@@ -198,8 +195,7 @@ def _name_weights(reporter: Reporter, components: Components, taken: Loaded | No
                 "init: those weights were trained on another part of these data, so that samples "
                 "held out here may be ones they were trained on"
             )
-    if config.init is not None and config.resume is None:
-        reporter.line(f"init: weights of {taken or config.init}")
+    reporter.line(f"init: weights of {taken or config.init}")
 
 
 def _reporter(

@@ -1,14 +1,33 @@
-"""Tell whether a tensor is sharded, and view its memory as integers."""
+"""Tell whether a tensor is sharded, fill the part that is here, and view memory as integers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from types import EllipsisType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
     from torch.distributed.tensor import DTensor
+
+
+class LazyTensor(Protocol):
+    """A tensor that is not in memory yet, of which only what is asked for gets there."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Give rows `start:stop`, or all with `...`, on the CPU; do not write to them."""
+
+    def identity(self) -> str:
+        """Tell it from tensors of other values, as far as that can be done without reading it."""
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -21,3 +40,49 @@ def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     # One element is contiguous whatever its stride, but only stride 1 takes another dtype.
     return flat.as_strided(flat.shape, (1,)).view(dtype)
+
+
+class RowRange(NamedTuple):
+    """The rows of a tensor in shards that this rank holds."""
+
+    start: int
+    stop: int
+    replica: int  # which of the groups of ranks that hold the same this rank is in
+    num_replicas: int  # how many such groups there are; more than one under HSDP
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, sharing its memory."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
+def rows_of(tensor: DTensor) -> RowRange | None:
+    """Compute which rows this rank holds; None where the ranks hold something else than rows."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see above
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "the rank is not in its own mesh"
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    rows, replica, num_replicas = (0, num_rows), 0, 1
+    for size, index, placement in zip(
+        tensor.device_mesh.shape, coordinate, tensor.placements, strict=True
+    ):
+        if isinstance(placement, Replicate):
+            replica, num_replicas = replica * size + index, num_replicas * size
+        elif type(placement) is Shard and placement.dim == 0 and rows == (0, num_rows):
+            # Equal shards of rows, rounded up; the last ones are shorter or empty.
+            most = -(-num_rows // size)
+            rows = min(index * most, num_rows), min((index + 1) * most, num_rows)
+        else:
+            return None
+    return RowRange(*rows, replica, num_replicas)
+
+
+def fill(target: Tensor, source: LazyTensor) -> None:
+    """Copy a whole tensor into another, or of it the rows that this rank holds there."""
+    if not is_sharded(target) or target.to_local().shape == target.shape:
+        local_part(target).copy_(source[...])
+        return
+    rows = rows_of(target)
+    assert rows is not None, "parameters must be sharded along dimension 0"
+    target.to_local().copy_(source[rows.start : rows.stop])

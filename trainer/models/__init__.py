@@ -2,5 +2,5 @@
 
 `gpt.py` is the model of `model=gpt_tiny`, `gpt_small` and `gpt2`. `bind.py` calls a model with the
 fields that its `forward` names, `recompute.py` finds the blocks that activation checkpointing and
-FSDP2 work on, and `meta_start.py` builds a model in shards. Read `gpt.py` first.
+FSDP2 work on, and `first_weights.py` builds a model in shards. Read `gpt.py` first.
 """

@@ -23,11 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.core.tensors import fill
 from trainer.core.world import World
+from trainer.models.first_weights import FirstWeights
 from trainer.parallel import fsdp_calls
 from trainer.parallel.base import Parallel, drop_unused, norm_in_double, reduce_scatter
 from trainer.parallel.block_order import BlockOrder, close_object, open_object
@@ -45,8 +47,8 @@ class Sharded(Parallel):
         blocks: submodules that are gathered and reduced each on its own; the rest forms one more.
         world: all ranks.
         mesh: of the ranks, from `make_mesh`.
-        draw: gives a parameter's first value by its name, whole, the same on every rank; None
-            leaves the shards of a model on the meta device to be loaded.
+        weights: what parameters on the meta device begin with; each rank takes its rows. None
+            leaves their values open.
         dtype: that fp32 parameters are gathered in; None gathers them as they are.
 
     Raises:
@@ -61,7 +63,7 @@ class Sharded(Parallel):
         world: World,
         mesh: DeviceMesh,
         *,
-        draw: Callable[[str], Tensor] | None = None,
+        weights: FirstWeights | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, parameter in module.named_parameters():
@@ -81,7 +83,7 @@ class Sharded(Parallel):
             part.register_forward_hook(open_object)
             fully_shard(part, mesh=mesh, mp_policy=policy)
             part.register_forward_hook(close_object)
-        _give_memory(module, world.device, draw)
+        _give_memory(module, world.device, weights)
         self._shards = dict(module.named_parameters())
         self._whole: dict[str, nn.Parameter] = {}
         self._groups = _groups_of(module, self._shards)
@@ -283,19 +285,15 @@ def _chunk(whole: Tensor, chunks: Tensor) -> None:
         chunks[rank, : len(part)].copy_(part)
 
 
-def _give_memory(
-    module: nn.Module, device: torch.device, draw: Callable[[str], Tensor] | None
-) -> None:
+def _give_memory(module: nn.Module, device: torch.device, weights: FirstWeights | None) -> None:
     """Put shards with memory in place of those on the meta device, one parameter at a time."""
     real: dict[int, nn.Parameter] = {}
     for name, meta in module.named_parameters():
         if not meta.is_meta:
             continue
-        assert isinstance(meta, DTensor)
-        shard: Tensor = torch.empty_like(meta, device=device)
-        if draw is not None:
-            whole, (mesh, placements) = draw(name).to(device), (meta.device_mesh, meta.placements)
-            shard = distribute_tensor(whole.contiguous(), mesh, placements, src_data_rank=None)
+        shard = torch.empty_like(meta, device=device, requires_grad=False)
+        if weights is not None:
+            fill(shard, weights[name])
         real[id(meta)] = nn.Parameter(shard, meta.requires_grad)
     if real:
         # Assigned under all of their names, so that tied ones stay tied.

@@ -24,7 +24,7 @@ from trainer.config.messages import clip
 from trainer.core.errors import TrainError
 from trainer.models.compilation import compile_model
 from trainer.models.duplicate import duplicate
-from trainer.models.meta_start import is_on_meta
+from trainer.models.first_weights import is_on_meta
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.layout import COMPILED_SHAPES

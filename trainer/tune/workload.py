@@ -27,7 +27,7 @@ from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
 from trainer.models.bind import Casts, bind
 from trainer.models.check import refuse_sparse_gradients
-from trainer.models.meta_start import Weights, drawn, is_on_meta
+from trainer.models.first_weights import FirstWeights, drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import ModelCall, Objective, sums_of
 from trainer.parallel.base import Parallel, Replicated
@@ -64,7 +64,7 @@ class Workload:
     # Whether the model is timed compiled, and its memory predicted so; where it recomputes, whose
     # graphs cannot run fake, memory is predicted uncompiled
     compiled: bool = False
-    weights: Weights | None = None  # what parameters on the meta device begin with
+    weights: FirstWeights | None = None  # what parameters on the meta device begin with
     # When gradients are reduced, where the model is laid out
     sync: SyncPolicy = field(default_factory=Deferred)
     # Lends a way to lay copies out over ranks that are not there, as the run does over real ones;

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.lib.nightly import nightly
+from tests.lib.support import restore_all
 from tests.reliability.lab import seed_everything
 from tests.reliability.support import put
 from trainer.checkpoint.codec import decode, encode
-from trainer.checkpoint.state import assert_finite, capture, restore
+from trainer.checkpoint.state import assert_finite, capture
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.core.errors import NoCheckpointError, NonFiniteError
 
@@ -135,7 +136,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
     seed_everything(2)
     model, optimizer = build(kind)
     train(model, optimizer, 1)
-    assert restore(loaded, model, optimizer) == {"cursor": (3, 1)}
+    assert restore_all(loaded, model, optimizer) == {"cursor": (3, 1)}
     before = {name: loaded.read(name).clone() for name in loaded.tensors}
     train(model, optimizer, 3)
     assert_same(everything(model, optimizer), uninterrupted)
@@ -154,7 +155,7 @@ def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
         }
     loaded = through_disk(tmp_path, model, optimizer)
     before = everything(model, optimizer)
-    restore(loaded, model, optimizer)
+    restore_all(loaded, model, optimizer)
     assert_same(everything(model, optimizer), before)
     assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
 
@@ -169,7 +170,7 @@ def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_
     model, optimizer = build("two groups")
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    restore(loaded, model, optimizer)
+    restore_all(loaded, model, optimizer)
     assert model.head.weight is model.embed.weight
     weight, strides = model.conv.weight, Net().conv.weight.stride()
     assert weight.stride() == optimizer.state[weight]["exp_avg"].stride() == strides
@@ -178,7 +179,7 @@ def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    restore(loaded, model, optimizer, keeps_settings=True)
+    restore_all(loaded, model, optimizer, keeps_settings=True)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
@@ -187,7 +188,7 @@ def test_state_follows_the_parameter_name_and_not_its_position(tmp_path):
     other = Net()
     trained_ones = [p for p in other.parameters() if p.requires_grad]
     turned = torch.optim.Adagrad(trained_ones[::-1], lr=0.01)
-    restore(loaded, other, turned)
+    restore_all(loaded, other, turned)
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
             saved = loaded.read(f"optimizer.{name}.sum")
@@ -198,7 +199,7 @@ def test_names_do_not_depend_on_compilation(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
     loaded = through_disk(tmp_path, model, torch.optim.SGD(model.parameters()))
-    restore(loaded, compiled, torch.optim.SGD(compiled.parameters()))
+    restore_all(loaded, compiled, torch.optim.SGD(compiled.parameters()))
     assert torch.equal(next(compiled.parameters()), model[0].weight)
 
 
@@ -224,7 +225,7 @@ def changed(**parts: nn.Module | None) -> tuple[nn.Module, Optimizer]:
 def test_a_checkpoint_that_does_not_fit_is_refused_with_names(other, text, tmp_path):
     loaded = through_disk(tmp_path, *build("SGD"))
     with pytest.raises(NoCheckpointError, match=text) as refusal:
-        restore(loaded, *other())
+        restore_all(loaded, *other())
     assert "\n" not in str(refusal.value)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from tests.reliability.support import put
 from trainer.checkpoint.state import capture
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import export, load_weights
+from trainer.checkpoint.weights import export, open_weights
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 
@@ -96,15 +96,33 @@ def test_weights_are_taken_from_a_run_a_checkpoint_an_export_or_a_file(run, tmp_
     files = exported / "model.safetensors", tmp_path / "tied.safetensors"
     for path in (run, first, exported, *files):
         model = Tied()
-        load_weights(model, path)
+        open_weights(path).fill(model)
         assert_has(model, 1 if path == first else 2)
         assert model.head.weight is model.embed.weight
+
+
+def test_weights_may_lie_in_several_files_and_lack_the_model_s_prefix_or_have_one_more(tmp_path):
+    weights = weights_of(2)
+    places = {n: f"model-{i % 2}.safetensors" for i, n in enumerate(weights) if n != "head.weight"}
+    for file in set(places.values()):
+        save_file({n: weights[n] for n in places if places[n] == file}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": places}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain, wrapped = Tied(), nn.ModuleDict({"inner": Tied()})
+    open_weights(tmp_path).fill(plain)
+    open_weights(tmp_path).fill(wrapped)
+    assert_has(plain, 2)
+    assert_has(wrapped["inner"], 2)
+    save_file({f"inner.{n}": weights[n] for n in places}, tmp_path / "wrapped.safetensors")
+    again = Tied()
+    open_weights(tmp_path / "wrapped.safetensors").fill(again)
+    assert_has(again, 2)
 
 
 def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run):
     os.truncate(run / "checkpoints" / "step-00000002" / "model.safetensors", 10)
     model = Tied()
-    load_weights(model, run)
+    open_weights(run).fill(model)
     assert_has(model, 1)
     assert (run / "checkpoints" / "step-00000002").is_dir()
 
@@ -112,7 +130,7 @@ def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run):
 def test_weights_of_another_model_are_refused_with_names(run):
     text = r"different embed.weight \(float32 \[7, 4\] in the checkpoint, float32 \[7, 5\] in the"
     with pytest.raises(NoCheckpointError, match=text):
-        load_weights(Tied(width=5), run)
+        open_weights(run).fill(Tied(width=5))
 
 
 @pytest.mark.parametrize(
@@ -125,5 +143,5 @@ def test_a_path_without_weights_is_one_line(folder, content, tmp_path):
     if content is not None:
         (tmp_path / "it").write_bytes(content)
     with pytest.raises(NoCheckpointError, match="it") as refusal:
-        load_weights(Tied(), tmp_path / "it")
+        open_weights(tmp_path / "it").fill(Tied())
     assert "\n" not in str(refusal.value)

@@ -1,0 +1,164 @@
+"""Give a model its first weights: each by its name, and no more rows of it than are asked for.
+
+Three makers give them. *Drawn* ones come from the seed: the constructor runs under
+`torch.device("meta")`, where tensors have no memory, and what fills a parameter is recorded. Where
+it draws random numbers it is also run on memory that is dropped at once, so that the generator
+moves as it does on the CPU. A weight is computed later by running its operations again from the
+states of the generator that were found, and so has the bits of a model that is built on the CPU.
+Those in *files*, and those of a run's own *checkpoint*, are in `trainer.checkpoint.weights`.
+
+On the meta device only classes are built that declare `draws_on_meta`: their constructors draw
+there what they draw on the CPU. Others may do something else (transformers leaves weights undrawn).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.core.errors import ConfigError
+from trainer.core.tensors import LazyTensor, fill
+
+_NO_VALUE = (
+    "has no first value that can be computed again: draw weights by torch.nn.init and make no "
+    "buffers, or declare no draws_on_meta"
+)
+
+FirstWeights: TypeAlias = Mapping[str, LazyTensor]
+"""What the parameters of a model begin with, by each name that they have in it."""
+
+
+@final
+class Fill(NamedTuple):
+    """An operation that gave a whole tensor values."""
+
+    func: Any  # the dispatcher's
+    args: tuple[Any, ...]  # after the tensor that is written to
+    kwargs: Mapping[str, Any]
+    state: Tensor | None  # of the default generator when it ran; None where it draws nothing
+    makes: bool  # gives the tensor, as torch.zeros does, in place of writing to it
+
+    def run(self, tensor: Tensor) -> None:
+        """Give a tensor on the CPU those values; moves the generator as it did then."""
+        if self.makes:
+            tensor.copy_(self.func(*self.args, **{**self.kwargs, "device": "cpu"}))
+        else:
+            self.func(tensor, *self.args, **self.kwargs)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DrawnTensor:
+    """What a constructor filled a parameter with, computed again each time it is asked for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    fills: list[Fill] = field(default_factory=list)  # in order
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Compute it whole, on the CPU, and give those rows; the same bits at every call."""
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        now = torch.default_generator.get_state()
+        for each in self.fills:
+            if each.state is not None:
+                torch.default_generator.set_state(each.state)
+            each.run(tensor)
+        torch.default_generator.set_state(now)
+        return tensor[rows]
+
+    def identity(self) -> str:
+        """Hash how the values come about."""
+        digest = hashlib.blake2b(digest_size=16)
+        for func, args, kwargs, state, _ in self.fills:
+            digest.update(f"{func} {args} {kwargs}".encode())
+            digest.update(b"" if state is None else state.numpy().tobytes())
+        return digest.hexdigest()
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeights]:
+    """Build a model that `draws_on_meta` there; the generator moves as on the CPU.
+
+    Raises:
+        ConfigError: it does not, since what it fills a tensor with cannot be computed again.
+    """
+    recorder = _FillRecorder()
+    with recorder, torch.device("meta"):
+        module = build()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    lost = [name for name, parameter in named.items() if _key(parameter) not in recorder.fills]
+    if lost := [*lost, *(name for name, buffer in module.named_buffers() if buffer.is_meta)]:
+        raise ConfigError(f"model: {lost[0]} {_NO_VALUE}")
+    return module, {
+        name: DrawnTensor(p.shape, p.dtype, recorder.fills[_key(p)]) for name, p in named.items()
+    }
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether parameters of a model have no memory."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+@contextmanager
+def drawn(module: nn.Module, weights: FirstWeights, device: torch.device) -> Iterator[None]:
+    """Give a model on the meta device its first weights, whole, on `device` inside the block."""
+    metas = [dict(part._parameters) for part in module.modules()]
+    real: dict[int, nn.Parameter] = {}
+    for name, p in module.named_parameters():
+        whole = torch.empty_like(p, device=device, requires_grad=False)
+        fill(whole, weights[name])
+        real[id(p)] = nn.Parameter(whole, p.requires_grad)
+    try:
+        for part, own in zip(module.modules(), metas, strict=True):
+            part._parameters.update({name: real.get(id(p)) for name, p in own.items()})
+        yield
+    finally:
+        for part, own in zip(module.modules(), metas, strict=True):
+            part._parameters.update(own)
+
+
+@final
+class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Records what fills tensors on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.fills: dict[int, list[Fill]] = {}
+        self._storages: list[torch.UntypedStorage] = []  # alive, so that their ids stay their own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run one operation, and record it if it fills a whole tensor on the meta device."""
+        kwargs = dict(kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].is_meta:
+            is_whole = args[0].nbytes == args[0].untyped_storage().nbytes()
+            others = tree_leaves((args[1:], kwargs))
+            if not is_whole or any(isinstance(leaf, Tensor | torch.Generator) for leaf in others):
+                raise ConfigError(f"model: what {func} writes to {_NO_VALUE}")
+            self._record(args[0], func, args[1:], kwargs, makes=False)
+        found = func(*args, **kwargs)
+        is_made = isinstance(found, Tensor) and not any(isinstance(x, Tensor) for x in leaves)
+        if is_made and found.is_meta and "empty" not in func._schema.name:
+            self._record(found, func, args, kwargs, makes=True)
+        return found
+
+    def _record(self, target: Tensor, func: Any, args: Any, kwargs: Any, *, makes: bool) -> None:  # noqa: ANN401
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        state = torch.default_generator.get_state() if draws else None
+        fill = Fill(func, args, kwargs, state, makes)
+        if draws:
+            fill.run(torch.empty(target.shape, dtype=target.dtype, device="cpu"))
+        self._storages.append(target.untyped_storage())
+        self.fills.setdefault(_key(target), []).append(fill)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
