@@ -183,7 +183,10 @@ def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
     options = "accum=pairs accum.gradient=back accum.gradient.scale=2"
     assert_same_gradient(go(f"{OWN} {options}", config_dir="my_conf"), both)
     for run in (pairs, both):
-        shapes = read_json(run.folder / "plan.json")["shapes"]
+        plan = read_json(run.folder / "plan.json")
+        assert plan["neighbours"] == 2
+        assert "  pairs       2 neighbours of 1 rank" in (run.folder / "train.log").read_text()
+        shapes = plan["shapes"]
         assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
         lengths = [shape["length"] for shape in shapes]
         assert lengths == sorted(lengths)

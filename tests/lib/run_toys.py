@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tests.lib.tune_support import FullAt
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
 from trainer.core.micro_batch import Fields
+from trainer.core.rows import Row, RunFacts, row
 from trainer.objectives.base import Objective, Sums, logits_of
 from trainer.parallel.sync import Reduction, SyncPolicy
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
@@ -286,6 +287,10 @@ class Pairs(Cut):
 
     def smaller(self, plan: Plan) -> Cut | None:
         return Pairs(self.size // 2) if self.size > 1 else None
+
+    def describe(self, facts: RunFacts) -> Sequence[Row]:
+        words = f"{self.size} neighbours of {facts.world_size} rank"
+        return [*super().describe(facts), row("pairs", words, neighbours=self.size)]
 
 
 class Backwards(GradientStrategy):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.core.coupling import Kind
 from trainer.core.micro_batch import MicroBatch
+from trainer.core.rows import Described
 from trainer.data import samples
 from trainer.objectives.base import Objective, at_least_single
 from trainer.parallel.base import Parallel
@@ -28,7 +29,7 @@ Divisors = Mapping[str, float]
 """What each named loss sum of one micro-batch is divided by."""
 
 
-class GradientStrategy(ABC):
+class GradientStrategy(Described, ABC):
     """How the gradients of micro-batches become the step's gradient."""
 
     couplings: ClassVar[frozenset[Kind]] = frozenset({"none", "group", "micro_batch"})

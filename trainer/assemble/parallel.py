@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Self, final
 
 import torch
@@ -18,6 +18,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, size
 from trainer.core.norms import has_running_norm
+from trainer.core.rows import Described, Row, RunFacts, row
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
 from trainer.models.recompute import separable_blocks
@@ -46,25 +47,39 @@ POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Overlapped(), Hierarchical(), Im
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ParallelSetup:
-    """How a run uses its ranks.
-
-    Attributes:
-        bulk: what sync policies move; None where there is no choice of them.
-    """
+class ParallelSetup(Described):
+    """How a run uses its ranks."""
 
     mode: str  # where parameters and gradients live: `none`, `ddp`, `fsdp` or `hsdp`
     replicas: int  # copies of the model
     sync: SyncPolicy
     mesh: DeviceMesh | None = None  # of real ranks; None where no rank holds shards
     dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
-    sizes: ModelBytes | None = None
+    sizes: ModelBytes | None = None  # what sync policies move; None without a choice of them
     is_ordered: bool = False  # `deterministic=layout`: sums in the same bits for every layout
     is_open: bool = False  # `sync=auto`: the table says which policy it is
     rows: tuple[Traffic, ...] = ()  # of the table of policies
     network: Network | None = None  # between the ranks; None until it is measured
     why: str | None = None  # a line that says what `sync=auto` weighed; None where it was not asked
     why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
+
+    @property
+    def reasons(self) -> tuple[str | None, str | None]:
+        """What `parallel=auto` and `sync=auto` weighed."""
+        return self.why_mode, self.why
+
+    def describe(self, facts: RunFacts) -> Sequence[Row]:
+        """See the base class."""
+        sync = self.why or f"{self.sync.name}, parallel {self.mode}"
+        if facts.world_size == 1:
+            sync = "one rank, which sends nothing"
+        table = [asdict(each) for each in self.rows]
+        measured = self.network and asdict(self.network)
+        return [
+            row("parallel", self.why_mode, in_plan=True, parallel=self.mode),
+            row("sync", sync, in_plan=True, sync=self.sync.name, sync_table=table),
+            row(parallel_why=self.why_mode, sync_why=self.why, network=measured),
+        ]
 
     def weighed(
         self, work: ComputeTime, network: Network | None = None, begun: str | None = None

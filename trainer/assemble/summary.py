@@ -1,8 +1,9 @@
-"""Work the arithmetic of a run out, before anything is trained: what plan.json holds."""
+"""Describe a run in rows, before anything is trained: the start block and plan.json."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +17,8 @@ from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
 from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
-from trainer.core.format import plural
+from trainer.core.format import duration, number, percent, plural, short, size
+from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.models.check import vocabulary_of
 from trainer.models.hf import pretrained_of, stored_dtypes
 from trainer.optim.optimizers import match_groups
@@ -32,115 +34,252 @@ SHORT = {
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
 
-def summarize(run_plan: RunPlan) -> dict[str, Any]:
-    """Work the whole arithmetic of a run out: the keys of plan.json, with plain values.
+def describe(run_plan: RunPlan) -> list[Row]:
+    """Describe a run in rows, in the order in which a person reads them.
 
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
     None is what is not known.
     """
-    components, plan, cut = run_plan.components, run_plan.plans[0], run_plan.cut
-    config, order, plans = components.config, components.source.order, run_plan.plans
-    lengths, parallel, every = (
-        components.source.lengths,
-        components.parallel,
-        config.checkpoint.every,
+    components, lengths = run_plan.components, run_plan.components.source.lengths
+    noun: Noun = "sample" if int(lengths.sum()) == len(lengths) else "token"
+    ranks, steps = components.world.size, components.total_steps
+    facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
+    setup, objective, how = components.parallel, components.objective, run_plan.how
+    others = components.strategy, components.schedule, components.spec, setup.sync, setup
+    chosen, has_cap = components.chosen.text, bool(run_plan.cut.hard_cap)
+    return [
+        *_batch(run_plan),
+        *run_plan.cut.describe(facts),
+        row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
+        row("objective", chosen, objective=chosen),
+        *objective.describe(facts),
+        _loss(components.config.batch.normalizer),
+        *_model(components),
+        *_groups(components),
+        _data(components, facts),
+        *_memory(run_plan, facts),
+        *_length(components),
+        _defaults(components.config),
+        *_time(run_plan),
+        *_epoch(run_plan, facts),
+        *chain.from_iterable(part.describe(facts) for part in others),
+        row(shapes=_shapes(run_plan), candidates=_candidates(run_plan)),
+        row(warnings=_warnings(run_plan)),
+    ]
+
+
+def _batch(run_plan: RunPlan) -> list[Row]:
+    """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
+    components, plan = run_plan.components, run_plan.plans[0]
+    batch, order, num_samples = (
+        components.config.batch,
+        components.source.order,
+        len(components.source.lengths),
     )
-    planned, device = planned_device(config, components.world), components.world.device
-    predicted, limit, tuning = run_plan.predicted, run_plan.limit_bytes, run_plan.tuning
+    ranks, size = components.world.size, order.global_batch
+    # Of tokens, which samples are left depends on the epoch.
+    left = 0 if batch.unit == "tokens" else num_samples % size
+    few = f"the last {plural(left, 'sample')}" if left else "the last few samples"
+    end = "left out" if batch.tail == "drop" else "in a step with a normaliser of its own"
+    counts = [len(plan.ranks[rank][slot]) for rank, slot in plan.slots()]
+    whole = f"{plural(size, 'token')} or just above" if batch.unit == "tokens" else None
+    equation = batch_equation(counts, ranks, plan.accum_steps, whole)
+    return [
+        row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
+        row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
+        row(lockstep=components.layout.lockstep),
+        row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
+        row(tail_size=left),
+    ]
+
+
+def _loss(normalizer: str) -> Row:
+    """Say what the sum of the losses is divided by."""
+    text = "mean of the micro-batches' means (not the whole-batch step)"
+    if normalizer != "micro_batches":
+        over = "loss terms" if normalizer == "tokens" else normalizer
+        text = f"sum over the whole global batch / its {over}"
+    return row("loss", text, normalizer=normalizer)
+
+
+def batch_equation(
+    counts: Sequence[int], world_size: int, accum_steps: int, whole: str | None = None
+) -> str:
+    """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`.
+
+    Args:
+        counts: samples of every micro-batch of all ranks.
+        world_size: ranks.
+        accum_steps: micro-batches of the rank that has most.
+        whole: the global batch in words; the sum of the samples where it is None.
+    """
+    low, high, ranks = min(counts), max(counts), plural(world_size, "rank")
+    right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
+    if world_size * accum_steps != len(counts):
+        right = f"{plural(len(counts), 'micro-batch')} over {ranks}, at most {accum_steps} each"
+    each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
+    times = "x" if low == high and whole is None else "of"
+    return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
+
+
+def _model(components: Components) -> list[Row]:
+    """Count parameters, and say where their first values come from, and in which dtypes."""
+    config, dtypes = components.config, _dtypes(components)
+    name, init = config.model.name or config.model.target, _init(config)
     sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
-    num_held_out = 0 if components.held_out is None else len(components.held_out.loader.dataset)
-    return {
-        "global_batch": order.global_batch,
-        "unit": config.batch.unit,
-        "world_size": components.world.size,
-        "accum_steps": plan.accum_steps,
-        "micro_batches": plan.num_micro_batches,
-        # One longer sample's alone included.
-        "max_tokens": cut.hard_cap,
-        "padding": plan.padding,
-        "predicted_peak_bytes": predicted and predicted.peak_bytes,
-        "memory_limit_bytes": limit,
-        "sync": parallel.sync.name,
-        "lockstep": components.layout.lockstep,
-        "parallel": parallel.mode,
-        "steps": components.total_steps,
-        "steps_per_epoch": order.steps_per_epoch,
-        "normalizer": config.batch.normalizer,
-        "tail": config.batch.tail,
-        # Of tokens, which samples are left depends on the epoch.
-        "tail_size": 0 if config.batch.unit == "tokens" else len(lengths) % order.global_batch,
-        "epochs": components.total_steps / order.steps_per_epoch,
-        "model": config.model.name or config.model.target,
-        "init": _init(config),
-        "dtypes": _dtypes(components),
-        "num_parameters": sum(count for is_trained, count in sizes if is_trained),
-        "num_frozen": sum(count for is_trained, count in sizes if not is_trained),
-        "groups": _groups(components),
-        "objective": components.chosen.text,
-        "data": config.data.name or config.data.target,
-        "num_samples": len(lengths),
-        "num_held_out": num_held_out,
-        "num_tokens": int(lengths.sum()),
-        "num_cut_tokens": int(components.train_set.optional("num_cut") or 0),
-        "optimizer": config.optimizer.name or config.optimizer.target,
-        "lr": components.spec.lr * components.lr_scale,
-        "scheduler": config.scheduler.name or config.scheduler.target,
-        "warmup_steps": warmup_steps(
-            getattr(components.schedule, "warmup", 0) or 0, components.total_steps
-        ),
-        "device": f"{config.device} (not here)" if planned.type != device.type else str(device),
-        "precision": components.precision,
-        "num_workers": components.source.loader.num_workers,
-        "shapes": [
-            {
-                "rank": rank,
-                "num_samples": len(plan.ranks[rank][slot]),
-                # Under packing that of the row its samples lie in.
-                "length": plan.padded_lengths[rank][slot],
-                "packed": plan.packed,
-            }
-            for rank, slot in plan.slots()
-        ],
-        "epoch_means": {
-            "micro_batches": fmean(plan.num_micro_batches for plan in plans),
-            "accum_steps": fmean(plan.accum_steps for plan in plans),
-            "padding": fmean(plan.padding for plan in plans),
-            "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
-            "steps": float(len(plans)),
-        },
-        "memory_parts": {
-            name.replace("_", " "): getattr(predicted, name)
-            for name in (MEMORY_PARTS if predicted else ())
-        },
-        "memory_note": None if run_plan.is_here else "an estimate for a machine that is not here",
-        "candidates": [
-            {
-                "max_tokens": row.max_tokens,
-                "micro_batches": round(row.micro_batches),
-                "padding": row.padding,
-                "predicted_bytes": row.predicted_bytes,
-                "predicted_seconds": row.seconds_per_step,
-                "fits": limit is None or row.predicted_bytes <= limit,
-                "is_chosen": row.chosen,
-                "recomputes": row.activation_checkpointing,
-            }
-            for row in (() if tuning is None else tuning.candidates)
-        ],
-        "cap_source": run_plan.how,
-        "step_seconds": run_plan.step_seconds,
-        "time_note": _time_note(run_plan),
-        "cadences": {
-            "log": config.log.every,
-            **({"evaluate": components.every(config.eval.every)} if num_held_out else {}),
-            "checkpoint": every if isinstance(every, str) else components.every(every),
-        },
-        "defaults": _defaults(config),
-        "warnings": _warnings(run_plan),
-        "parallel_why": parallel.why_mode,
-        "sync_why": parallel.why,
-        "sync_table": [asdict(row) for row in parallel.rows],
-        "network": parallel.network and asdict(parallel.network),
+    trained = sum(count for is_trained, count in sizes if is_trained)
+    frozen = sum(count for is_trained, count in sizes if not is_trained)
+    count = plural(trained + frozen, "parameter")
+    text = joined(name, count, frozen and f"{number(frozen)} frozen")
+    stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
+    begins = joined(init, stored, f"{dtypes['memory']} in memory")
+    return [
+        row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
+        row("init", begins, init=init, dtypes=dtypes),
+    ]
+
+
+def _data(components: Components, facts: RunFacts) -> Row:
+    """Count what is trained and evaluated on."""
+    config, lengths, held_out = components.config, components.source.lengths, components.held_out
+    name, cut = config.data.name or config.data.target, components.train_set.optional("num_cut")
+    num_tokens = int(lengths.sum())
+    num_held_out = 0 if held_out is None else len(held_out.loader.dataset)
+    text = joined(
+        plural(len(lengths), "sample"),
+        facts.noun == "token" and f"{short(num_tokens)} tokens",
+        cut and f"{short(cut)} more are left out",
+        f"{number(num_held_out)} held out",
+    )
+    return row(
+        *("data", f"{name}: {text}"),
+        data=name,
+        num_samples=len(lengths),
+        num_held_out=num_held_out,
+        num_tokens=num_tokens,
+        num_cut_tokens=int(cut or 0),
+    )
+
+
+def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
+    """Set the predicted need beside the limit; either may be unknown."""
+    predicted, limit = run_plan.predicted, run_plan.limit_bytes
+    peak = predicted and predicted.peak_bytes
+    text = limit and f"limit {size(limit)}, usage not predicted"
+    if peak is not None:
+        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
+        text = f"{size(peak)} of tensors predicted, {share}"
+    note = None if run_plan.is_here else "an estimate for a machine that is not here"
+    shown = text and joined(text + " per rank" * (facts.world_size > 1), note)
+    names = MEMORY_PARTS if predicted else ()
+    parts = {name.replace("_", " "): getattr(predicted, name) for name in names}
+    terms = " + ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    return [
+        row("memory", shown or None, predicted_peak_bytes=peak, memory_limit_bytes=limit),
+        row("peak", terms or None, in_plan=True, is_dim=True, memory_parts=parts, memory_note=note),
+    ]
+
+
+def _length(components: Components) -> list[Row]:
+    """Express the length of the run in steps and epochs, and give its learning rate."""
+    steps, per_epoch = components.total_steps, components.source.order.steps_per_epoch
+    epochs, config = steps / per_epoch, components.config
+    text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
+    text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
+    lr = components.spec.lr * components.lr_scale
+    optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
+    warmup = warmup_steps(getattr(components.schedule, "warmup", 0) or 0, steps)
+    share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
+    rate = joined(f"{lr:g}", optimizer, scheduler, warmup and share)
+    return [
+        row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
+        row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
+    ]
+
+
+def _time(run_plan: RunPlan) -> list[Row]:
+    """Give the time of a step, and what it is computed on."""
+    components, seconds, note = run_plan.components, run_plan.step_seconds, _time_note(run_plan)
+    total = seconds and duration(seconds * components.total_steps)
+    text = joined(seconds and f"about {duration(seconds)} per step, {total} in all", note)
+    config, here = components.config, components.world.device
+    is_away = planned_device(config, components.world).type != here.type
+    device = f"{config.device} (not here)" if is_away else str(here)
+    workers = components.source.loader.num_workers
+    loading = plural(workers, "loading process") + " each" * (components.world.size > 1)
+    means = joined(device, _dtypes(components)["compute"], workers and loading)
+    return [
+        row("time", text, step_seconds=seconds, time_note=note),
+        row("compute", means, device=device, precision=components.precision, num_workers=workers),
+    ]
+
+
+def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
+    """Give means over the steps that were sampled, since cuts vary, and how often what is done."""
+    plans, components, config = run_plan.plans, run_plan.components, run_plan.components.config
+    means = {
+        "micro_batches": fmean(plan.num_micro_batches for plan in plans),
+        "accum_steps": fmean(plan.accum_steps for plan in plans),
+        "padding": fmean(plan.padding for plan in plans),
+        "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
+        "steps": float(len(plans)),
     }
+    text = joined(
+        f"mean of {number(len(plans))} steps: {plural(round(means['tokens']), facts.noun)}",
+        plural(round(means["micro_batches"], 1), "micro-batch"),
+        f"{percent(means['padding'])} padding",
+    )
+    padding, every = plans[0].padding, config.checkpoint.every
+    first = f"{percent(padding)} of the computed positions in step 1"
+    cadences: dict[str, int | str | None] = {"log": config.log.every}
+    if components.held_out is not None:
+        cadences["evaluate"] = components.every(config.eval.every)
+    cadences["checkpoint"] = every if isinstance(every, str) else components.every(every)
+    times = (f"{name} {_cadence(e, facts.total_steps)}" for name, e in cadences.items())
+    return [
+        row("padding", first, in_plan=True, padding=padding),
+        row("epoch", text if len(plans) > 1 else None, in_plan=True, epoch_means=means),
+        row("cadence", joined(*times), in_plan=True, cadences=cadences),
+    ]
+
+
+def _cadence(every: int | str | None, steps: int) -> str:
+    """Say when something is done: after so many steps, in a time such as `10min`, or once."""
+    if every is None or (isinstance(every, int) and every > steps):
+        return "at the end"
+    return f"every {plural(every, 'step') if isinstance(every, int) else every}"
+
+
+def _shapes(run_plan: RunPlan) -> list[dict[str, Any]]:
+    """List the micro-batches of step 1; under packing a length is that of the row."""
+    plan = run_plan.plans[0]
+    return [
+        {
+            "rank": rank,
+            "num_samples": len(plan.ranks[rank][slot]),
+            "length": plan.padded_lengths[rank][slot],
+            "packed": plan.packed,
+        }
+        for rank, slot in plan.slots()
+    ]
+
+
+def _candidates(run_plan: RunPlan) -> list[dict[str, Any]]:
+    """List the caps that tuning weighed."""
+    limit, tuning = run_plan.limit_bytes, run_plan.tuning
+    return [
+        {
+            "max_tokens": each.max_tokens,
+            "micro_batches": round(each.micro_batches),
+            "padding": each.padding,
+            "predicted_bytes": each.predicted_bytes,
+            "predicted_seconds": each.seconds_per_step,
+            "fits": limit is None or each.predicted_bytes <= limit,
+            "is_chosen": each.chosen,
+            "recomputes": each.activation_checkpointing,
+        }
+        for each in (() if tuning is None else tuning.candidates)
+    ]
 
 
 def _time_note(run_plan: RunPlan) -> str | None:
@@ -217,15 +356,16 @@ def _dtypes(components: Components) -> dict[str, str | None]:
     }
 
 
-def _defaults(config: RunConfig) -> list[str]:
+def _defaults(config: RunConfig) -> Row:
     """Write the defaults that are in force as they would be typed; the length of the run once."""
     plain = flat({**to_plain(config), "epochs": config.total_epochs})
     values = {key: plain.get(key) for key in config.unset}
     clock = {"steps", "epochs"}
-    return [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
+    typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
+    return row("defaults", joined(*typed), defaults=typed)
 
 
-def _groups(components: Components) -> list[str]:
+def _groups(components: Components) -> list[Row]:
     """List what every pattern of `optimizer.groups` took, and what is left to the others."""
     spec, lines = components.spec, list[str]()
     matched = match_groups(components.module, spec.groups)
@@ -237,4 +377,6 @@ def _groups(components: Components) -> list[str]:
         rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
-    return lines
+    labels = ["groups", *[""] * len(lines)]
+    rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
+    return [row(groups=lines), *rows]

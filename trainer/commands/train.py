@@ -14,7 +14,7 @@ from trainer.assemble.checks import check_consistency, read_run_state, terms_of,
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import construct
 from trainer.assemble.run_plan import RunPlan, choose_sync, describe_cut, prepare, prepare_on_main
-from trainer.assemble.summary import summarize
+from trainer.assemble.summary import describe
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import StoredWeights, first_weights
@@ -25,6 +25,7 @@ from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, Preempted
 from trainer.core.format import shown_path
+from trainer.core.rows import record_of
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
 from trainer.plan.order import Cursor
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 PLAN_FILE = "plan.json"
 SPLITS_FILE = "splits.json"
 RESULT_FILE = "result.json"
+MEMORY_FIGURES = ("predicted_peak_bytes", "memory_limit_bytes")  # of plan.json
 
 BUILT_WHOLE = (
     "the model is built whole on every rank before it is sharded: only classes that declare "
@@ -83,11 +85,11 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     except CannotRunFake:  # shapes do not do
         components, loaded, extra = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, extra.get("cut"))
-    plan = summarize(choose_sync(run_plan, extra.get("cut")))
+    plan = record_of(rows := describe(choose_sync(run_plan, extra.get("cut"))))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     name_read(screen, loaded)
-    screen.show(plan_block(plan, folder / PLAN_FILE))
+    screen.show(plan_block(rows, plan, folder / PLAN_FILE))
     screen.close()
     return 0
 
@@ -105,13 +107,8 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     network = None if config.deterministic else network_of(world, extra.get("network"))
     components = replace(components, parallel=replace(components.parallel, network=network))
     run_plan = choose_sync(prepare_on_main(components, extra.get("cut")), extra.get("cut"))
-    components, plan, setup = run_plan.components, summarize(run_plan), run_plan.components.parallel
-    failed = FailedAllocation(
-        folder,
-        world,
-        predicted_bytes=plan["predicted_peak_bytes"],
-        limit_bytes=plan["memory_limit_bytes"],
-    )
+    components, plan = run_plan.components, record_of(rows := describe(run_plan))
+    failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
     context = _step_context(components, loaded, extra, contract, failed)
     world.on_main(lambda: _record_begin(folder, plan, components))
     reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
@@ -122,10 +119,10 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         progress = _progress(run, loaded, extra, folder)
         if loaded is None and components.train_set.num_skipped:
             reporter.passed_over(components.train_set.num_skipped, components.train_set.skipped)
-        reporter.start(plan, name=config.name)
+        reporter.start(rows, plan, name=config.name)
         _name_weights(reporter, components, stored)
         whole = BUILT_WHOLE * (components.is_sharded and components.weights is None)
-        for line in filter(None, (setup.why_mode, setup.why, whole, _growth(run, extra))):
+        for line in filter(None, (*components.parallel.reasons, whole, _growth(run, extra))):
             reporter.line(line)
         with tracing(world, config.profile, progress.step, folder, reporter.warn):
             train(run, progress)

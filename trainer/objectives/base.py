@@ -32,6 +32,7 @@ from torch import Tensor
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.core.rows import Described
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
@@ -61,7 +62,7 @@ class Sums:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Objective(ABC):
+class Objective(Described, ABC):
     """Turns a model and a micro-batch into named sums, and a micro-batch into named weights."""
 
     coupling: Coupling = NONE

@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 from trainer.config.components import Betas, NonNegative
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
+from trainer.core.rows import Described
 
 Groups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSpec(ABC):
+class OptimizerSpec(Described, ABC):
     """Everything about an optimizer but the parameters."""
 
     lr: NonNegative  # learning rate at factor 1 of the schedule

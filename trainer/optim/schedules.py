@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 from trainer.config.components import Count, Part, Warmup
 from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
+from trainer.core.rows import Described
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
+class Schedule(Described, ABC):
     """A factor for the learning rate at every step.
 
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.

@@ -10,17 +10,17 @@ class in a YAML file of the group `sync`.
 
 from __future__ import annotations
 
-from abc import ABC
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
 from trainer.core.errors import ConfigError
+from trainer.core.rows import Described
 
 Reduction = Literal["none", "within", "across"]
 """What is reduced in a micro-batch: nothing, over the ranks that share a copy, or over all."""
 
 
-class SyncPolicy(ABC):
+class SyncPolicy(Described):
     """When gradients are reduced within one step."""
 
     name: str  # on the screen and in records

@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from trainer.core import coupling
 from trainer.core.errors import ConfigError
+from trainer.core.format import plural
+from trainer.core.rows import Described, Row, RunFacts, row
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -182,7 +184,7 @@ def per_slot(combine: np.ufunc, values: IntArray, ranks: Sequence[Sequence[IntAr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut(ABC):
+class Cut(Described, ABC):
     """Which samples of a global batch share a micro-batch.
 
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
@@ -213,6 +215,12 @@ class Cut(ABC):
         Returns:
             A plan that holds every position exactly once.
         """
+
+    def describe(self, facts: RunFacts) -> Sequence[Row]:
+        """See the base class."""
+        padded = "padded token" if facts.noun == "token" else facts.noun
+        text = f"{plural(self.hard_cap, padded)} per micro-batch" if self.hard_cap else None
+        return [row("cap", text, max_tokens=self.hard_cap)]
 
     @abstractmethod
     def smaller(self, plan: Plan) -> Cut | None:

@@ -216,17 +216,14 @@ class Budget(_Capped):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Auto(_Capped):
-    """The cheapest cuts under a cap that is found by tuning: `accum=auto`.
-
-    Attributes:
-        alone: padded tokens up to which a sample that is longer may form a micro-batch of its
-            own, since memory holds it; `None` allows no more than `max_tokens`.
-    """
+    """The cheapest cuts under a cap that is found by tuning: `accum=auto`."""
 
     # Bytes that may be used; `None` is what the device or the process has
     memory: Bytes | None = None
     # Most padded tokens of a micro-batch of several samples; `None` until tuned
     max_tokens: int | None = None
+    # Padded tokens up to which a longer sample may form a micro-batch of its own, since memory
+    # holds it; `None` allows no more than `max_tokens`
     single_sample_cap: int | None = None
     cost: Cost | None = None  # the time model; the layout's until tuned
 

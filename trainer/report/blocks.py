@@ -1,4 +1,4 @@
-"""Lay out the blocks a person sees at once: start, plan, verify, end. Pure: a record in, text out.
+"""Lay out the blocks a person sees at once: start, plan, verify, end. Pure: rows in, text out.
 
 A grid of labels and texts reads the same at 80 columns, at 120, without colour, in a file.
 """
@@ -16,11 +16,14 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainer.core.format import duration, loss, number, percent, plural, short, shown_path, size
-from trainer.report.records import Noun, Record, Verdict, VerifyReport
+from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
+from trainer.core.rows import Noun, Row, joined
+from trainer.report.records import Record, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
+
+Line = tuple[str, str | Text | None]  # a label, and the text beside it
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
@@ -30,50 +33,38 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_proven": "not proven: something cannot be compared",
 }
 
-Row = tuple[str, str | Text | None]
-
 
 def start_block(
-    plan: Record, folder: Path, *, name: str | None = None, resumed_step: int | None = None
+    rows: Iterable[Row],
+    warnings: Sequence[str],
+    folder: Path,
+    *,
+    name: str | None = None,
+    resumed_step: int | None = None,
 ) -> RenderableType:
-    """Lay out what is about to happen, from what plan.json holds.
+    """Lay out what is about to happen.
 
     Args:
-        plan: of the run.
+        rows: of the run.
+        warnings: of its plan.
         folder: where its output goes.
         name: the user's word for the run.
         resumed_step: the last step of an earlier start; None in a fresh run.
     """
-    rows = [*_arithmetic(plan), ("output", shown_path(folder))]
+    shown = [row for row in rows if not row.in_plan] + [Row("output", shown_path(folder))]
     if resumed_step is not None:
-        rows.append(("resumed", f"after step {number(resumed_step)}, in the same folder"))
-    return Group(_title(f"train {name or ''}"), _grid(rows), _warnings(plan["warnings"]))
+        text = f"after step {number(resumed_step)}, in the same folder"
+        shown.append(Row("resumed", text))
+    return Group(_title(f"train {name or ''}"), _grid(shown), _warnings(warnings))
 
 
-def plan_block(plan: Record, file: Path) -> RenderableType:
-    """Lay out the whole arithmetic of a run, from what plan.json, at `file`, holds."""
-    parts = [f"{name} {size(count)}" for name, count in plan["memory_parts"].items() if count]
-    means, steps = plan["epoch_means"], plan["steps"]
-    sync = plan["sync_why"] or f"{plan['sync']}, parallel {plan['parallel']}"
-    epoch = _joined(  # what varies from step to step, as the mean over those that were sampled
-        f"mean of {number(means['steps'])} steps: {plural(round(means['tokens']), noun_of(plan))}",
-        plural(round(means["micro_batches"], 1), "micro-batch"),
-        f"{percent(means['padding'])} padding",
-    )
-    rows: list[Row] = [
-        *_arithmetic(plan),
-        ("tail", _tail(plan)),
-        ("peak", Text(" + ".join(parts), "dim") if parts else None),
-        ("padding", f"{percent(plan['padding'])} of the computed positions in step 1"),
-        ("epoch", None if means["steps"] == 1 else epoch),
-        ("cadence", _joined(*(f"{n} {_cadence(e, steps)}" for n, e in plan["cadences"].items()))),
-        ("parallel", plan["parallel_why"]),
-        ("sync", sync if plan["world_size"] > 1 else "one rank, which sends nothing"),
-    ]
+def plan_block(rows: Sequence[Row], plan: Record, file: Path) -> RenderableType:
+    """Lay out the whole arithmetic of a run: its rows, and the tables of plan.json, at `file`."""
+    shown = sorted(rows, key=lambda row: row.in_plan)  # what the start shows comes first
     tables = [_section("micro-batches of step 1", _shapes(plan, file))]
     if plan["candidates"]:
         tables.append(_section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
-    return Group(_title("plan"), _grid(rows), *tables, _warnings(plan["warnings"]))
+    return Group(_title("plan"), _grid(shown), *tables, _warnings(plan["warnings"]))
 
 
 def verify_block(report: VerifyReport) -> RenderableType:
@@ -87,14 +78,15 @@ def verify_block(report: VerifyReport) -> RenderableType:
     if report.error_without_draws is not None:
         off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
         largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
-    rows: list[Row] = [
-        ("verdict", Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")),
+    verdict = Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")
+    rows: list[Line] = [
+        ("verdict", verdict),
         ("error", f"{largest}; {limit}"),
         ("compared", f"{step} ({plural(report.global_batch, 'sample')}) with: {report.reference}"),
         ("over", f"the gradient of {tensors}, in {dtype}"),
         *(("note", note) for note in report.notes),
     ]
-    blocks = [_title("verify"), _grid(rows)]
+    blocks = [_title("verify"), _lines(rows)]
     if not is_exact:
         culprits = _table(
             "culprit", "why the step depends on the micro-batches, and what to change"
@@ -118,97 +110,6 @@ def end_block(plan: Record, result: Record) -> RenderableType:
 def noun_of(plan: Record) -> Noun:
     """Say what lengths count, for a person: samples where each is one token of length one."""
     return "sample" if plan["num_tokens"] == plan["num_samples"] else "token"
-
-
-def batch_equation(plan: Record) -> str:
-    """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`."""
-    ranks, accum_steps = plural(plan["world_size"], "rank"), plan["accum_steps"]
-    num_samples = [shape["num_samples"] for shape in plan["shapes"]]
-    low, high = min(num_samples), max(num_samples)
-    left, times = plural(sum(num_samples), "sample"), "x" if low == high else "of"
-    if plan["unit"] == "tokens":
-        left, times = f"{plural(plan['global_batch'], 'token')} or just above", "of"
-    right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
-    if plan["world_size"] * accum_steps != plan["micro_batches"]:
-        count = plural(plan["micro_batches"], "micro-batch")
-        right = f"{count} over {ranks}, at most {accum_steps} each"
-    each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
-    return f"{left} = {right} {times} {each}"
-
-
-def _arithmetic(plan: Record) -> list[Row]:
-    """Write what the start of a run and a plan have in common."""
-    noun, cap, source = noun_of(plan), plan["max_tokens"], plan["cap_source"]
-    padded = "padded token" if noun == "token" else noun
-    steps, epochs, warmup = plan["steps"], plan["epochs"], plan["warmup_steps"]
-    loss = "mean of the micro-batches' means (not the whole-batch step)"
-    if plan["normalizer"] != "micro_batches":
-        over = "loss terms" if plan["normalizer"] == "tokens" else plan["normalizer"]
-        loss = f"sum over the whole global batch / its {over}"
-    count, frozen = plan["num_parameters"], plan["num_frozen"]
-    model = _joined(
-        plan["model"], plural(count + frozen, "parameter"), frozen and f"{number(frozen)} frozen"
-    )
-    (disk, memory), cut = (plan["dtypes"][k] for k in ("disk", "memory")), plan["num_cut_tokens"]
-    data = _joined(
-        plural(plan["num_samples"], "sample"),
-        noun == "token" and f"{short(plan['num_tokens'])} tokens",
-        cut and f"{short(cut)} more are left out",
-        f"{number(plan['num_held_out'])} held out",
-    )
-    length = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    length += f", {plural(plan['steps_per_epoch'], 'step')} per epoch"
-    first = warmup and f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
-    seconds, workers = plan["step_seconds"], plan["num_workers"]
-    time = seconds and f"about {duration(seconds)} per step, {duration(seconds * steps)} in all"
-    loading = plural(workers, "loading process") + " each" * (plan["world_size"] > 1)
-    return [
-        ("batch", batch_equation(plan)),
-        ("cap", f"{plural(cap, padded)} per micro-batch" if cap else None),
-        ("" if cap else "cut", Text(source, "dim" if cap else "") if source else None),
-        ("objective", plan["objective"]),
-        ("loss", loss),
-        ("model", model),
-        ("init", _joined(plan["init"], disk and f"{disk} on disk", f"{memory} in memory")),
-        *zip(["groups", *[""] * len(plan["groups"])], plan["groups"], strict=False),
-        ("data", f"{plan['data']}: {data}"),
-        ("memory", _memory(plan)),
-        ("steps", f"{number(steps)} = {length}"),
-        ("lr", _joined(f"{plan['lr']:g}", plan["optimizer"], plan["scheduler"], first)),
-        ("defaults", _joined(*plan["defaults"])),
-        ("time", _joined(time, plan["time_note"])),
-        ("compute", _joined(plan["device"], plan["dtypes"]["compute"], workers and loading)),
-    ]
-
-
-def _memory(plan: Record) -> str | None:
-    """Set the predicted need beside the limit; either may be unknown."""
-    peak, limit = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
-    text = limit and f"limit {size(limit)}, usage not predicted"
-    if peak is not None:
-        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
-        text = f"{size(peak)} of tensors predicted, {share}"
-    each = " per rank" if plan["world_size"] > 1 else ""
-    return text and _joined(text + each, plan["memory_note"])
-
-
-def _tail(plan: Record) -> str:
-    """Say what becomes of an epoch's last samples; by tokens, how many they are varies."""
-    count = plan["tail_size"]
-    last = (
-        f"the last {plural(count, 'sample')} of an epoch"
-        if count
-        else "an epoch's last few samples"
-    )
-    end = "left out" if plan["tail"] == "drop" else "in a step with a normaliser of its own"
-    return f"{plan['tail']}: {last}, {end}"
-
-
-def _cadence(every: int | str | None, steps: int) -> str:
-    """Say when something is done: after so many steps, in a time such as `10min`, or once."""
-    if every is None or (isinstance(every, int) and every > steps):
-        return "at the end"
-    return f"every {plural(every, 'step') if isinstance(every, int) else every}"
 
 
 def _shapes(plan: Record, file: Path) -> RenderableType:
@@ -235,7 +136,7 @@ def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
         )
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
-        table.add_row(*counts, *costs, _joined(*notes), style=style)
+        table.add_row(*counts, *costs, joined(*notes), style=style)
     return table
 
 
@@ -247,15 +148,15 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
     peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
     took = duration(result["seconds"])  # of this start, where the run was resumed
     others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
-    return _grid(
+    return _lines(
         [
             ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
-            ("time", _joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
+            ("time", joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
             ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
-            ("held out", _joined(*others)),
+            ("held out", joined(*others)),
         ]
     )
 
@@ -287,18 +188,20 @@ def _section(heading: str, *blocks: RenderableType) -> RenderableType:
 
 
 def _grid(rows: Iterable[Row]) -> RenderableType:
-    return Padding(_rows(rows), (0, 0, 0, 2), expand=False)
+    """Lay out the rows of a run; one without a text is left out."""
+    shown = ((row.label, row.text and Text(row.text, "dim" * row.is_dim)) for row in rows)
+    return _lines(shown)
 
 
-def _rows(rows: Iterable[Row]) -> Table:
-    """Lay out labels and texts; a row without text is left out."""
+def _lines(lines: Iterable[Line]) -> RenderableType:
+    """Lay out labels and texts; a label without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in rows:
+    for label, text in lines:
         if text is not None:
             grid.add_row(label, Text(text) if isinstance(text, str) else text)
-    return grid
+    return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
 def _table(*columns: str) -> Table:
@@ -308,8 +211,3 @@ def _table(*columns: str) -> Table:
         name = column.removeprefix(">")
         table.add_column(name, justify="left" if name == column else "right", overflow="fold")
     return table
-
-
-def _joined(*parts: object) -> str | None:
-    """Join what there is to say; a part may come of `count and text`."""
-    return ", ".join(str(part) for part in parts if part) or None

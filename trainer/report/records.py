@@ -21,7 +21,6 @@ import torch
 Record = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
-Noun = Literal["token", "sample"]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0

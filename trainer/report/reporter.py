@@ -13,6 +13,7 @@ from trainer.checkpoint.status import write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
+from trainer.core.rows import Row
 from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
@@ -82,10 +83,12 @@ class RunReporter:
         self.wandb_id = self._wandb.run_id  # None where none is mirrored
         self.line, self.warn = screen.line, screen.warn
 
-    def start(self, plan: Record, *, name: str | None = None) -> None:
-        """Show what is about to happen, and begin to show progress."""
+    def start(self, rows: Sequence[Row], plan: Record, *, name: str | None = None) -> None:
+        """Show what is about to happen, by the rows of the run, and begin to show progress."""
         self._plan, self._steps, step = plan, plan["steps"], self._resumed_step
-        self._screen.show(start_block(plan, self._folder, name=name, resumed_step=step))
+        warnings = plan["warnings"]
+        block = start_block(rows, warnings, self._folder, name=name, resumed_step=step)
+        self._screen.show(block)
         self._screen.begin(step or 0, self._steps, noun_of(plan))
 
     def passed_over(self, count: int, records: Sequence[str]) -> None:
