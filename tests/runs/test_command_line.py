@@ -199,7 +199,6 @@ def test_hydras_flags_work(
         "seed=3 --cfg job accum.gradient=sum model._target_=net.Net": "_target_: net.Net",
         "--cfg job --package data --resolve data=text data.path=net.py": "path: net.py",
         "--info searchpath": "recipes",
-        "--hydra-help": "Hydra",
         "--version": f"train {trainer.__version__}\n",
         "--shell-completion query=bash": "accum=fixed",
     }.items():

@@ -53,7 +53,6 @@ MISTAKES = {
     "steps = -5": "steps = -5: a setting has no spaces. Did you mean steps=-5?",
     "steps= plan": "steps=: must be a whole number",
     "--qqq": "--qqq: unknown flag. Settings are key=value; see train --help",
-    "--config-name nothing": "Cannot find primary config 'nothing'",
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
     "--cfg": "--cfg: needs a value",
     "--config-dir nowhere": "nowhere: no such folder",

@@ -22,13 +22,11 @@ COMMANDS: Mapping[str, str] = {
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
 }
 
-_SWITCHES = {"--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"}
-_SWITCHES |= {"--shell-completion"}
-_VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--info"}
+_SWITCHES = {"--help", "--version", "--resolve", "--multirun", "--shell-completion"}
+_VALUED = {"--cfg", "--package", "--config-dir", "--info"}
 _SHORT: Mapping[str, str] = {
-    **{"-h": "--help", "-r": "--run", "-m": "--multirun", "-sc": "--shell-completion"},
-    **{"-c": "--cfg", "-p": "--package", "-i": "--info"},
-    **{"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"},
+    **{"-h": "--help", "-m": "--multirun", "-sc": "--shell-completion"},
+    **{"-c": "--cfg", "-p": "--package", "-i": "--info", "-cd": "--config-dir"},
 }
 _WORDS: Mapping[str, Sequence[str]] = {
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 import yaml
-from hydra import compose, version
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
@@ -69,20 +66,12 @@ class Job:
 class Composer:
     """Hydra's composition over one search path. Enter `open` before use."""
 
-    # Primary config's folder; the built-in `conf/` or `--config-path`
-    config_folder: Path = field(default_factory=lambda: data_dir("conf"))
-    config_name: str = CONFIG_NAME  # primary config
     own_folder: Path | None = None  # the user's `--config-dir`
     # Options on the search path, while it is open
     groups: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether the primary config and all options are the built-in ones."""
-        return self == Composer(groups=self.groups)
-
     @contextmanager
-    def open(self, overrides: Iterable[Override] = ()) -> Iterator[Hydra]:
+    def open(self, overrides: Iterable[Override] = ()) -> Iterator[Any]:
         """Set up Hydra's search path, `hydra.searchpath` among the overrides, for a while.
 
         A Hydra that is set up already, in a notebook say, comes back afterwards.
@@ -93,37 +82,33 @@ class Composer:
         Raises:
             ConfigError: a folder of the search path does not exist.
         """
-        for flag, folder in (("path", self.config_folder), ("dir", self.own_folder)):
-            if folder is not None and not os.path.isdir(folder):  # noqa: PTH112 - see `exists`
-                raise ConfigError(clip(f"--config-{flag}={folder}: no such folder"))
-        version.setbase("1.3")
-        recipes.register()
-        path = create_config_search_path(str(self.config_folder))
-        if self.own_folder is not None:
-            before_schema = SearchPathQuery(provider="schema")
-            path.prepend("command-line", f"file://{self.own_folder}", anchor=before_schema)
+        own = self.own_folder
+        if own is not None and not os.path.isdir(own):  # noqa: PTH112 - see `exists`
+            raise ConfigError(clip(f"--config-dir={own}: no such folder"))
+        recipes.register(own)
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
-        hydra = Hydra.create_main_hydra2("train", path)
         lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
         try:
-            self.groups = self._options(hydra, lines)
-            yield hydra
+            with initialize_config_dir(str(data_dir("conf")), "train", version_base="1.3"):
+                hydra = GlobalHydra.instance().hydra
+                self.groups = self._options(hydra, lines)
+                yield hydra
         except _HYDRA_ERRORS as error:
             raise ConfigError(*explain(error)) from error
         finally:
-            state.hydra = before
+            GlobalHydra.instance().hydra = before
 
-    def _options(self, hydra: Hydra, lines: list[str]) -> dict[str, list[str]]:
+    def _options(self, hydra: Any, lines: list[str]) -> dict[str, list[str]]:  # noqa: ANN401
         """Find the options of each group on the search path."""
-        is_ours = self.is_ours and not lines
+        is_ours = self.own_folder is None and not lines
         if is_ours and _OPTIONS:
             return _OPTIONS.copy()
-        loader: Any = hydra.config_loader
-        _, found = loader._parse_overrides_and_create_caching_repo(self.config_name, lines)
         options = {}
         for group in (*GROUPS, recipes.GROUP):
-            names = found.get_group_options(group.replace(".", "/"))
+            names = hydra.config_loader.get_group_options(
+                group.replace(".", "/"), config_name=CONFIG_NAME, overrides=lines
+            )
             options[group] = [name for name in sorted(names) if name != OWN]
         if is_ours:
             _OPTIONS.update(options)
@@ -136,10 +121,10 @@ class Composer:
             ConfigError: Hydra could not; in one line, or one per value that cannot be set.
         """
         foreign = ("hydra", recipes.GROUP)
-        is_ours = self.is_ours and not any(line.startswith(foreign) for line in lines)
+        is_ours = self.own_folder is None and not any(line.startswith(foreign) for line in lines)
         full = _COMPOSED.get((*lines,)) if is_ours else None
         try:
-            full = full or compose(self.config_name, list(lines), return_hydra_config=True)
+            full = full or compose(CONFIG_NAME, list(lines), return_hydra_config=True)
         except (*_HYDRA_ERRORS, yaml.YAMLError, ConfigError, ValueError) as error:
             raise ConfigError(*explain(error)) from error
         if is_ours:

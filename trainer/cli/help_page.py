@@ -39,7 +39,6 @@ _FLAGS = {
     "--config-dir DIR": "a folder of options of your own, laid out as conf/ is",
     "--info": "where options come from, and the defaults list",
     "--shell-completion install=bash": 'eval "$(train --shell-completion install=bash)"',
-    "--hydra-help": "everything else that Hydra takes",
 }
 
 

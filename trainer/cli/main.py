@@ -114,7 +114,7 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     composer = composer_of(flags)
     lines = request.lines
-    if not flags.keys().isdisjoint({"--hydra-help", "--shell-completion", "--info"}):
+    if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
         return _show(flags, request.overrides, composer)
     if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
@@ -138,21 +138,17 @@ def _run(argv: Sequence[str]) -> int:
 
 def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) -> int:
     """Let Hydra show what it knows: the config, itself, or how a shell completes a line."""
-    from argparse import Namespace  # noqa: PLC0415
+    from trainer.cli.compose import CONFIG_NAME  # noqa: PLC0415
 
-    from hydra._internal.utils import get_args_parser  # noqa: PLC0415
-
-    name, overrides = composer.config_name, list(lines)
+    overrides = list(lines)
     with piped(), composer.open() as hydra:
         if "--cfg" in flags:
             package, is_resolved = flags.get("--package"), "--resolve" in flags
-            hydra.show_cfg(name, overrides, flags["--cfg"], package, resolve=is_resolved)
+            hydra.show_cfg(CONFIG_NAME, overrides, flags["--cfg"], package, resolve=is_resolved)
         elif "--info" in flags:
-            hydra.show_info(flags["--info"], name, overrides)
-        elif "--shell-completion" in flags:
-            hydra.shell_completion(name, overrides)
+            hydra.show_info(flags["--info"], CONFIG_NAME, overrides)
         else:
-            hydra.hydra_help(name, get_args_parser(), Namespace(overrides=overrides))
+            hydra.shell_completion(CONFIG_NAME, overrides)
     return 0
 
 
@@ -166,12 +162,7 @@ def composer_of(flags: Mapping[str, str]) -> Composer:
         OWN_CODE.folder = Path.cwd()
     except FileNotFoundError:
         raise ConfigError("the current folder was deleted; change to one that exists") from None
-    from trainer.cli.compose import CONFIG_NAME, Composer  # noqa: PLC0415
-    from trainer.config.keys import data_dir  # noqa: PLC0415
+    from trainer.cli.compose import Composer  # noqa: PLC0415
 
-    own, path = flags.get("--config-dir"), flags.get("--config-path")
-    return Composer(
-        config_folder=expanded(path).absolute() if path else data_dir("conf"),
-        config_name=flags.get("--config-name", CONFIG_NAME),
-        own_folder=expanded(own).absolute() if own else None,
-    )
+    own = flags.get("--config-dir")
+    return Composer(own_folder=expanded(own).absolute() if own else None)

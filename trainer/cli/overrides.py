@@ -171,7 +171,7 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     Of an interval, which no list can hold, its two ends; of a glob, which Hydra would also match
     with the empty option for classes typed, those of `options`.
     """
-    swept: object = override._value
+    swept: object = override.value()
     if isinstance(swept, IntervalSweep):
         return [str(swept.start), str(swept.end)]
     if isinstance(swept, Glob):

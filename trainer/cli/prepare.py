@@ -20,9 +20,9 @@ from trainer.cli.overrides import classify, parse, quote, read, without, word_of
 from trainer.cli.trust import WRITTEN, refuse_odd_files
 from trainer.config.messages import clip
 from trainer.config.messages import line as fault
+from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.launch.membership import global_rank
-from trainer.launch.start import READING
 
 
 def prepare_run(lines: Sequence[str], composer: Composer) -> Job:

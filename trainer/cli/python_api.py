@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import OmegaConf
 
 from trainer.cli.argv import split
@@ -97,16 +96,12 @@ def literal(value: object) -> str:
     Raises:
         ConfigError: it is of a kind that a config cannot hold.
     """
-    return Override._get_value_element_as_str(_quoted(value))
-
-
-def _quoted(value: object) -> Any:  # noqa: ANN401 - what Hydra's parser gives
     if isinstance(value, str):
-        return QuotedString(text=value, quote=Quote.single)
+        return quote(value)
     if value is None or isinstance(value, bool | int | float):
-        return value
+        return "null" if value is None else str(value)
     if isinstance(value, Mapping):
-        return {str(key): _quoted(inner) for key, inner in value.items()}
+        return f"{{{','.join(f'{key}:{literal(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, Sequence):
-        return [_quoted(inner) for inner in value]
+        return f"[{','.join(map(literal, value))}]"
     raise ConfigError(f"train(...): a config cannot hold a {type(value).__name__}: {value!r}")

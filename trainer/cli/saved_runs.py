@@ -24,13 +24,12 @@ from trainer.cli.trust import refuse_odd_files
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import RunConfig, contract, reading_faults, step_faults
+from trainer.config.run_config import READING, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
 from trainer.core import consent
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
-from trainer.launch.start import READING
 
 AUTO = "auto"
 COMPLETED = "completed"

@@ -7,13 +7,13 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import yaml
-from hydra._internal.callbacks import Callbacks
+from hydra._internal.callbacks import Callbacks  # `Hydra.run` would compose once more, in 0.3 s
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from trainer.cli import saved_runs
-from trainer.cli.compose import Composer, Job
+from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_crash, print_error, print_out
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
@@ -58,12 +58,8 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     goes_on = job.makes_folder and must_stage(config, folder)
     print_out(job.note)
 
-    def task(_: DictConfig) -> int:
-        if not is_python:
-            mask_logs()
-        if job.makes_folder:
-            write_config(config, records, folder)
-        return (launch.run if is_python else run_and_report)(config, folder)
+    def task(_: DictConfig) -> int | Exception:
+        return _run(job, records, is_python=is_python)
 
     with (
         staged(folder) if goes_on else nullcontext(folder) as records,
@@ -74,7 +70,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
             with open_dict(composed.hydra):  # Hydra's records wait beside ours
                 composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
         callbacks = Callbacks(composed)
-        callbacks.on_run_start(config=composed, config_name=composer.config_name)
+        callbacks.on_run_start(config=composed, config_name=CONFIG_NAME)
         try:
             ended = run_job(
                 hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
@@ -86,14 +82,26 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
             )
         except OSError as failure:  # of Hydra's own records; the task's come back in `ended`
             raise durable.save_error(failure, folder) from failure
-        callbacks.on_run_end(config=composed, config_name=composer.config_name, job_return=ended)
-    result = ended._return_value  # `return_value` prints what it raises
+        callbacks.on_run_end(config=composed, config_name=CONFIG_NAME, job_return=ended)
+    result = ended.return_value
     if isinstance(result, ConfigError):
         _take_back(made)
         _keep_cause(result, folder)
     if isinstance(result, Exception):
         raise result
     return int(result)
+
+
+def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
+    """Run the command; gives what it raises, for Hydra would print something beside it."""
+    if not is_python:
+        mask_logs()
+    try:
+        if job.makes_folder:
+            write_config(job.config, records, job.folder)
+        return (launch.run if is_python else run_and_report)(job.config, job.folder)
+    except Exception as error:
+        return error
 
 
 def _take_back(made: Sequence[Path]) -> None:

@@ -27,19 +27,20 @@ from rich.table import Table
 
 from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
-from trainer.cli.compose import Composer, Job
+from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.cli.trust import WRITTEN, refuse_odd_files
 from trainer.config.messages import line, show
+from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
-from trainer.launch.start import READING
 from trainer.report.run_status import staged
 
+# The only sweeper that runs every combination of the values; Hydra names it by a private module.
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
 _TITLES = {"tokens_per_second": "tokens/s"}
@@ -64,7 +65,7 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
             task = _task_of(sweep, composer, codes)
             with env_override(safe):
-                hydra.multirun(composer.config_name, task, [*sweep.lines])
+                hydra.multirun(CONFIG_NAME, task, [*sweep.lines])
         except KeyboardInterrupt:
             interrupted = True
         finally:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
@@ -94,10 +94,11 @@ def locate(typed: str) -> str:
     return str(path)
 
 
-def register() -> None:
-    """Make Hydra read recipes, and `${or:a,b}` and `${unless:a,b}` in our own `conf/`."""
+def register(own_folder: Path | None = None) -> None:
+    """Make Hydra read recipes, the user's options, and `${or:a,b}` and `${unless:a,b}` in ours."""
+    OptionFolders.own_folder = own_folder
     Plugins.instance().register(RecipeSource)
-    Plugins.instance().register(RecipeSearchPath)
+    Plugins.instance().register(OptionFolders)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
     OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
 
@@ -259,10 +260,14 @@ class RecipeSource(ConfigSource):
 
 
 @final
-class RecipeSearchPath(SearchPathPlugin):
-    """Puts the folders of recipes on Hydra's search path."""
+class OptionFolders(SearchPathPlugin):
+    """Puts the folders of recipes, and the user's `--config-dir`, on Hydra's search path."""
+
+    own_folder: ClassVar[Path | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
         for folder in folders():
             search_path.append(SCHEME, f"{SCHEME}://{folder}")
+        if self.own_folder is not None:
+            search_path.append("command-line", f"file://{self.own_folder}")

@@ -42,6 +42,8 @@ from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 
+READING = ("evaluate", "export")  # commands that read another run and leave its status alone
+
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")

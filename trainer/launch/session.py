@@ -24,7 +24,7 @@ from trainer.checkpoint.lock import hold
 from trainer.commands.reading import evaluate_run, export_run, verify_run
 from trainer.commands.train import plan_run, train_run
 from trainer.config.rules import NO_GPU, NO_MEMORY
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import READING, RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes, stream_mark
@@ -33,7 +33,6 @@ from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World
 from trainer.launch.membership import START_TIMEOUT, Membership
-from trainer.launch.start import READING
 from trainer.report.records import num_cores
 from trainer.report.run_status import recorded
 

@@ -17,7 +17,6 @@ from trainer.launch.membership import Membership, membership
 SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
 # By which PyTorch's allocator of GPU memory is set; the later names are older
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
 
 def run(config: RunConfig, folder: Path) -> int:

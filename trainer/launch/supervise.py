@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import final
 
 from trainer.checkpoint import lock
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import READING, RunConfig
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import Position, RankProgress
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.membership import Membership
-from trainer.launch.start import READING
 from trainer.report import journal
 from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step, to_go_on
 
