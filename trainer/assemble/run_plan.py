@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, final
 
-import torch
 from pydantic import TypeAdapter
 
 from trainer.accumulate.sum import Sum
 from trainer.assemble.checks import check_parts, check_sums
-from trainer.assemble.components import Components, bind_run
-from trainer.assemble.packing import unpacked
-from trainer.assemble.parallel import planned_device, rank_memory
-from trainer.assemble.peak import open_cache, predict_sampled
+from trainer.assemble.components import Components
+from trainer.assemble.parallel import planned_device
 from trainer.assemble.reads import check_reads
 from trainer.assemble.trials import Trials
-from trainer.config.cards import card_of, reported_as
-from trainer.core.errors import DataError, NoCheckpointError
-from trainer.core.micro_batch import Fields
-from trainer.core.signals import check
-from trainer.data.loader import Request
-from trainer.models.boundaries import BOUNDARIES
-from trainer.models.first_weights import is_on_meta
+from trainer.assemble.tuning import (
+    device_cost,
+    memory_of_rank,
+    padded_workload,
+    predict_sampled,
+    tune_run,
+    workload_of,
+)
+from trainer.core.errors import NoCheckpointError
+from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.cuts import Auto
-from trainer.plan.traffic import MOST_OF_MEMORY, ComputeTime
-from trainer.training.batches import PREFETCH_LIMIT_BYTES
-from trainer.tune.flops import ModelFlops, model_flops, peak_flops
-from trainer.tune.forward import Forward, card_cost
-from trainer.tune.memory_limit import MemoryLimit, begin_peak
-from trainer.tune.speed import meter_for, speed_of
+from trainer.plan.traffic import ComputeTime
+from trainer.training.model_flops import ModelFlops
+from trainer.tune.flops import ComputeCounts, peak_flops
+from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuner import tune
-from trainer.tune.tuning import NEAR_BEST_TOKENS, Tuning, TuningRequest
-from trainer.tune.workload import Tiled, Workload, measured_dims
+from trainer.tune.tuning import Tuning
 
 _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
@@ -85,7 +75,7 @@ def prepare_on_main(components: Components, saved: Mapping[str, Any] | None = No
         found.append(prepare(components, saved))
         return {
             "cut": describe_cut(found[0]),
-            "trials": asdict(replace(found[0].trials, forward=None)),
+            "trials": asdict(replace(found[0].trials, counts=None)),
         }
 
     answer = components.world.on_main(find)
@@ -141,19 +131,18 @@ def prepare(
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
     check_parts(components)
-    work = _workload(components)
-    trials = trials or Trials.run(components, work)
+    work = workload_of(components)
+    trials = trials or Trials.run(components, padded_workload(components, work))
     trials.apply(components)
-    forward = trials.forward
-    components = _with_cost(components, forward, saved)
-    limit, is_here = _limit_of(components, work.resident_bytes)
+    components = _with_cost(components, trials.counts, saved)
+    limit, is_here = memory_of_rank(components, work.resident_bytes)
     batches, known = _sampled(components), _restored(components, saved)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
     if known is not None:
         cut, tuning, how = *known, "as before, from the checkpoint"
-    elif isinstance(cut, Auto):
+    elif cut.needs_tuning:
         assert limit is not None  # a machine that is not here has what accum.memory says
-        tuning = _tune(components, cut, work, forward, limit, batches, is_here=is_here)
+        tuning = tune_run(components, work, trials.counts, limit, batches, is_here=is_here)
         cut, how = (
             cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap),
             tuning.method,
@@ -169,7 +158,7 @@ def prepare(
     predicted, warnings = tuning and tuning.predicted, list[str]()
     if components.world.is_main:
         if tuning is None:
-            predicted = predict_sampled(components, work, forward, plans, warnings)
+            predicted = predict_sampled(components, work, trials.counts, plans, warnings)
         warnings += [*check_sums(components), *check_reads(components)]
     begin_peak(components.world.device)
     return RunPlan(
@@ -183,7 +172,7 @@ def prepare(
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
-        flops=_count_flops(components, work) if components.config.command == "train" else None,
+        flops=_model_flops(components, trials.counts),
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -192,22 +181,15 @@ def prepare(
 
 
 def _with_cost(
-    components: Components, forward: Forward | None, saved: Mapping[str, Any] | None
+    components: Components, counts: ComputeCounts | None, saved: Mapping[str, Any] | None
 ) -> Components:
-    """Give every cut the time model of the device: what the run began with, or by arithmetic.
+    """Give every cut the time model that the run began with, or that of the device.
 
-    On a CPU it is a constant; `accum=auto` times its own where it can.
+    `accum=auto` times its own where it can.
     """
+    cost = device_cost(components, counts)
     if saved is not None and saved["accum"] == components.config.accum.model_dump(include=_CUT_BY):
-        known = saved.get("cost")
-        cost = components.layout.cost if known is None else Cost(**known)
-    elif planned_device(components.config, components.world).type == "cuda":
-        here, named = components.world.device, card_of(components.config.device)
-        card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
-        cost = card_cost(forward, card, components.precision)
-        cost = cost if named else replace(cost, seconds_per_token=None)
-    else:
-        return components
+        cost = Cost(**saved["cost"])
     return replace(components, layout=replace(components.layout, cost=cost))
 
 
@@ -253,130 +235,13 @@ def _sampled(components: Components) -> list[IntArray]:
     return batches
 
 
-def _workload(components: Components) -> Workload:
-    """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world, setup = components.world, components.parallel
-    call_of = partial(bind_run, precision=components.precision, world=world)
-    ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
-    return Workload(
-        model=components.module,
-        bind=call_of,
-        objective=components.objective,
-        make_optimizer=components.make_optimizer,
-        make_fields=_tiled(components),
-        device=world.device,
-        compiled=components.config.compile,
-        weights=components.weights,
-        sync=setup.sync,
-        fake_ranks=ranks if components.is_sharded or setup.mode == "ddp" else None,
-    )
-
-
-def _tiled(components: Components) -> Tiled:
-    """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths, longest = (
-        components.example,
-        components.source.lengths,
-        components.source.lengths.max(),
-    )
-    is_away = (
-        planned_device(components.config, components.world).type != components.world.device.type
-    )
-    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
-    has_kernel = not is_away and (
-        not is_on_meta(components.module) or components.world.device.type == "cuda"
-    )
-    boundaries = inspect.signature(components.module.forward).parameters.get(BOUNDARIES)
-    is_optional = boundaries is None or boundaries.default is not boundaries.empty
-    if not has_kernel and is_optional and BOUNDARIES in example:
-        # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
-        # here, documents side by side, which take as much, stand in for it.
-        example = unpacked(example)
-    if BOUNDARIES in example:
-        return Tiled(example, longest)
-
-    def load(i: int) -> Fields | None:
-        # What cannot be read is refused, or passed over, where its step needs it.
-        with suppress(DataError):
-            return components.source.loader.load(
-                Request((i,), 0, int(lengths[i]), components.layout.packed)
-            )
+def _model_flops(components: Components, counts: ComputeCounts | None) -> ModelFlops | None:
+    """Give what the main rank reports of speed; None where nothing could be counted."""
+    if counts is None or not components.world.is_main:
         return None
-
-    some = lengths.sample()
-    return Tiled(
-        example, longest, measured_dims(lengths[some], lambda place: load(int(some[place])))
+    peak = peak_flops(components.world.device, components.precision)
+    return ModelFlops(
+        per_token=counts.products,
+        per_pair=counts.pairs,
+        peak=peak and peak * components.world.size,
     )
-
-
-def _count_flops(components: Components, work: Workload) -> ModelFlops | None:
-    """Count the model's FLOPs, on the rank that reports them; documents side by side."""
-    if not components.world.is_main:
-        return None
-    lengths, peak = (
-        components.source.lengths,
-        peak_flops(components.world.device, components.precision),
-    )
-    if BOUNDARIES in components.example:
-        work = replace(work, make_fields=Tiled(unpacked(components.example), lengths.max()))
-    return model_flops(work, lengths.min(), lengths.max(), peak and peak * components.world.size)
-
-
-def _limit_of(components: Components, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
-    """Find the memory of one rank, and whether it is here, less what inputs take on a CPU.
-
-    Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
-    micro-batch of them, which the prediction counts.
-    """
-    config, world, lengths = components.config, components.world, components.source.lengths
-    limit, is_here = rank_memory(config, world, resident_bytes)
-    if limit is None or planned_device(config, world).type != "cpu":
-        return limit, is_here
-    per_token = sum(field.nbytes for field in components.example.values()) / float(lengths.max())
-    each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
-    of_step = int(per_token * each * components.source.order.global_batch / world.size)
-    inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
-    return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
-
-
-def _tune(
-    components: Components,
-    cut: Auto,
-    work: Workload,
-    forward: Forward | None,
-    limit: MemoryLimit,
-    batches: list[IntArray],
-    *,
-    is_here: bool,
-) -> Tuning:
-    """Tune, for a machine that is here, or for one on which nothing can, or may, be timed."""
-    longest, lengths = components.source.lengths.argmax(), components.source.lengths
-    # A window holds a sharded model whole, so it can be timed where that fits; one that is only
-    # ever gathered block by block may be too large.
-    whole = 2 * sum(p.nbytes for p in components.module.parameters())
-    fits = components.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-    device = planned_device(components.config, components.world).type
-    question = TuningRequest(
-        work=work,
-        batches=batches,
-        longest=lengths.max(),
-        shortest=lengths.min(),
-        cut_at=cut.tuned,
-        layout=components.layout,
-        limit=limit,
-        most_samples=min(components.source.order.most_samples, cut.micro or sys.maxsize),
-        recompute=components.config.activation_checkpointing,
-        timed=is_here and fits and not components.config.deterministic,
-        as_needed=not is_here and device == "cuda",
-        fixed_cap=NEAR_BEST_TOKENS[device] if components.config.deterministic else None,
-        num_steps=components.total_steps,
-        longest_id=int(components.train_set.original_ids([longest])[0]),
-    )
-    cache = open_cache(components, work, forward)
-    return tune(question, cache, _clock, meter_for(work.device))
-
-
-def _clock() -> float:
-    """Read the clock, between two timings, where a signal may end them all."""
-    check()
-    return time.perf_counter()

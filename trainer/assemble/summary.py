@@ -22,7 +22,7 @@ from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.models.check import vocabulary_of
 from trainer.models.hf import pretrained_of, stored_dtypes
 from trainer.optim.optimizers import match_groups
-from trainer.tune.forward import PEAK_SHARE
+from trainer.tune.flops import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
 
 SHORT = {

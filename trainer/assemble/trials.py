@@ -10,8 +10,7 @@ from trainer.data.collate import Limits
 from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
-from trainer.plan.memory import Shape
-from trainer.tune.forward import Forward, count_forward
+from trainer.tune.flops import ComputeCounts, count_compute
 from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Workload
 
@@ -23,9 +22,9 @@ class Trials:
 
     limits: Limits  # rows of the table that looks token ids up, and classes of the labels
     gives_logits: bool  # whether the output layer's outputs are the logits, and nothing else
-    # What one of the greatest length computes; None where the model cannot run fake, and on other
-    # ranks, which go by the cost that the main rank found
-    forward: Forward | None = None
+    # What the longest samples compute; None where the model cannot run fake, and on other ranks,
+    # which go by the cost that the main rank found
+    counts: ComputeCounts | None = None
 
     @classmethod
     def run(cls, components: Components, work: Workload) -> Self:
@@ -35,12 +34,12 @@ class Trials:
             CannotRunFake: the model was built without weights, and needs more than shapes.
         """
         longest = components.source.lengths.max()
-        forward = count_forward(work, Shape(2, longest))
-        if forward is None and is_on_meta(components.module) and components.weights is None:
+        counts = count_compute(work, longest)
+        if counts is None and is_on_meta(components.module) and components.weights is None:
             raise CannotRunFake("the model was built without weights")
         layer = candidate(components.module)
-        limits = {} if forward is None else forward.limits
-        return cls(limits, layer is not None and IS_LAST in vars(layer), forward)
+        limits = {} if counts is None else counts.limits
+        return cls(limits, layer is not None and IS_LAST in vars(layer), counts)
 
     def apply(self, components: Components) -> None:
         """Have the loaders compare numbers with the limits, and losses know the output layer."""

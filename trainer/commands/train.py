@@ -25,6 +25,7 @@ from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, Preempted
 from trainer.core.format import shown_path
+from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import record_of
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
@@ -42,7 +43,6 @@ from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.loop import Progress, Run, train
 from trainer.training.tracing import tracing
 from trainer.training.window import StepContext
-from trainer.tune.memory_limit import peak_bytes
 from trainer.tune.network import network_of
 from trainer.tune.predict import CannotRunFake
 

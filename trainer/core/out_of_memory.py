@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
@@ -80,6 +82,21 @@ def no_replay(what: str) -> Iterator[None]:
         yield
     if guard.failed:
         raise DoesNotFitError(f"out of memory {what}")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Give the most memory this process has had: the device's, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def begin_peak(device: torch.device) -> None:
+    """Free what tuning took of a GPU, so that `peak_bytes` is the run's own from here on."""
+    if device.type == "cuda":
+        release_memory()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def release_memory() -> None:

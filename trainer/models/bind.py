@@ -15,7 +15,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.models.boundaries import with_boundaries
 from trainer.models.check import refuse_dtypes
-from trainer.models.output_layer import ModelRun, is_gpt
+from trainer.models.output_layer import ModelRun, declares_logits
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What a forward's matrix products compute in, where it is not what the weights are in."""
@@ -69,7 +69,7 @@ def bind(
             refuse_dtypes(error, written, arguments)
             raise
 
-    return ModelRun(call, written, is_gpt(written))
+    return ModelRun(call, written, declares_logits(written))
 
 
 @final

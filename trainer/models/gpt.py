@@ -55,6 +55,8 @@ class GPT(nn.Module):
 
     draws_on_meta: ClassVar[bool] = True
     """Whether the constructor draws on the meta device what it draws on the CPU."""
+    logits_from_output_layer: ClassVar[bool] = True
+    """Whether `forward` gives what `get_output_embeddings` gives, and nothing else."""
 
     settings_fault = staticmethod(heads_fault)  # before torch is imported
 
@@ -191,6 +193,7 @@ class TiedHead(nn.Module):
     """The output layer whose weight is the embedding's; it has no parameters of its own."""
 
     bias = None
+    is_matrix_product = True  # see models/output_layer.py
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

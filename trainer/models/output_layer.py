@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainer.core.micro_batch import Fields
 from trainer.models.attention import computed_in
 from trainer.models.compilation import COMPILED
-from trainer.models.gpt import GPT, TiedHead
 
 IS_LAST = "_trainer_is_last"
 """Attribute of an output layer that gives the logits of its model; that of a copy has it too."""
@@ -28,17 +27,17 @@ class ModelRun:
 
     run: Callable[[Fields], Any]
     module: nn.Module
-    is_gpt: bool
+    declares_logits: bool  # see `declares_logits`
 
     def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         """Run the model as it is."""
         return self.run(fields)
 
     @property
-    def output_layer(self) -> nn.Linear | TiedHead | None:
+    def output_layer(self) -> nn.Module | None:
         """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
         layer = candidate(self.module)
-        return layer if self.is_gpt or IS_LAST in vars(layer or self) else None
+        return layer if self.declares_logits or IS_LAST in vars(layer or self) else None
 
     @property
     def compiled_by(self) -> str | None:
@@ -56,23 +55,36 @@ class ModelRun:
             del layer.forward
 
 
-def is_gpt(module: nn.Module) -> bool:
-    """Whether a module, not yet laid out in shards, gives logits as the built-in model does."""
-    return getattr(module.forward, "__func__", None) is GPT.forward and not module._forward_hooks
+def declares_logits(module: nn.Module) -> bool:
+    """Whether a module, not yet laid out in shards, says that its layer's outputs are its logits.
+
+    Its class does, by `logits_from_output_layer = True` beside the `forward` of which it is true: a
+    class derived from it with another `forward` does not.
+    """
+    forward = getattr(module.forward, "__func__", None)
+    kinds = (vars(kind) for kind in type(module).__mro__)
+    is_declared = any(
+        own.get("logits_from_output_layer") is True
+        for own in kinds
+        if own.get("forward") is forward
+    )
+    return is_declared and not module._forward_hooks
 
 
-def candidate(module: nn.Module) -> nn.Linear | TiedHead | None:
+def candidate(module: nn.Module) -> nn.Module | None:
     """Find the output layer, where it is a plain matrix that nobody hooks onto.
 
-    Our own models and Hugging Face's tell it by `get_output_embeddings`.
+    Models tell it by `get_output_embeddings`, as Hugging Face's do. A layer that is no `nn.Linear`
+    says by `is_matrix_product` that it gives `x @ weight.T + bias`.
     """
     try:
         layer = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
-    if not isinstance(layer, nn.Linear | TiedHead):  # heads that give no logits of words have None
+    if not isinstance(layer, nn.Module):  # heads that give no logits of words have None
         return None
-    is_plain = type(layer).forward in {nn.Linear.forward, TiedHead.forward}
+    is_plain = type(layer).forward is nn.Linear.forward
+    is_plain |= vars(type(layer)).get("is_matrix_product", False)
     is_hooked = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
     return layer if is_plain and not is_hooked else None
 

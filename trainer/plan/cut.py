@@ -204,6 +204,21 @@ class Cut(Described, ABC):
         """The cut of micro-batches that are the same on any number of ranks; None without one."""
         return None
 
+    @property
+    def needs_tuning(self) -> bool:
+        """Whether it cuts only once `tuned` gave it what was found to fit and to be fast."""
+        return False
+
+    def tuned(self, cap: int, cost: Cost, single_sample_cap: int) -> Cut:
+        """Return this cut with what tuning found.
+
+        Args:
+            cap: most padded tokens of a micro-batch of several samples.
+            cost: the time model.
+            single_sample_cap: padded tokens up to which a longer sample may be alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not tuned")
+
     @abstractmethod
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch.

@@ -234,6 +234,11 @@ class Auto(_Capped):
             None if self.max_tokens is None else max(self.max_tokens, self.single_sample_cap or 0)
         )
 
+    @property
+    def needs_tuning(self) -> bool:
+        """Whether its cap is still to be found."""
+        return self.max_tokens is None
+
     def tuned(self, cap: int, cost: Cost, single_sample_cap: int | None = None) -> Auto:
         """Return this cut with the caps and the time model that tuning found."""
         return replace(

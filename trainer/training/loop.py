@@ -12,16 +12,16 @@ from torch import Tensor
 from trainer.config.messages import first_of
 from trainer.core.errors import DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import plural
+from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.model_flops import ModelFlops
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
 from trainer.training.window import StepContext
-from trainer.tune.flops import ModelFlops
-from trainer.tune.memory_limit import peak_bytes
 
 
 @final

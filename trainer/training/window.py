@@ -25,7 +25,7 @@ from trainer.accumulate.rollback import Snapshot
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
-from trainer.core.out_of_memory import AllocationGuard, no_replay, release_memory
+from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
 from trainer.core.world import World
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective
@@ -33,7 +33,6 @@ from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import SyncPolicy
 from trainer.training.batches import PlannedBatch
-from trainer.tune.memory_limit import peak_bytes
 
 AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 

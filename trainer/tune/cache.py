@@ -25,7 +25,7 @@ from trainer.core import durable
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import cpu_model
-from trainer.tune.forward import Forward
+from trainer.tune.flops import ComputeCounts
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
@@ -142,11 +142,11 @@ class TuningCache:
 
 
 def describe(
-    work: Workload, length: int, precision: str, forward: Forward | None
+    work: Workload, length: int, precision: str, counts: ComputeCounts | None
 ) -> dict[str, Any]:
     """List everything a measurement depends on.
 
-    What a class computes shows in the operators of a fake `forward` of that length; an edit that
+    What a class computes shows in the operators of a fake run over that length; an edit that
     changes none of them changes no measurement.
     """
     device, optimizer = work.device, work.make_optimizer(work.model)
@@ -160,7 +160,7 @@ def describe(
             for package in [sys.modules.get(kind.__module__.partition(".")[0])]
         ),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
-        "operators": forward and forward.operators,
+        "operators": counts and counts.operators,
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
         "length": length,
         "precision": precision,

@@ -1,89 +1,168 @@
-"""Count a model's floating-point operations by the lengths of samples, and know what GPUs can do.
+"""Count what forward and backward compute, and what a micro-batch costs on a GPU not timed here.
 
-Model FLOPs are those of one forward and backward over the real tokens: no padding, and nothing
-that is computed again. A fake run counts them. Matrix products and convolutions count, two a
-multiply-add; attention counts whole, causal or not, as in Chowdhery et al. 2022 (2204.02311),
-appendix B. For a transformer that is `6 * P * tokens + 12 * layers * width * sum(length^2)`, with P
-the parameters of its matrices.
+A micro-batch costs what its host needs to launch every kernel, however few tokens they compute. On
+a CPU that is some ten tokens' time; on a GPU, which computes a hundred times as fast, thousands.
+
+Matrix products and convolutions count, two FLOPs a multiply-add; attention counts whole, causal or
+not, as in Chowdhery et al. 2022 (2204.02311), appendix B. For a transformer that is
+`6 * P * tokens + 12 * layers * width * sum(length^2)`, with P the parameters of its matrices.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
-import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from trainer.config.cards import reported_as
+from trainer.config.cards import CARDS, USUAL, Card, reported_as
+from trainer.core.micro_batch import Fields
+from trainer.data.collate import LABELS, Limits
+from trainer.data.samples import INPUT_IDS
+from trainer.models.output_layer import IS_LAST, candidate, declares_logits, watch_last
 from trainer.models.recompute import recompute_nothing
-from trainer.plan.cut import IntArray
+from trainer.plan.cut import Cost
 from trainer.plan.memory import Shape
-from trainer.tune.forward import Counter
 from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
-PAIR = 2  # samples of a fake run; statistics over samples need two
+PEAK_SHARE = 0.4  # of a card's peak, that training of transformers reaches as a rule
+# Of the host for one operator outside of compiled graphs: about 5 us for the kernel's launch, and
+# as much for Python, dispatch and autograd
+LAUNCH_S = 1e-5
+# Tokens for a micro-batch's launches where FLOPs cannot be counted: 15 ms, at 40 % of an A100's
+# peak, of a model of 124M parameters
+USUAL_FIXED = 2500.0
+BATCHED = {torch.ops.aten.bmm, torch.ops.aten.baddbmm}  # attention's scores and sums
+PAIR = 2  # samples of the fake run; statistics over samples need two
 
 
 @final
-@dataclass(frozen=True)
-class ModelFlops:
-    """FLOPs of forward and backward over one sample, a polynomial of its length."""
+@dataclass(frozen=True, kw_only=True)
+class ComputeCounts:
+    """What forward and backward of samples of one length are made of."""
 
-    coefficients: tuple[float, ...]  # of the powers of the length, from the constant on
-    peak: float | None = None  # what all ranks' devices can do in a second; None where nobody knows
-
-    def of(self, lengths: IntArray) -> float:
-        """Count those of samples, `(samples,)`, of so many tokens."""
-        numbers = lengths.astype(np.float64)
-        return sum(c * float((numbers**power).sum()) for power, c in enumerate(self.coefficients))
-
-    def speed(self, lengths: IntArray, seconds: float) -> dict[str, float]:
-        """Give the figures of a step over these samples that took so long."""
-        each = self.of(lengths) / seconds
-        return {"model_flops_per_second": each} | ({"mfu": each / self.peak} if self.peak else {})
+    operators: str  # a hash of the operators and the shapes that they give
+    launches: int  # operators that compute something, so that a GPU's kernel is launched
+    products: float  # FLOPs per token of products with weights
+    pairs: float  # FLOPs per pair of tokens of one sample
+    limits: Limits  # rows of the table that looks token ids up, and classes of the labels
 
 
-def model_flops(
-    work: Workload, shortest: int, longest: int, peak: float | None = None
-) -> ModelFlops | None:
-    """Count a model's FLOPs on fakes of up to three lengths; None where it needs values.
+def count_compute(work: Workload, length: int) -> ComputeCounts | None:
+    """Count a fake forward and backward of padded samples; None where the model cannot run fake.
 
-    Kernels that PyTorch has no formula for count as nothing. Takes 0.1 s for a small transformer, 1
-    to 2 s for one of 124M parameters, and a third of it where all samples are of one length.
+    Attention is counted by its plain kernel, which has a formula everywhere. Kernels that PyTorch
+    has none for count as nothing, and neither does what is computed again.
 
-    The fields of `work` are padded, not packed; `peak` is what all devices can do in a second.
+    Where the logits turn out to be what the output layer gives, the model is marked: an objective
+    may then ask for what goes into that layer. Takes some 0.1 s for a small transformer, 1 s for
+    one of 124M parameters.
     """
-    lengths = sorted({longest, -(-longest // 2), -(-longest // 4)})
-    lengths = [longest] if shortest == longest else lengths
+    counter = Counter()
+    layer = None if declares_logits(work.model) else candidate(work.model)
     try:
-        counts = [_count(replace(work, fake_ranks=None), length) for length in lengths]
+        micro_batch = fake_micro_batch(replace(work, fake_ranks=None), Shape(PAIR, length))
+        with micro_batch as (theirs, fields, _):
+            recompute_nothing(theirs.model)
+            fake = None if layer is None else candidate(theirs.model)
+            is_last = None if fake is None else watch_last(theirs.model, fake)
+            limits = _watch_limits(theirs, fields)
+            with sdpa_kernel(SDPBackend.MATH), counter:
+                theirs.backward(fields)
     except CannotRunFake:
         return None
-    # As many lengths as coefficients: the parabola through them is exact.
-    powers = np.vander(np.array(lengths, dtype=np.float64), increasing=True)
-    return ModelFlops(tuple(np.linalg.solve(powers, np.array(counts)).tolist()), peak)
+    if is_last is not None and is_last():
+        setattr(layer, IS_LAST, True)
+    return ComputeCounts(
+        operators=counter.digest.hexdigest(),
+        launches=counter.launches,
+        products=counter.products / (PAIR * length),
+        pairs=counter.pairs / (PAIR * length**2),
+        limits=limits,
+    )
 
 
-def _count(work: Workload, length: int) -> float:
-    """Count one sample's FLOPs. The plain attention kernel is what has a formula everywhere."""
-    counter = Counter()
-    with fake_micro_batch(work, Shape(PAIR, length)) as (theirs, fields, _):
-        recompute_nothing(theirs.model)
-        with sdpa_kernel(SDPBackend.MATH), counter:
-            theirs.backward(fields)
-    return (counter.products + counter.pairs) / PAIR
+def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
+    """Watch a copy of a model; once it ran, the dict has what ids and labels must be below.
+
+    Seen are tables that look up the ids as they are, by `nn.Embedding`, and the logits.
+    """
+    limits: dict[str, int] = {}
+    ids, axis = fields.get(INPUT_IDS), work.objective.class_axis
+    layer = getattr(work.call, "output_layer", None)
+
+    def note_rows(table: nn.Embedding, given: tuple[Tensor, ...]) -> None:
+        if ids is not None and given and _is_all_of(given[0], ids):
+            limits[INPUT_IDS] = min(table.num_embeddings, limits.get(INPUT_IDS, sys.maxsize))
+
+    def note_classes(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
+        logits = getattr(output, "logits", output)
+        if axis is not None and layer is not None:
+            limits[LABELS] = len(layer.weight)  # the objective may ask for no logits
+        elif axis is not None and isinstance(logits, Tensor):
+            limits[LABELS] = logits.shape[axis]
+
+    for part in work.model.modules():
+        if isinstance(part, nn.Embedding):
+            part.register_forward_pre_hook(note_rows)
+    work.model.register_forward_hook(note_classes)
+    return limits
+
+
+def _is_all_of(index: Tensor, field: Tensor) -> bool:
+    """Whether an index is a field, or another view of all that is in it."""
+    base = field if field._base is None else field._base
+    return index is field or (index._base is base and index.numel() == field.numel())
+
+
+def card_cost(counts: ComputeCounts | None, card: Card | None, precision: str) -> Cost:
+    """Work out the time model of a card, or of a usual GPU, whose time in seconds stays unknown."""
+    usual = card or CARDS[USUAL]
+    if counts is None or not counts.products:
+        return Cost(fixed=USUAL_FIXED)
+    per_token_s = counts.products / (PEAK_SHARE * usual.peak(precision))
+    return Cost(
+        fixed=counts.launches * LAUNCH_S / per_token_s,
+        quadratic=counts.pairs / counts.products,
+        seconds_per_token=None if card is None else per_token_s,
+    )
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return peak_of(name, precision)
-
-
-def peak_of(name: str, precision: str) -> float | None:
-    """Look a device up by the name that its driver reports."""
-    card = reported_as(name)
+    card = reported_as(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if card is None else card.peak(precision)
+
+
+@final
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Counts operators, and FLOPs by PyTorch's formulas.
+
+    Of the time that PyTorch's own `FlopCounterMode` takes it needs a fifth.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.digest = hashlib.blake2b(digest_size=16)
+        self.launches, self.products, self.pairs = 0, 0.0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator and count it."""
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default or func.is_view:
+            return found
+        self.launches += 1
+        self.digest.update(f"{func} {getattr(found, 'shape', '')}".encode())
+        packet = func._overloadpacket
+        if (formula := flop_registry.get(packet)) is not None:
+            flops = float(formula(*args, **(kwargs or {}), out_val=found))
+            self.pairs += flops * (packet in BATCHED)
+            self.products += flops * (packet not in BATCHED)
+        return found

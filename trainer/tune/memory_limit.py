@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ from pathlib import Path
 from typing import final
 
 import torch
-
-from trainer.core.out_of_memory import release_memory
 
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
 # machine, whose use changes while a run goes on
@@ -154,21 +150,6 @@ def resident_growth(device: torch.device) -> Iterator[list[int]]:
     highest = _entries(status).get("VmHWM:", 0)
     if highest > mark:
         growth.append((highest - before) * 1024)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Give the most memory this process has had: the device's, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def begin_peak(device: torch.device) -> None:
-    """Free what tuning took of a GPU, so that `peak_bytes` is the run's own from here on."""
-    if device.type == "cuda":
-        release_memory()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def resident_ratio(growth: int, predicted_bytes: int, device_type: str) -> float | None:

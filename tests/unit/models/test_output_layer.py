@@ -16,8 +16,7 @@ from tests.lib.tune_support import assert_same, text, traces, workload
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import LEAST_BYTES, NextToken
-from trainer.plan.memory import Shape
-from trainer.tune.forward import count_forward
+from trainer.tune.flops import count_compute
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 2**15}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
@@ -40,7 +39,7 @@ def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
     before = traces(model, runs=True)
     work = replace(workload(model, text()), objective=NextToken())
-    count_forward(work, Shape(1, 1))
+    count_compute(work, 1)
     assert_same(traces(model, runs=True), before)
     assert (work.call.output_layer is not None) == is_output
     fields = work.fields(2, 40)
@@ -85,7 +84,7 @@ def capped(*sizes: int, hooks: bool = False, **options: Any) -> GPT:
 def test_a_model_of_ours_with_another_forward_is_looked_at_like_any_other(build, is_output):
     model = build(2**15, width=8, num_layers=1, num_heads=2)
     work = replace(workload(model, text()), objective=NextToken())
-    count_forward(work, Shape(1, 1))
+    count_compute(work, 1)
     assert (work.call.output_layer is not None) == is_output
     fields = work.fields(2, 40)
     assert 4 * fields["labels"].numel() * model.vocab_size > LEAST_BYTES

@@ -1,98 +1,114 @@
-"""Model FLOPs against what the formulas of papers say, and the figures of a step."""
+"""FLOPs of forward and backward against formulas of papers, and what they cost on a card."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.lib.tune_support import (
     VOCABULARY,
     ConvNet,
     Encoder,
+    PerToken,
     Stubborn,
     gpt,
     images,
     text,
     workload,
 )
+from trainer.config.cards import CARDS, CardName, card_of, reported_as
+from trainer.core.errors import ConfigError
+from trainer.data.collate import Limits
+from trainer.models.gpt import GPT
 from trainer.models.recompute import checkpoint_blocks
-from trainer.tune.flops import ModelFlops, model_flops, peak_flops, peak_of
+from trainer.objectives.base import Objective
+from trainer.objectives.classify import Classify
+from trainer.objectives.next_token import NextToken
+from trainer.tune.flops import (
+    LAUNCH_S,
+    PEAK_SHARE,
+    USUAL_FIXED,
+    ComputeCounts,
+    card_cost,
+    count_compute,
+    peak_flops,
+)
 from trainer.tune.workload import Tiled
 
-LENGTHS = np.array([64, 1, 17, 17, 40])
+LENGTH = 64
 
 
-def of_transformer(model: nn.Module, layers: int, width: int) -> float:
-    """Six for every matrix entry and token, twelve for a pair of positions, layer and channel."""
-    used = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    matrices = sum(weight.numel() for weight in used)
-    pairs = float((LENGTHS.astype(float) ** 2).sum())
-    return 6 * matrices * float(LENGTHS.sum()) + 12 * layers * width * pairs
-
-
-def count(model: nn.Module, fields: Tiled | None = None, longest: int = 64) -> ModelFlops | None:
-    return model_flops(workload(model, fields or text(longest)), 1, longest)
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_transformer_has_those_of_the_formula_on_real_lengths(recomputes):
-    model = gpt()
-    expected = of_transformer(model, layers=2, width=24)
-    if recomputes:
-        assert checkpoint_blocks(model) == 2
-    found = count(model)
+def count(model: nn.Module) -> ComputeCounts:
+    found = count_compute(workload(model, text(LENGTH)), LENGTH)
     assert found is not None
-    assert found.of(LENGTHS) == pytest.approx(expected, rel=1e-6)
-    windows = model_flops(workload(model, text(17)), 17, 17)
-    assert windows is not None
-    assert windows.of(LENGTHS[2:4]) == pytest.approx(found.of(LENGTHS[2:4]), rel=1e-6)
-    padded = np.full_like(LENGTHS, 64)
-    assert found.of(padded) > 2 * expected  # padding would count
+    return found
 
 
-def test_a_model_of_transformers_has_them_too():
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=24, n_layer=2, n_head=2
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    found = count(model)
+def gpt2() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 24}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, n_layer=2, n_head=2))
+
+
+@pytest.mark.parametrize(("make", "recomputes"), [(gpt, False), (gpt, True), (gpt2, False)])
+def test_a_transformer_has_six_per_weight_and_token_and_twelve_per_pair_and_channel(
+    make, recomputes
+):
+    model = make()
     matrices = sum(
-        p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "wpe" not in n
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and "wpe" not in name and name != "embedding.weight"
     )
-    tokens, pairs = float(LENGTHS.sum()), float((LENGTHS.astype(float) ** 2).sum())
-    assert found is not None
-    assert found.of(LENGTHS) == pytest.approx(6 * matrices * tokens + 12 * 2 * 24 * pairs, rel=1e-6)
+    assert not recomputes or checkpoint_blocks(model) == 2
+    found = count(model)
+    assert found.products == pytest.approx(6 * matrices, rel=1e-6)
+    assert found.pairs == pytest.approx(12 * 2 * 24, rel=1e-6)
 
 
 def test_samples_without_a_length_and_frozen_weights_count_what_is_computed():
-    model, size = ConvNet(), 12 * 12
-    images_only = count(model, images(), longest=1)
-    assert images_only is not None
+    found = count_compute(workload(ConvNet(), images()), 1)
+    assert found is not None
+    size = 12 * 12
     stem, body, head = 2 * 8 * 27 * size, 2 * 16 * 72 * size, 2 * 5 * 16
     # Nothing asks for the gradient of the pixels.
-    assert images_only.of(np.ones(3, dtype=np.int64)) == 3 * (2 * stem + 3 * body + 3 * head)
+    assert found.products == 2 * stem + 3 * body + 3 * head
     encoder = Encoder()
     whole = count(encoder)
     encoder.requires_grad_(requires_grad=False)
     encoder.head.requires_grad_()
-    frozen = count(encoder)
-    assert whole is not None
-    assert frozen is not None
-    assert frozen.of(LENGTHS) < 0.6 * whole.of(LENGTHS)
+    assert count(encoder).products < 0.6 * whole.products
 
 
-def test_a_model_that_needs_values_is_not_counted():
-    assert count(Stubborn()) is None
-    assert replace(ModelFlops((1.0,)), peak=4.0).speed(LENGTHS, 2.5) == {
-        "model_flops_per_second": 2.0,
-        "mfu": 0.5,
-    }
-    assert ModelFlops((0.0, 1.0)).speed(LENGTHS, 1.0) == {"model_flops_per_second": 139.0}
+def test_a_model_that_needs_values_is_not_counted_and_costs_what_is_usual():
+    assert count_compute(workload(Stubborn()), 8) is None
+    assert card_cost(None, card_of("h100"), "bf16").fixed == USUAL_FIXED
+
+
+def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_one():
+    counts = count_compute(workload(Encoder(width=768, num_blocks=12)), 8)
+    assert counts is not None
+    large, small, usual = (
+        card_cost(counts, card, "bf16") for card in (card_of("h100"), card_of("l4"), None)
+    )
+    assert large.fixed > 5000 > small.fixed > 100
+    assert large.seconds_per_token == pytest.approx(
+        counts.products / (PEAK_SHARE * CARDS["h100"].peak("bf16"))
+    )
+    assert large.fixed * large.seconds_per_token == pytest.approx(counts.launches * LAUNCH_S)
+    assert usual.seconds_per_token is None, "of a GPU that nobody names, time is unknown"
+    assert small.fixed < usual.fixed < large.fixed
+    assert card_cost(counts, card_of("h100"), "fp32").fixed < large.fixed / 10
+
+
+def test_what_a_model_says_of_a_sample_that_is_too_long_is_said_at_once():
+    """Not taken for an inability to run fake, after which minutes of real probes would follow."""
+    model = GPT(vocab_size=VOCABULARY, width=8, num_layers=1, num_heads=2, max_length=16)
+    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 is less than the 64 tokens"):
+        count_compute(workload(model, text(64)), 64)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +120,53 @@ def test_a_model_that_needs_values_is_not_counted():
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
         ("NVIDIA L40S", "bf16", 362),
         ("NVIDIA L4", "bf16", 121),
-        ("Somebody's card", "bf16", None),
     ],
 )
 def test_what_a_device_can_do_depends_on_its_name_and_the_precision(name, precision, tera):
-    assert peak_of(name, precision) == (None if tera is None else tera * 1e12)
+    assert reported_as(name).peak(precision) == tera * 1e12
+    assert reported_as("Somebody's card") is None
     assert peak_flops(torch.device("cpu"), precision) is None
+
+
+def test_the_words_of_device_are_the_cards():
+    assert CARDS.keys() == set(CardName.__args__)
+    assert card_of("cuda") is card_of("auto") is None
+
+
+class Tables(nn.Module):
+    """Looks its ids up in two tables, one of them in another shape, and in a third some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, 4) for rows in (11, 7, 3))
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        first, second, third = self.tables
+        shaped = second(input_ids.view(-1)).view(*input_ids.shape, 4)
+        some = third(input_ids.clamp(0, 2)) + third(input_ids[:, :1])
+        return self.head(first(input_ids) + shaped + some)
+
+
+class Pixels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1).expand(-1, 5, -1)  # (batch, classes, ...)
+
+
+def limits_of(model: nn.Module, objective: Objective, fields: Tiled | None = None) -> Limits | None:
+    counts = count_compute(replace(workload(model, fields), objective=objective), 8)
+    return counts and counts.limits
+
+
+def test_rows_are_those_of_the_smallest_table_of_all_ids_and_classes_those_of_the_logits():
+    assert limits_of(Tables(), NextToken()) == {"input_ids": 7, "labels": 6}
+    own = limits_of(Tables(), PerToken(), text())
+    assert own == {"input_ids": 7}, "labels of a user's objective mean anything"
+    pixels = Tiled({"x": torch.ones(2, 8), "labels": torch.ones(2, 8, dtype=torch.long)}, 8)
+    assert limits_of(Pixels(), Classify(), pixels) == {"labels": 5}
+    assert limits_of(gpt(), NextToken()) == {"input_ids": VOCABULARY, "labels": VOCABULARY}
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    deberta = transformers.DebertaV2Config(vocab_size=VOCABULARY, legacy=False, **small)
+    model = transformers.DebertaV2ForMaskedLM(deberta)  # whose output embeddings are not the last
+    per_token = Classify(class_axis=-1)
+    assert limits_of(model, per_token) == {"input_ids": VOCABULARY, "labels": VOCABULARY}

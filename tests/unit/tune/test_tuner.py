@@ -26,7 +26,7 @@ from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
 from trainer.tune.cache import Measurements, TuningCache, describe
-from trainer.tune.forward import count_forward
+from trainer.tune.flops import count_compute
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
 from trainer.tune.speed import Stopwatch
@@ -478,7 +478,7 @@ def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_
     def key(model: nn.Module | None = None, precision="fp32", length=8, **changes) -> str:
         torch.manual_seed(1)
         work = replace(workload(model or Encoder()), **changes)
-        return json.dumps(describe(work, length, precision, count_forward(work, Shape(2, length))))
+        return json.dumps(describe(work, length, precision, count_compute(work, length)))
 
     def other_rate(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=9.0, fused=True)

@@ -67,7 +67,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     def fail(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("trainer.assemble.peak.Predictor", fail)
+    monkeypatch.setattr("trainer.assemble.tuning.Predictor", fail)
     plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
     assert plan["predicted_peak_bytes"] is None
     shown = " ".join("".join(capsys.readouterr()).split())

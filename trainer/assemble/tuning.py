@@ -1,0 +1,221 @@
+"""Ask the tuner about a run: what a rank computes, its memory, its cap, its predicted peak."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from trainer.assemble.components import Components, bind_run
+from trainer.assemble.packing import unpacked
+from trainer.assemble.parallel import planned_device, rank_memory
+from trainer.config.cards import card_of, reported_as
+from trainer.config.messages import clip
+from trainer.core.errors import DataError, TrainError
+from trainer.core.micro_batch import Fields
+from trainer.core.signals import check
+from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
+from trainer.models.first_weights import is_on_meta
+from trainer.plan.cut import Cost, Cut, IntArray, Plan
+from trainer.plan.memory import Shape, largest_shapes
+from trainer.plan.partition import pad
+from trainer.plan.traffic import MOST_OF_MEMORY
+from trainer.training.batches import PREFETCH_LIMIT_BYTES
+from trainer.tune.cache import TuningCache, describe
+from trainer.tune.flops import ComputeCounts, card_cost
+from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.predict import Predictor
+from trainer.tune.speed import meter_for
+from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.tuner import tune
+from trainer.tune.tuning import NEAR_BEST_TOKENS, Tuning, TuningRequest
+from trainer.tune.workload import Tiled, Workload, measured_dims, restoring
+
+
+def workload_of(components: Components) -> Workload:
+    """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
+    world, setup = components.world, components.parallel
+    call_of = partial(bind_run, precision=components.precision, world=world)
+    ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
+    return Workload(
+        model=components.module,
+        bind=call_of,
+        objective=components.objective,
+        make_optimizer=components.make_optimizer,
+        make_fields=_tiled(components),
+        device=world.device,
+        compiled=components.config.compile,
+        weights=components.weights,
+        sync=setup.sync,
+        fake_ranks=ranks if components.is_sharded or setup.mode == "ddp" else None,
+    )
+
+
+def padded_workload(components: Components, work: Workload) -> Workload:
+    """Give the same with documents side by side, whose attention FLOPs have a formula."""
+    if BOUNDARIES not in components.example:
+        return work
+    longest = components.source.lengths.max()
+    return replace(work, make_fields=Tiled(unpacked(components.example), longest))
+
+
+def _tiled(components: Components) -> Tiled:
+    """Make shapes out of the longest sample; others show which dimensions follow its length."""
+    example, lengths = components.example, components.source.lengths
+    module, device, longest = components.module, components.world.device, lengths.max()
+    is_away = planned_device(components.config, components.world).type != device.type
+    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
+    has_kernel = not is_away and (not is_on_meta(module) or device.type == "cuda")
+    boundaries = inspect.signature(module.forward).parameters.get(BOUNDARIES)
+    is_optional = boundaries is None or boundaries.default is not boundaries.empty
+    if not has_kernel and is_optional and BOUNDARIES in example:
+        # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
+        # here, documents side by side, which take as much, stand in for it.
+        example = unpacked(example)
+    if BOUNDARIES in example:
+        return Tiled(example, longest)
+
+    def load(i: int) -> Fields | None:
+        # What cannot be read is refused, or passed over, where its step needs it.
+        request = Request((i,), 0, int(lengths[i]), components.layout.packed)
+        with suppress(DataError):
+            return components.source.loader.load(request)
+        return None
+
+    some = lengths.sample()
+    dims = measured_dims(lengths[some], lambda place: load(int(some[place])))
+    return Tiled(example, longest, dims)
+
+
+def device_cost(components: Components, counts: ComputeCounts | None) -> Cost:
+    """Give the time model of the device by arithmetic; on a CPU it is a constant."""
+    if planned_device(components.config, components.world).type != "cuda":
+        return components.layout.cost
+    here, named = components.world.device, card_of(components.config.device)
+    card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
+    cost = card_cost(counts, card, components.precision)
+    return cost if named else replace(cost, seconds_per_token=None)
+
+
+def memory_of_rank(components: Components, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, less what inputs take on a CPU, and whether it is here.
+
+    Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
+    micro-batch of them, which the prediction counts.
+    """
+    config, world, lengths = components.config, components.world, components.source.lengths
+    limit, is_here = rank_memory(config, world, resident_bytes)
+    if limit is None or planned_device(config, world).type != "cpu":
+        return limit, is_here
+    per_token = sum(field.nbytes for field in components.example.values()) / float(lengths.max())
+    each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
+    of_step = int(per_token * each * components.source.order.global_batch / world.size)
+    inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
+    return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
+
+
+def tune_run(
+    components: Components,
+    work: Workload,
+    counts: ComputeCounts | None,
+    limit: MemoryLimit,
+    batches: list[IntArray],
+    *,
+    is_here: bool,
+) -> Tuning:
+    """Tune, for a machine that is here, or for one on which nothing can, or may, be timed."""
+    config, lengths, cut = components.config, components.source.lengths, components.cut
+    longest = lengths.argmax()
+    # A window holds a sharded model whole, so it can be timed where that fits; one that is only
+    # ever gathered block by block may be too large.
+    whole = 2 * sum(p.nbytes for p in components.module.parameters())
+    fits = components.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+    device = planned_device(config, components.world).type
+    request = TuningRequest(
+        work=work,
+        batches=batches,
+        longest=lengths.max(),
+        shortest=lengths.min(),
+        cut_at=cut.tuned,
+        layout=components.layout,
+        limit=limit,
+        most_samples=min(
+            components.source.order.most_samples, getattr(cut, "micro", None) or sys.maxsize
+        ),
+        recompute=config.activation_checkpointing,
+        timed=is_here and fits and not config.deterministic,
+        as_needed=not is_here and device == "cuda",
+        fixed_cap=NEAR_BEST_TOKENS[device] if config.deterministic else None,
+        num_steps=components.total_steps,
+        longest_id=int(components.train_set.original_ids([longest])[0]),
+    )
+    cache = _open_cache(components, work, counts)
+    return tune(request, cache, _clock, meter_for(work.device))
+
+
+def _clock() -> float:
+    """Read the clock, between two timings, where a signal may end them all."""
+    check()
+    return time.perf_counter()
+
+
+def predict_sampled(
+    components: Components,
+    work: Workload,
+    counts: ComputeCounts | None,
+    plans: tuple[Plan, ...],
+    warnings: list[str],
+) -> MemoryEstimate | None:
+    """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
+    shapes = _dearest(components, components.cut, plans)
+    recompute = components.config.activation_checkpointing is True
+    try:
+        cache = _open_cache(components, work, counts)
+        facts = cache.facts[recompute]
+        if unknown := [shape for shape in shapes if shape not in facts.peaks]:
+            # One that the run has, not one sample alone: statistics over samples need two.
+            smallest = min(shapes, key=lambda shape: shape.num_samples)
+            with restoring(components.module, components.objective):
+                predictor = Predictor(work, smallest, recompute=recompute)
+                facts.peaks.update({shape: predictor(shape) for shape in unknown})
+            cache.save()
+        return max((facts.peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
+    except TrainError:
+        raise
+    except Exception as error:
+        # A fault of the model's own shows again, in full, in the step that follows.
+        warnings.append(clip(f"memory not predicted: {type(error).__name__}: {error}"))
+        return None
+
+
+def _dearest(components: Components, cut: Cut, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
+    """Name shapes of which one needs the most memory of the sampled steps.
+
+    Under counts that were typed it is that of all steps: the longest sample of the data may come
+    with a whole micro-batch of others.
+    """
+    if "micro_batch" not in cut.couplings or components.layout.packed:
+        return largest_shapes(plans)
+    longest = pad(np.array([components.source.lengths.max()]), components.layout)
+    return (Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),)
+
+
+def _open_cache(
+    components: Components, work: Workload, counts: ComputeCounts | None
+) -> TuningCache:
+    """Open the cache for everything that measurements and predictions depend on."""
+    model, setup, world = components.config.model, components.parallel, components.world
+    situation = {
+        "own lengths": repr(getattr(work.make_fields, "dims", None)),
+        "component": [model.target, repr(sorted(model.params.items()))],
+        "ranks": [world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
+    }
+    longest = components.source.lengths.max()
+    return TuningCache.open(describe(work, longest, components.precision, counts) | situation)
