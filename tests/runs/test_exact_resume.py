@@ -123,7 +123,7 @@ def test_a_resumed_auto_run_does_not_tune_again(monkeypatch):
     def tune(*_: object) -> None:
         raise AssertionError("tuned again")
 
-    monkeypatch.setattr("trainer.assemble.run_plan.tune", tune)
+    monkeypatch.setattr("trainer.assemble.tuning.tune", tune)
     plan = read_json(on(run).folder / "plan.json")
     assert plan["max_tokens"] == cap
     assert "from the checkpoint" in plan["cap_source"]
