@@ -41,6 +41,7 @@ from trainer.optim.optimizers import AdamW
 from trainer.optim.schedules import Constant
 from trainer.parallel.base import Replicated
 from trainer.parallel.sync import Deferred
+from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.order import Order
@@ -125,7 +126,7 @@ def our_loop(
         The loss of every step.
     """
     model, world, objective = make_model(), World(), NextToken()
-    order = Order(len(data), 0, num_micro * MICRO, tail="drop")
+    order = Order(len(data), 0, ConstantSize(global_batch=num_micro * MICRO), tail="drop")
     loader = Loader(data, num_workers=0, seed=0)
     feed = Feed(
         Source(order=order, lengths=data.lengths, loader=loader, objective=objective),
@@ -146,6 +147,7 @@ def our_loop(
         optimizer=optimizer,
         lr=OPTIMIZER.lr,
         base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
+        lr_scale=lambda _: 1.0,
         schedule=Constant(),
         total_steps=10**9,
         clip_norm=CLIP,

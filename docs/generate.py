@@ -34,12 +34,13 @@ def page() -> str:
     """Give the whole page."""
     lines = [INTRODUCTION, "## Keys of every run", ""]
     rows = [("key", "default", "words", "what it is")]
+    common = flat(load_yaml(data_dir("conf") / "config.yaml"))
     in_options = {
         f"{group}.{key}"
         for group in GROUPS
         for file in (data_dir("conf") / group.replace(".", "/")).glob("*.yaml")
         for key in flat(load_yaml(file))
-    }
+    } - common.keys()
     rows += [
         (f"`{name}`", f"`{show(key.default)}`", words(name), key.doc)
         for name, key in KEYS.items()

@@ -27,6 +27,7 @@ from trainer.objectives.next_token import NextToken
 from trainer.optim.schedules import Constant
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.sync import Deferred, SyncPolicy
+from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
 from trainer.report.records import VerifyReport
@@ -131,7 +132,7 @@ class Bench:
         world = self.world
         layout = replace(self.layout, world_size=world.size, lockstep=self.sync.lockstep)
         lengths = self.dataset.lengths
-        order = Order(len(self.dataset), self.seed, self.global_batch)
+        order = Order(len(self.dataset), self.seed, ConstantSize(global_batch=self.global_batch))
         self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
         source = Source(order=order, lengths=lengths, loader=self.loader, objective=self.objective)
         self.feed = Feed(
@@ -161,6 +162,7 @@ class Bench:
             optimizer=optimizer,
             lr=1e-2,
             base_lrs=(1e-2,),
+            lr_scale=lambda _: 1.0,
             schedule=Constant(),
             total_steps=100,
             clip_norm=self.clip_norm,

@@ -30,6 +30,7 @@ from trainer.core.durable import open_log
 from trainer.core.errors import SaveError
 from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
+from trainer.plan.batch_size import ConstantSize
 from trainer.plan.order import Order
 from trainer.report.console import Screen
 
@@ -104,7 +105,7 @@ def check_metrics(run: FinishedRun) -> None:
     assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6, 7]
     assert all(entry.keys() == {*STEP_KEYS, "model_flops_per_second"} for entry in found)
     lengths = split_by_seed(Rows(), split="train", holdout=0.05, seed=0).lengths
-    order = Order(len(lengths), 0, 8)
+    order = Order(len(lengths), 0, ConstantSize(global_batch=8))
     cursor, samples, tokens = order.start, 0, 0
     for entry in found:
         batch = order.next(cursor)
@@ -135,7 +136,7 @@ def test_the_plan_says_what_the_steps_then_do() -> None:
 def check_ledger(run: FinishedRun) -> None:
     view = split_by_seed(Rows(), split="train", holdout=0.05, seed=0)
     own = view.original_ids(range(len(view)))
-    order = Order(len(own), 0, 8)
+    order = Order(len(own), 0, ConstantSize(global_batch=8))
     ledger = entries(run, "samples.jsonl")
     assert [entry["step"] for entry in ledger] == [1, 2, 3, 4, 5, 6, 7]
     cursor = order.start

@@ -55,8 +55,8 @@ from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
+from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
@@ -118,10 +118,10 @@ class Components:
         """Resolve a cadence in steps, or as a share of the run; None is never."""
         return None if cadence is None else cadence_steps(cadence, self.total_steps)
 
-    @property
-    def lr_scale(self) -> float:
-        """What `scheduler.scale` multiplies every learning rate by."""
-        return self.schedule.batch_factor(self.source.order.global_batch)
+    def lr_scale(self, step: int) -> float:
+        """What the size of a step, from 0, multiplies every learning rate by."""
+        order = self.source.order
+        return self.schedule.batch_factor(order.size_of(step)) * order.sizes.lr_factor(step)
 
     def feed(self, cut: Cut, world: World, cursor: Cursor) -> Feed:
         """Begin to give the micro-batches of a rank, from a cursor on."""
@@ -166,8 +166,9 @@ class Components:
             normalizer=self.config.batch.normalizer,
             coupling=self.coupling,
             optimizer=optimizer,
-            lr=self.spec.lr * self.lr_scale,
-            base_lrs=tuple(group["lr"] * self.lr_scale for group in optimizer.param_groups),
+            lr=self.spec.lr,
+            base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
+            lr_scale=self.lr_scale,
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,
@@ -198,15 +199,17 @@ def assemble(
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
     typed, spec = typed_objective(config), _optimizer(config)
-    schedule, strategy, cut = (
+    # `batch.global` is given by accum.micro and accum.steps where it is null.
+    size = {"global_batch": batch.global_batch}
+    sizes, schedule, strategy, cut = (
+        construct(batch, "batch", BatchSize, trust, size),
         construct(config.scheduler, "scheduler", Schedule, trust),
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
     train_set, eval_set, split = (all_data if config.evaluates_all else build_data)(config, world)
     lengths = train_set.lengths
-    assert batch.global_batch is not None  # given by accum.micro and accum.steps where it is null
-    order = Order(len(lengths), config.seed, batch.global_batch, batch.unit, batch.tail, lengths)
+    order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     given = arguments_from_data(config, train_set, state)
@@ -248,7 +251,7 @@ def assemble(
         strategy=strategy,
         coupling=coupling,
         parallel=replace(setup, why_mode=why),
-        cut=_whole(cut, config, world, coupling),
+        cut=_whole(cut, order, config, world, coupling),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
@@ -359,10 +362,8 @@ def _cut(config: RunConfig) -> Cut:
     return same
 
 
-def _whole(cut: Cut, config: RunConfig, world: World, coupling: Coupling) -> Cut:
+def _whole(cut: Cut, order: Order, config: RunConfig, world: World, coupling: Coupling) -> Cut:
     """Take a bound of the size of the step for the cut that leaves it whole, where it counts."""
-    micro, whole = config.accum.params.get("micro"), config.batch.global_batch or 0
-    is_whole = config.batch.unit == "samples" and world.size == 1 and (micro or 0) >= whole
-    if is_whole and isinstance(cut, Auto | Budget) and coupling.fixes_cut:
-        return Fixed(micro=micro)
-    return cut
+    is_whole = config.batch.unit == "samples" and world.size == 1
+    is_whole &= (config.accum.params.get("micro") or 0) >= order.sizes.largest
+    return (cut.in_order if is_whole and coupling.fixes_cut else None) or cut

@@ -232,6 +232,8 @@ def _sampled(components: Components) -> list[IntArray]:
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(components.source.lengths[samples.ids])
+    if not order.sizes.is_constant:  # a later step may need more memory
+        batches.append(components.source.lengths[order.largest_batch()])
     return batches
 
 

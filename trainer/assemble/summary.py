@@ -48,7 +48,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
     others = components.strategy, components.schedule, components.spec, setup.sync, setup
     chosen, has_cap = components.chosen.text, bool(run_plan.cut.hard_cap)
     return [
-        *_batch(run_plan),
+        *_batch(run_plan, facts),
         *run_plan.cut.describe(facts),
         row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
         row("objective", chosen, objective=chosen),
@@ -68,7 +68,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
     ]
 
 
-def _batch(run_plan: RunPlan) -> list[Row]:
+def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
     components, plan = run_plan.components, run_plan.plans[0]
     batch, order, num_samples = (
@@ -76,9 +76,10 @@ def _batch(run_plan: RunPlan) -> list[Row]:
         components.source.order,
         len(components.source.lengths),
     )
-    ranks, size = components.world.size, order.global_batch
-    # Of tokens, which samples are left depends on the epoch.
-    left = 0 if batch.unit == "tokens" else num_samples % size
+    ranks, size = components.world.size, order.size_of(0)
+    # Of tokens, and where sizes vary, which samples are left depends on the epoch.
+    is_known = batch.unit == "samples" and order.sizes.is_constant
+    left = num_samples % size if is_known else 0
     few = f"the last {plural(left, 'sample')}" if left else "the last few samples"
     end = "left out" if batch.tail == "drop" else "in a step with a normaliser of its own"
     counts = [len(plan.ranks[rank][slot]) for rank, slot in plan.slots()]
@@ -86,6 +87,7 @@ def _batch(run_plan: RunPlan) -> list[Row]:
     equation = batch_equation(counts, ranks, plan.accum_steps, whole)
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
+        *order.sizes.describe(facts),
         row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
         row(lockstep=components.layout.lockstep),
         row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
@@ -186,7 +188,7 @@ def _length(components: Components) -> list[Row]:
     epochs, config = steps / per_epoch, components.config
     text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
-    lr = components.spec.lr * components.lr_scale
+    lr = components.spec.lr * components.lr_scale(0)
     optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
     warmup = warmup_steps(getattr(components.schedule, "warmup", 0) or 0, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
@@ -298,7 +300,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
     components, unit = run_plan.components, run_plan.components.config.batch.unit
     warnings = [*components.split.warnings, *run_plan.warnings]
-    lengths, asked = components.source.lengths, components.source.order.global_batch
+    lengths, asked = components.source.lengths, components.source.order.sizes.largest
     device, is_open = (
         planned_device(components.config, components.world),
         components.config.precision == "auto",
@@ -373,7 +375,7 @@ def _groups(components: Components) -> list[Row]:
     rest = [p for p in components.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * components.lr_scale
+        lr = settings.get("lr", spec.lr) * components.lr_scale(0)
         rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")

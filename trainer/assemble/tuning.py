@@ -116,7 +116,7 @@ def memory_of_rank(components: Components, resident_bytes: int) -> tuple[MemoryL
         return limit, is_here
     per_token = sum(field.nbytes for field in components.example.values()) / float(lengths.max())
     each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
-    of_step = int(per_token * each * components.source.order.global_batch / world.size)
+    of_step = int(per_token * each * components.source.order.sizes.largest / world.size)
     inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 

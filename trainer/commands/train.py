@@ -295,7 +295,7 @@ def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
     before = extra.get("total_steps", context.total_steps)
     if before == context.total_steps or step >= context.total_steps:
         return None
-    lr = context.lr * context.schedule.factor(step, context.total_steps)
+    lr = context.lr * context.lr_scale(step) * context.schedule.factor(step, context.total_steps)
     what = f"steps {before} -> {context.total_steps}: the schedule now spans them all"
     return f"{what}: lr {lr:.2e} at step {step + 1}"
 

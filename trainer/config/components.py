@@ -196,7 +196,20 @@ class Data(Component):
     split_seed: Seed
 
 
+class Batch(Component):
+    """The sizes of the optimizer steps."""
+
+    # Null only where accum.micro and accum.steps give it.
+    global_batch: Annotated[
+        Count | None, Field(alias="global", description="a whole number of at least 1")
+    ]
+    unit: Literal["samples", "tokens"]
+    normalizer: Literal["tokens", "samples", "micro_batches"]
+    tail: Literal["keep", "drop"]
+
+
 COMPONENTS: Mapping[str, type[Component]] = {
+    "batch": Batch,
     "accum": Accum,
     "accum.gradient": Component,
     "sync": Component,
@@ -208,14 +221,14 @@ COMPONENTS: Mapping[str, type[Component]] = {
 }
 """Where a config names a class, by dotted key."""
 
-GROUPS: tuple[str, ...] = ("batch", "parallel", *COMPONENTS)
+GROUPS: tuple[str, ...] = ("parallel", *COMPONENTS)
 """Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
 
 
-def extra_keys(path: str) -> frozenset[str]:
-    """Name the program's own keys beside the arguments of a component's class."""
-    fields = COMPONENTS.get(path, Component).model_fields.keys()
-    return frozenset(fields - Component.model_fields.keys())
+def extra_keys(path: str) -> dict[str, str]:
+    """Name the program's own keys beside the arguments of a class, each with its attribute."""
+    fields = COMPONENTS.get(path, Component).model_fields.items()
+    return {f.alias or name: name for name, f in fields if name not in Component.model_fields}
 
 
 def owner_of(key: str) -> str | None:

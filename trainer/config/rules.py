@@ -20,7 +20,7 @@ from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
 
 DEFAULT_GLOBAL = 512
-"""`batch.global` of `conf/batch/samples.yaml`, which gives way to two other sizes."""
+"""`batch.global` of `conf/config.yaml`, which gives way to two other sizes."""
 
 NO_GPU = (
     "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "

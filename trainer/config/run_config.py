@@ -23,6 +23,7 @@ from trainer.config.components import (
     LIBRARIES,
     Accum,
     Auto,
+    Batch,
     Cadence,
     Component,
     Count,
@@ -47,18 +48,6 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
-
-
-class Batch(Section):
-    """The optimizer step."""
-
-    # Null only where accum.micro and accum.steps give it.
-    global_batch: Annotated[
-        Count | None, Field(alias="global", description="a whole number of at least 1")
-    ]
-    unit: Literal["samples", "tokens"]
-    normalizer: Literal["tokens", "samples", "micro_batches"]
-    tail: Literal["keep", "drop"]
 
 
 class ParallelSection(Section):
@@ -239,8 +228,9 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars
     if isinstance(value, Component):
-        names = type(value).model_fields.keys() - Component.model_fields.keys()
-        extras = {name: getattr(value, name) for name in sorted(names)}
+        fields = sorted(type(value).model_fields.items())
+        own = {f.alias or name: name for name, f in fields if name not in Component.model_fields}
+        extras = {key: getattr(value, name) for key, name in own.items()}
         value = {"_target_": value.target, **value.params, **extras}
     elif isinstance(value, Section):
         items = type(value).model_fields.items()

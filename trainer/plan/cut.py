@@ -200,6 +200,11 @@ class Cut(Described, ABC):
         return None
 
     @property
+    def in_order(self) -> Cut | None:
+        """The cut under the same bound of samples that keeps their order; None without one."""
+        return None
+
+    @property
     def for_any_ranks(self) -> Cut | None:
         """The cut of micro-batches that are the same on any number of ranks; None without one."""
         return None

@@ -143,6 +143,11 @@ class _Capped(Cut):
     # alone: only the allocator knows.
     cap_after_failure: int | None = None
 
+    @property
+    def in_order(self) -> Fixed | None:
+        """See the base class."""
+        return None if self.micro is None else Fixed(micro=self.micro)
+
     def smaller(self, plan: Plan) -> Self | None:
         """Lower the cap; see `Cut.smaller`."""
         # Measured on the largest micro-batch that can be cut: a single sample may be larger, and

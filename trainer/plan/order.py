@@ -1,6 +1,6 @@
 """The order of samples: which ids stand behind each optimizer step.
 
-A pure function of the number of samples (or their lengths), the seed and the global batch. It
+A pure function of the number of samples (or their lengths), the seed and the sizes of steps. It
 knows nothing of ranks, micro-batches, workers or restarts, so none of them can change a step.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.core.errors import ConfigError, DataError
+from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import CHUNK, Lengths
 from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
@@ -55,14 +56,14 @@ class Order:
     Args:
         num_samples: samples of the training split.
         seed: selects the permutations.
-        global_batch: samples, or tokens, behind one optimizer step; at least 1.
-        unit: what `global_batch` counts. With `tokens`, a step closes with the first sample that
+        sizes: samples, or tokens, behind each optimizer step; at least 1.
+        unit: what `sizes` count. With `tokens`, a step closes with the first sample that
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
         lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
 
     Raises:
-        ConfigError: `global_batch` is below 1.
+        ConfigError: a size is below 1, or above the largest.
         DataError: the data cannot fill a single step.
     """
 
@@ -70,14 +71,13 @@ class Order:
         self,
         num_samples: int,
         seed: int,
-        global_batch: int,
+        sizes: BatchSize,
         unit: Literal["samples", "tokens"] = "samples",
         tail: Literal["keep", "drop"] = "keep",
         lengths: Lengths | npt.NDArray[Any] | None = None,
     ) -> None:
-        if global_batch < 1:
-            raise ConfigError(f"batch.global={global_batch}: must be at least 1")
-        self.num_samples, self.seed, self.global_batch = num_samples, seed, global_batch
+        self.num_samples, self.seed, self.sizes = num_samples, seed, sizes
+        self.size_of(0)
         self.keeps_tail = tail == "keep"
         self._lengths: Lengths | None = None
         if unit == "tokens" and lengths is not None:
@@ -89,11 +89,19 @@ class Order:
         total = num_samples
         if not self.keeps_tail and self._lengths is not None:
             total = self._lengths.sum()
-        if not self.keeps_tail and total < global_batch:
+        if not self.keeps_tail and total < sizes.largest:
             raise DataError(
                 f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
-                f"batch.global={global_batch}; use batch.tail=keep or a smaller batch.global"
+                f"batch.global={sizes.largest}; use batch.tail=keep or a smaller batch.global"
             )
+
+    def size_of(self, step: int) -> int:
+        """Give the samples, or tokens, behind a step, from 0."""
+        size, largest = self.sizes.size(step), self.sizes.largest
+        if not 1 <= size <= largest:
+            text = f"`size` gave {size} for step {step}; give 1 to `largest`, {largest}"
+            raise ConfigError(f"batch.global={self.sizes.global_batch}: {text}")
+        return size
 
     @property
     def start(self) -> Cursor:
@@ -102,30 +110,35 @@ class Order:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps of the first epoch; of every epoch under `unit="samples"`.
+        """Steps of the first epoch; of every epoch if samples are counted, and as many a step.
 
         Under `unit="tokens"` and beyond `DRAWN_WHOLE` samples, the number that is expected of a
         random order, some 0.1 % off at most: to count them reads all lengths, in random order.
         """
         lengths = self._lengths
-        if lengths is None or lengths.is_constant or self.num_samples <= DRAWN_WHOLE:
-            return self._count_steps(0)
+        is_estimated = lengths is not None and self.sizes.is_constant and not lengths.is_constant
+        if lengths is None or not is_estimated or self.num_samples <= DRAWN_WHOLE:
+            return self._count_steps(0, 0)
         some = lengths[lengths.sample()]
         # A step passes its target by half of the sample over a random token (renewal theory).
         beyond = float(some @ some) / (2.0 * float(some.sum())) - 0.5
-        return max(1, round(lengths.sum() / (self.global_batch + beyond)))
+        return max(1, round(lengths.sum() / (self.sizes.largest + beyond)))
 
     def next(self, cursor: Cursor) -> GlobalBatch:
         """Take the global batch that follows `cursor`: `start`, or `after` of the batch before.
 
-        A cursor of an order with another `global_batch` is welcome: the epoch goes on from its
-        offset. Costs O(global batch), and a sort where it enters another epoch that is drawn whole.
+        A cursor of an order with other sizes is welcome: the epoch goes on from its offset. Costs
+        O(global batch), and a sort where it enters another epoch that is drawn whole.
         """
         cursor = self._enter(cursor)
-        stop, is_tail = self._end_of_batch(cursor.epoch, cursor.offset)
+        stop, is_tail = self._end_of_batch(cursor, self.size_of(cursor.step))
         ids = self._ids(cursor.epoch, cursor.offset, stop)
         after = Cursor(cursor.step + 1, cursor.epoch, stop, cursor.samples + len(ids))
         return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._enter(after))
+
+    def largest_batch(self) -> IntArray:
+        """Take the samples of the first epoch that a step of the largest size would begin with."""
+        return self._ids(0, 0, self._end_of_batch(self.start, self.sizes.largest)[0])
 
     @property
     def most_samples(self) -> int:
@@ -134,7 +147,7 @@ class Order:
         Under `unit="tokens"` it is what a step of the shortest samples alone would take; beyond
         `DRAWN_WHOLE` samples as if all were as short as the shortest.
         """
-        count = self.global_batch
+        count = self.sizes.largest
         if self._lengths is not None and self.num_samples <= DRAWN_WHOLE:
             count = int(np.searchsorted(np.cumsum(np.sort(self._lengths[:])), count)) + 1
         elif self._lengths is not None:
@@ -147,9 +160,12 @@ class Order:
         Exactly: under `unit="tokens"` all lengths are read in the order of each epoch, some 0.1 us
         a sample.
         """
-        if self._lengths is None:
+        if self._lengths is None and self.sizes.is_constant:
             return epochs * self.steps_per_epoch
-        return sum(self._count_steps(epoch) for epoch in range(epochs))
+        count = 0
+        for epoch in range(epochs):
+            count += self._count_steps(epoch, count)
+        return count
 
     def fractional_epoch(self, cursor: Cursor) -> float:
         """Express a position in epochs: 1.5 is the middle of the second."""
@@ -166,41 +182,55 @@ class Order:
             return permutation(np.arange(start, stop))
         return permutation[start:stop].copy()
 
-    def _end_of_batch(self, number: int, offset: int) -> tuple[int, bool]:
-        """Find where the batch from `offset` ends, and whether the epoch cuts it short."""
+    def _end_of_batch(self, cursor: Cursor, size: int) -> tuple[int, bool]:
+        """Find where the batch of a size ends, and whether the epoch cuts it short."""
+        offset = cursor.offset
         if self._lengths is None:
-            stop = offset + self.global_batch
+            stop = offset + size
             return min(stop, self.num_samples), stop > self.num_samples
-        reached, size = 0, FIRST_LOOK
+        reached, look = 0, FIRST_LOOK
         while offset < self.num_samples:
-            stop = min(offset + size, self.num_samples)
-            sums = reached + np.cumsum(self._lengths[self._ids(number, offset, stop)])
-            if sums[-1] >= self.global_batch:
-                return offset + int(np.searchsorted(sums, self.global_batch)) + 1, False
-            reached, offset, size = int(sums[-1]), stop, 2 * size
+            stop = min(offset + look, self.num_samples)
+            sums = reached + np.cumsum(self._lengths[self._ids(cursor.epoch, offset, stop)])
+            if sums[-1] >= size:
+                return offset + int(np.searchsorted(sums, size)) + 1, False
+            reached, offset, look = int(sums[-1]), stop, 2 * look
         return self.num_samples, True
 
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
         is_over = cursor.offset >= self.num_samples or (
-            not self.keeps_tail and self._end_of_batch(cursor.epoch, cursor.offset)[1]
+            not self.keeps_tail and self._end_of_batch(cursor, self.size_of(cursor.step))[1]
         )
         return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
 
-    def _count_steps(self, number: int) -> int:
-        """Count the steps of an epoch; of tokens in chunks, each of which takes the rest along."""
-        lengths, size = self._lengths, self.global_batch
-        if lengths is not None and lengths.is_constant:
-            size = -(-size // lengths.max())
+    def _count_steps(self, number: int, first: int) -> int:
+        """Count the steps of an epoch that begins with step `first`; of tokens in chunks.
+
+        A chunk takes the rest of the one before along.
+        """
+        lengths = self._lengths
         if lengths is None or lengths.is_constant:
-            full, rest = divmod(self.num_samples, size)
-            return full + (1 if rest and self.keeps_tail else 0)
+            return self._count_equal(1 if lengths is None else lengths.max(), first)
         count = rest = 0
         for start in range(0, self.num_samples, CHUNK):
             ids = self._ids(number, start, min(start + CHUNK, self.num_samples))
             sums = rest + np.cumsum(lengths[ids])
             begun = 0
-            while (end := int(np.searchsorted(sums, begun + size))) < len(sums):
+            while True:
+                end = int(np.searchsorted(sums, begun + self.size_of(first + count)))
+                if end == len(sums):
+                    break
                 count, begun = count + 1, int(sums[end])
             rest = int(sums[-1]) - begun
+        return count + (1 if rest and self.keeps_tail else 0)
+
+    def _count_equal(self, length: int, first: int) -> int:
+        """Count the steps of an epoch whose samples count for `length` each."""
+        count, rest = 0, self.num_samples
+        if self.sizes.is_constant:
+            count, rest = divmod(rest, -(-self.size_of(first) // length))
+        else:
+            while rest >= (each := -(-self.size_of(first + count) // length)):
+                count, rest = count + 1, rest - each
         return count + (1 if rest and self.keeps_tail else 0)

@@ -71,7 +71,8 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     """
     context.world.note("normalizer", step=batch.step)
     factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0
-    apply_factor(context.optimizer, context.base_lrs, factor)
+    scale = context.lr_scale(batch.step - 1)
+    apply_factor(context.optimizer, [lr * scale for lr in context.base_lrs], factor)
     with no_replay(AT_BEGINNING):
         context.snapshot.take()
     while True:
@@ -79,7 +80,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
         totals, by_micro_batch = divisors(
             context.normalizer, context.terms, batch.micro_batches, context.world
         )
-        report = partial(StepReport, batch=batch, lr=context.lr * factor, replays=replays)
+        report = partial(StepReport, batch=batch, lr=context.lr * scale * factor, replays=replays)
         if not any(totals[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
         gather(context, batch.step)

@@ -53,6 +53,7 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     lr: float  # learning rate at factor 1, of parameters in no group of their own
     base_lrs: tuple[float, ...]  # that of each parameter group
+    lr_scale: Callable[[int], float]  # what the size of a step, from 0, multiplies them by
     schedule: Schedule
     total_steps: int
     clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is

@@ -1,6 +1,7 @@
 """The order of samples is a pure function, visits every sample once, and counts its steps."""
 
 import tracemalloc
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +11,17 @@ from hypothesis import strategies as st
 
 from trainer.core.errors import ConfigError, DataError
 from trainer.plan import order as module
+from trainer.plan.batch_size import BatchSize, ConstantSize
 from trainer.plan.lengths import Lengths
-from trainer.plan.order import Cursor, Order
+from trainer.plan.order import Cursor
 from trainer.plan.permutation import DRAWN_WHOLE, drawn_whole
+
+
+def Order(num_samples, seed, size, *more, **settings):  # noqa: N802 - stands for the class
+    """Order with steps of one size, or of those that are given."""
+    sizes = size if isinstance(size, BatchSize) else ConstantSize(global_batch=size)
+    return module.Order(num_samples, seed, sizes, *more, **settings)
+
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**40)
@@ -122,7 +131,7 @@ def test_epochs_and_seeds_have_permutations_of_their_own():
 
 
 def test_the_permutation_is_the_same_on_every_machine_and_numpy():
-    order = Order(10, seed=0, global_batch=10)
+    order = Order(10, 0, 10)
     assert ids_of(walk(order, 2)) == PINNED
 
 
@@ -204,3 +213,34 @@ def test_steps_of_tokens_are_counted_in_chunks_and_expected_without():
     assert order.num_steps(1) == count
     assert order.steps_per_epoch == pytest.approx(count, rel=1e-3)
     assert Order(MANY, 0, 512, "tokens", "drop", RAGGED).num_steps(1) == count - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waves(BatchSize):
+    """Sizes that come and go."""
+
+    waves: tuple[int, ...]
+
+    @property
+    def largest(self):
+        return max(self.waves)
+
+    def size(self, step):
+        return self.waves[step % len(self.waves)]
+
+
+@given(**RUNS, waves=st.lists(st.integers(1, 40), min_size=2, max_size=5), drops=st.booleans())
+def test_steps_of_many_sizes_are_counted_as_they_are_taken(lengths, seed, unit, waves, drops):
+    sizes = Waves(global_batch=1, waves=tuple(waves))
+    counted = lengths if unit == "tokens" else np.ones(len(lengths))
+    tail = "drop" if drops and counted.sum() >= sizes.largest else "keep"
+    order = Order(len(lengths), seed, sizes, unit, tail, lengths)
+    batches = walk(order, order.num_steps(3))
+    assert [batch.epoch for batch in batches].count(0) == order.steps_per_epoch
+    assert {batch.epoch for batch in batches} == {0, 1, 2}
+    assert batches[-1].after.epoch == 3
+    for step, batch in enumerate(batches):
+        total = counted[batch.ids].sum()
+        assert batch.is_tail == (total < sizes.size(step))
+        assert total - counted[batch.ids[-1]] < sizes.size(step)
+        assert not (batch.is_tail and tail == "drop")

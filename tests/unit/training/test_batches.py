@@ -17,6 +17,7 @@ from trainer.core.world import World
 from trainer.data.loader import Loader
 from trainer.data.view import DataView
 from trainer.objectives.next_token import NextToken
+from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
@@ -35,7 +36,7 @@ def feed(
     global_batch: int = 8,
 ) -> Feed:
     data, world = data or Rows(), world or World()
-    order = Order(len(data), 0, global_batch)
+    order = Order(len(data), 0, ConstantSize(global_batch=global_batch))
     loader = Loader(data, num_workers=workers, seed=0)
     lengths = DataView(data).lengths
     return Feed(
@@ -228,7 +229,7 @@ def test_a_pause_stops_a_burst_between_two_steps_and_loses_none(monkeypatch):
 
 
 def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
-    order, source = Order(44, 0, 8), feed(data=Torn())
+    order, source = Order(44, 0, ConstantSize(global_batch=8)), feed(data=Torn())
     failing = order.start
     while 20 not in (samples := order.next(failing)).ids:
         failing = samples.after
