@@ -28,7 +28,6 @@ from tests.reliability import toys
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.recipes import data_dir
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import TrainError
 from trainer.launch import session
@@ -75,7 +74,7 @@ def lines(*more: str) -> tuple[str, ...]:
 @functools.cache
 def config(*more: str) -> RunConfig:
     """Compose and check a run as the command line does."""
-    composer = Composer(config_folder=data_dir("conf"))
+    composer = Composer()
     return prepare_run(lines(*more), composer).config
 
 

@@ -76,12 +76,8 @@ def test_a_run_is_read_by_every_command(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def check_what_is_refused(run: FinishedRun, asked: str, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = f"run={run.folder}/checkpoints/step-00000002 trust=[tests]"
-    assert shell(f"evaluate {checkpoint}") == 0
-    assert read_json(run.folder / "evaluate.json")["step"] == 2
     capsys.readouterr()
     for line, code, text in (
-        (f"evaluate {checkpoint} step=4", 2, "is a checkpoint; leave step out"),
         (f"evaluate {asked} step=3", 4, "no checkpoint of step 3; has 2, 4"),
         (f"init={run.folder} step=3 {' '.join(overrides(''))}", 4, "no checkpoint of step 3"),
         (f"resume={run.folder} step=2 trust=[tests]", 2, "picks a checkpoint of run=RUN"),

@@ -18,7 +18,6 @@ from tests.lib.run_support import (
     go,
     on,
     only_run,
-    overrides,
     read_json,
     shell,
     steps,
@@ -163,34 +162,6 @@ def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -
     given = [entry for name, entry in Watch.seen if name == "step"]
     assert [entry["loss"] for entry in given] == curve(run, "loss")
     assert capsys.readouterr().out.count("a watcher's own fault") == 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["train.log", ".hydra", "checkpoints", "errors", "metrics.jsonl", ".hydra/overrides.yaml"],
-)
-def test_nothing_is_written_through_a_link_that_lies_in_the_run_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    link = Path("run") / name
-    link.parent.mkdir(parents=True)
-    link.symlink_to(outside / "file" if link.suffix else outside)
-    Path("run/mine").symlink_to(outside)  # what no run writes to is the user's own matter
-    assert shell(" ".join(overrides("steps=1 hydra.run.dir=run"))) == 4
-    assert f"{name}: a link that leads out of the folder" in capsys.readouterr().err
-    assert not list(outside.iterdir())
-
-
-@pytest.mark.parametrize("name", ["multirun.yaml", "1"])
-def test_a_sweep_writes_through_no_link_either(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("sweep").mkdir()
-    Path("sweep", name).symlink_to(tmp_path)
-    assert shell(" ".join(["-m", *overrides("seed=1,2 steps=1 hydra.sweep.dir=sweep")])) == 4
-    assert f"sweep/{name}: a link that leads out of the folder" in capsys.readouterr().err
 
 
 def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(

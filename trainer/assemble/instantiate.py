@@ -253,6 +253,10 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
         ConfigError: one line each.
     """
     parameters, faults = inspect.signature(target).parameters, []
+    if getattr(target, "__init__", None) is torch.nn.Module.__init__:
+        parameters = inspect.signature(
+            lambda: None
+        ).parameters  # it refuses what its `**kwargs` take
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     for name in names:

@@ -5,7 +5,6 @@ Every fault is found here, before a folder is made or torch is imported.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,8 @@ from omegaconf import open_dict
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.overrides import classify, parse, quote, read, without, word_of
-from trainer.cli.trust import WRITTEN, refuse_odd_files
+from trainer.cli.trust import refuse_odd_files
 from trainer.config.messages import clip
-from trainer.config.messages import line as fault
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.launch.membership import global_rank
@@ -47,8 +45,6 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
     with composer.open(overrides):
         if faults or word_of(overrides, key) is None:
             return _begin(composer.check(overrides, faults))
-        if key == "run":
-            overrides = _split_checkpoint(overrides)
         rest = without(overrides, key)
         run = _find(rest, word_of(overrides, key) or "", key, composer)
         if run is None:
@@ -137,7 +133,6 @@ def _go_on(run: Path, job: Job) -> Job:
 def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
     hydra = job.composed.hydra
-    refuse_odd_files(folder, *WRITTEN, f"{hydra.job.name}.log")
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
@@ -146,15 +141,3 @@ def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER)
         if subfolder != saved_runs.SUBFOLDER:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)
-
-
-def _split_checkpoint(overrides: list[Override]) -> list[Override]:
-    """Read `run=RUN/checkpoints/step-N` as `run=RUN step=N`."""
-    named = word_of(overrides, "run")
-    parts = re.fullmatch(r"(.*/)?checkpoints/step-(\d+)/?", named or "")
-    if parts is None:
-        return overrides
-    if (step := word_of(overrides, "step")) is not None:
-        raise ConfigError(fault("step", step, f"run={named} is a checkpoint; leave step out"))
-    run, number = quote(parts[1] or "."), int(parts[2])
-    return [*without(overrides, "run"), read(f"run={run}"), read(f"step={number}")]

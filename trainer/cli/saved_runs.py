@@ -6,7 +6,6 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -43,7 +42,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 3 ms a 
 _MAX_RECORD = 1 << 20
 """Characters of a file beyond which it is no record of a run."""
 
-_DEPTHS = ("*", "*/*", "multirun/*/*/*")  # of runs, and of the jobs of sweeps, below `outputs`
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
@@ -108,35 +106,19 @@ def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
     return max(found, key=_began, default=None)
 
 
-def record_start(run: Path, outputs: Path) -> None:
-    """Record once when a run begins: later than any below `outputs`, though a clock was set back.
-
-    File times do not tell: a copy of a run has those of the copying.
-    """
+def record_start(run: Path) -> None:
+    """Record once when a run begins; file times of a copy are those of the copying."""
     path = run / STARTED
     if not path.exists():
-        others = (each for depth in _DEPTHS for each in outputs.glob(f"{depth}/{STARTED}"))
-        newest = max((_seconds(each) or 0.0 for each in others), default=0.0)
         make_folders(path.parent)
-        write_json(path, {"started": max(time.time(), newest + 1e-6)})
+        write_json(path, {"started": time.time()})
 
 
-def _seconds(record: Path) -> float | None:
-    """Read when a run began, in seconds since the epoch; None where nothing says it."""
-    found = read_json(record).get("started")
-    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
-
-
-def _began(folder: Path) -> tuple[float, float, str]:
-    """When a run, or the first job of a sweep, began: by its own record, or else by file times.
-
-    Of copies of one run the file times decide.
-    """
-    records = (folder / SUBFOLDER / "overrides.yaml", folder / "multirun.yaml")
-    times = [record.stat().st_mtime for record in records if record.is_file()]
-    at = min(times, default=0.0)  # of records that are never written again
-    own = map(_seconds, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
-    return min((start for start in own if start is not None), default=at), at, str(folder)
+def _began(folder: Path) -> tuple[float, str]:
+    """When a run, or the first job of a sweep, began, in seconds since the epoch."""
+    records = map(read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
+    times = [r["started"] for r in records if isinstance(r.get("started"), int | float)]
+    return min(times, default=0.0), str(folder)
 
 
 def can_go_on(run: Path) -> bool:

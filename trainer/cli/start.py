@@ -132,5 +132,5 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
-            saved_runs.record_start(run, Path(config.outputs))
+            saved_runs.record_start(run)
             saved_runs.record_consent(run, folder, config)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -31,7 +31,6 @@ from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
 from trainer.cli.start import must_stage, run_and_report, write_config
-from trainer.cli.trust import WRITTEN, refuse_odd_files
 from trainer.config.messages import line, show
 from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
@@ -93,7 +92,6 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 
     Raises:
         ConfigError: one line per fault, of whichever job.
-        NoCheckpointError: something in the folder of the sweep leads elsewhere.
     """
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
@@ -120,7 +118,6 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
             raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
         outputs = Path(first.config.outputs).absolute()
         folder = saved_runs.newest_sweep(outputs, lines) or folder
-    refuse_odd_files(folder, *WRITTEN, *(path.name for path in folder.glob("[0-9]*")))
     goes_on = resume is not None and folder.exists()
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
@@ -289,26 +286,17 @@ def _loss(record: Mapping[str, Any]) -> float:
 
 
 def _plot(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bool:
-    """Draw the held-out loss over the first swept key; false where no job has any."""
+    """Draw the held-out loss of each job, by what differs; false where no job has any."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    lines: dict[str, list[tuple[Any, float]]] = {}
-    key, *others = keys or ["job"]
-    places: list[Any] = [row[key] for row in rows]
-    with suppress(ValueError):  # of words, which matplotlib puts side by side
-        places = [float(place) for place in places]
-    for place, row in zip(places, rows, strict=True):
-        if math.isfinite(_loss(row)):
-            label = " ".join(f"{other}={row[other]}" for other in others)
-            lines.setdefault(label, []).append((place, _loss(row)))
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot(xlabel=key, ylabel="held-out loss")
-    for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), "o-", label=label, alpha=0.7)
-    if others and lines:
-        axes.legend()
+    ended = [row for row in rows if math.isfinite(_loss(row))]
+    labels = ["\n".join(f"{key}={row[key]}" for key in keys or ["job"]) for row in ended]
+    figure = Figure(figsize=(max(7, len(ended)), 4.2), layout="constrained")
+    axes = figure.add_subplot(ylabel="held-out loss")
+    axes.plot([*map(_loss, ended)], "o")
+    axes.set_xticks(range(len(ended)), labels, rotation=30, ha="right")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144)
     write_file_atomic(folder / "sweep.png", image.getvalue())
-    return bool(lines)
+    return bool(ended)

@@ -25,13 +25,6 @@ from trainer.core.errors import NoCheckpointError
 WANDB_LINK = "debug-core.log"
 """W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
-WRITTEN = [".hydra", "checkpoints", "errors", "ranks", "profile", "wandb", "multirun.yaml"]
-WRITTEN += ["metrics.jsonl", "samples.jsonl"]
-"""What a run or sweep writes in place, or into, in its folder; other files are renamed there.
-
-Other links in a folder that is typed are the user's own matter: more than a run may lie there.
-"""
-
 
 def consented_components(
     full: DictConfig, tree: Mapping[str, Any], typed: Mapping[str, Any], own: Collection[str]
@@ -91,21 +84,19 @@ def trust_faults(config: RunConfig) -> list[str]:
     return [line(f"{place}.{TARGET}", target, why) for place, target in unknown]
 
 
-def refuse_odd_files(folder: Path, *names: str, links: bool = True) -> None:
+def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
     """Refuse a folder, perhaps a stranger's, that leads elsewhere, or that reading waits for.
 
     Args:
         folder: a run, or any other files.
-        names: of what is looked at in it; all where none are given.
         links: whether to refuse links that lead out of it, as caches of downloads hold them.
 
     Raises:
         NoCheckpointError: a link in it leads out of it, or a file is a pipe or a device.
     """
-    home, tops = folder.resolve(), [folder / name for name in names]
-    walked = (each for top in tops or [folder] for each in os.walk(top))
-    below = (Path(parent, name) for parent, *inner in walked for name in chain(*inner))
-    for path in chain(filter(os.path.lexists, tops), below):
+    home = folder.resolve()
+    names = ((parent, name) for parent, *inner in os.walk(folder) for name in chain(*inner))
+    for path in (Path(*each) for each in names):
         if path.is_symlink():
             is_foreign = not path.resolve().is_relative_to(home)
             if links and is_foreign and path.name != WANDB_LINK:

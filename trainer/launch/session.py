@@ -73,22 +73,6 @@ def gpu_index(member: Membership, visible: int) -> int:
     return 0 if visible == 1 and not member.is_ours else member.local_rank
 
 
-def claim_card(store: Store, rank: int, card: str) -> None:
-    """Note in a store of all ranks which GPU a rank computes on, by UUID, and who has one twice."""
-    first = store.compare_set(f"card/{card}", "", str(rank)).decode()
-    if first != str(rank):
-        store.set("shared card", f"ranks {first} and {rank}")
-
-
-def refuse_shared_cards(store: Store) -> None:
-    """Raise `ConfigError` where two ranks have claimed one GPU."""
-    if store.check(["shared card"]):
-        who = store.get("shared card").decode()
-        raise ConfigError(
-            f"device: {who} have the same GPU: start one rank per GPU (srun --gpus-per-task=1)"
-        )
-
-
 def local_ranks(config: RunConfig) -> int:
     """Resolve `parallel.ranks` on this machine: one per GPU, else one."""
     if config.parallel.ranks != "auto":
@@ -121,12 +105,11 @@ def joined(config: RunConfig, member: Membership, rank_progress: RankProgress) -
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
     is_gpu = world.device.type == "cuda"
-    card = str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with rank_progress.waiting():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
-            store=_open_store(member, card),
+            store=_open_store(member),
             rank=member.rank,
             world_size=member.size,
             timeout=timeout,
@@ -178,13 +161,10 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
         raise DoesNotFitError(f"out of memory outside of micro-batches: {text:.200}") from error
 
 
-def _open_store(member: Membership, card: str | None) -> Store:
+def _open_store(member: Membership) -> Store:
     """Open the store by which ranks find each other, and wait there for all. Collective.
 
-    Two ranks on the same `card`, by UUID, are refused here, before NCCL fails over them.
-
     Raises:
-        ConfigError: two ranks have the same GPU.
         RankFailedError: a rank did not come in time.
     """
     # Ranks of our own find each other by a file, and wait until their supervisor ends them.
@@ -194,8 +174,6 @@ def _open_store(member: Membership, card: str | None) -> Store:
     # A launcher's store outlives an attempt, and a port may be used by two jobs by mistake.
     store = PrefixStore(f"train/{member.attempt}", _connect(member, limit))
     store.set(f"here/{member.rank}", "")
-    if card is not None:
-        claim_card(store, member.rank, card)
     # Counted, so that many ranks ask little of the store; and in Python, which gets signals.
     store.add("count", 1)
     while store.add("count", 0) < member.size:
@@ -207,7 +185,6 @@ def _open_store(member: Membership, card: str | None) -> Store:
             )
         check()
         time.sleep(_POLL_S)
-    refuse_shared_cards(store)
     return store
 
 

@@ -42,6 +42,10 @@ class Open:
         self.anything = anything
 
 
+class Bare(nn.Module):
+    """A module without a constructor of its own."""
+
+
 class GradientsOff:
     def __init__(self) -> None:
         torch.set_grad_enabled(False)
@@ -135,12 +139,17 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
             [f"data._target_={__name__}.make_nothing: gives NoneType, not of class Module"],
         ),
         (
+            component(f"{__name__}.Bare", typed=True, width=8),
+            nn.Module,
+            ["data.width: Bare takes no such argument. It takes none."],
+        ),
+        (
             component("trainer.plan.cuts.Fixed", nonsense=1),
             nn.Module,
             ["data._target_=trainer.plan.cuts.Fixed: not of class Module"],
         ),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_what_cannot_be_built_is_one_line_per_fault_with_its_key(
     wrong: Component, expected: type, faults: list[str]
