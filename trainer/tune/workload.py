@@ -172,8 +172,8 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
 
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. In the first,
-    gradients of zero make that state, unless micro-batches reduce; there each step has two, as what
-    is reduced waits beside the second. Changes the weights, so it is for fake tensors or copies,
+    gradients of zero make that state, unless backward sends them. In lockstep each step has two
+    micro-batches, as what is reduced waits beside the second. Changes the weights, so it is for fake tensors or copies,
     laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
@@ -182,7 +182,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
         work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
         turns = (False, True) if sync.lockstep else (True,)
-        for given in (fields if sync.lockstep else None, fields):
+        for given in (fields if sync.lockstep or sync.overlaps else None, fields):
             peak.reset()
             snapshot.take()
             model.begin(sync)
