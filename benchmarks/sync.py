@@ -6,14 +6,15 @@ Once on loopback, and once between two network namespaces whose link is shaped t
 this machine lets us make them (root, `ip`, `tc`); else that table is left out, and it is said why.
 Half of the ranks live in each namespace.
 
-    s/step   the shortest of some steps; beside it, computing plus what the table says is not hidden
+    s/step   the shortest of some steps
     MiB      sent per rank and step: counted by the network interface; 2 to 4 % of it are headers
     unsharded  whole parameters and gradients, the most alive at once; beside it, the table's
     hidden   share of the communication that computing hides: a step with almost nothing to compute
              says what all of it takes; "-" where that is too little to tell. With gloo it is
              nothing by design: its collectives run when micro-batches are done (deferred), or make
              the host wait inside of them (immediate)
-    auto     the row that `sync=auto` takes, and what it loses against the fastest that fits
+
+The first row of a mode is the one that `sync=auto` takes on a CPU where it fits.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.assemble.parallel import POLICIES, ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
-from trainer.parallel.base import Parallel, Replicated, buckets
+from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.fsdp_calls import _groups
 from trainer.parallel.sync import Deferred, SyncPolicy
-from trainer.plan.traffic import ComputeTime, ModelBytes
-from trainer.tune.network import network_of
+from trainer.plan.traffic import ModelBytes
 
 MEBI = 2**20
 TELLING = 0.1
@@ -56,14 +56,13 @@ COLUMNS = (
     "mode",
     "policy",
     "s/step",
-    "predicted",
     "MiB",
     "predicted",
     "unsharded",
     "predicted",
     "hidden",
 )
-WIDTHS = (5, 13, 9, 11, 9, 11, 11, 11, 8)
+WIDTHS = (5, 13, 9, 9, 11, 11, 11, 8)
 
 
 class Stack(nn.Module):
@@ -179,7 +178,7 @@ def measure(world: World, mode: str, sync: SyncPolicy, options: argparse.Namespa
 
 
 def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSetup:
-    """Say what is to be weighed."""
+    """Say what is counted."""
     parameters = list(Stack(options.width, options.depth).parameters())
     replicas = {"ddp": world.size, "fsdp": 1, "hsdp": 2}[mode]
     sizes = ModelBytes(
@@ -188,9 +187,9 @@ def setup_of(mode: str, world: World, options: argparse.Namespace) -> ParallelSe
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=2**34,
-        groups=len([*buckets(parameters)]) if mode == "ddp" else options.depth,
+        scatters_whole=True,  # gloo does
     )
-    return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), sizes=sizes, is_open=True)
+    return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), sizes=sizes)
 
 
 def compare(world: World, options: argparse.Namespace) -> None:
@@ -200,51 +199,30 @@ def compare(world: World, options: argparse.Namespace) -> None:
         if world.is_main:
             print("".join(f"{word:>{width}}" for word, width in zip(words, WIDTHS, strict=False)))
 
-    network = network_of(world)
     alone = lay_out("none", Stack(options.width, options.depth), World())
     rows = torch.randn(options.rows, options.width)
     [computing] = shortest(
         world, options.repeats, lambda: step(alone, Deferred(), rows, options.steps)
     )
-    if world.is_main and network is not None:
-        print(
-            f"\n{options.title}: latency {network.latency_s * 1e3:.2f} ms, MiB/s in all-reduce "
-            f"{network.all_reduce / MEBI:.0f}, all-gather {network.all_gather / MEBI:.0f}, "
-            f"reduce-scatter {network.reduce_scatter / MEBI:.0f}"
-        )
+    if world.is_main:
+        print(f"\n{options.title}")
     say(*COLUMNS)
     say("none", "", f"{computing:.3f}")
     for mode in ["ddp", "fsdp"] + (["hsdp"] if world.size % 2 == 0 and world.size > 2 else []):
-        work = ComputeTime(
-            micro_batches=options.steps,
-            seconds=computing / options.steps,
-            scatters_whole=True,  # gloo does
-        )
-        setup = setup_of(mode, world, options)
-        weighed = setup.weighed(work, network)
+        rows_of_mode = setup_of(mode, world, options).counted(options.steps).rows
         policies = {policy.name: policy for policy in POLICIES}
-        found = {
-            row.policy: measure(world, mode, policies[row.policy], options) for row in weighed.rows
-        }
-        for row in weighed.rows:
-            seen = found[row.policy]
+        for row in rows_of_mode:
+            seen = measure(world, mode, policies[row.policy], options)
             say(
                 mode,
                 row.policy,
                 f"{seen.seconds:.3f}",
-                f"{computing + (row.exposed or 0):.3f}",
                 f"{seen.sent / MEBI:.1f}",
                 f"{row.sent / MEBI:.1f}",
                 f"{seen.unsharded / MEBI:.1f}",
                 f"{row.unsharded_bytes / MEBI:.1f}",
                 "-" if seen.hidden is None else f"{100 * seen.hidden:.0f}%",
             )
-        chosen = found[weighed.sync.name]
-        best = min(found[row.policy].seconds for row in weighed.rows if row.fits)
-        lost = 100 * (chosen.seconds / best - 1)
-        say(mode, "auto", f"{chosen.seconds:.3f}")
-        if world.is_main:
-            print(f"      = {weighed.sync.name}, {lost:.1f} % above the fastest")
 
 
 def be_rank(options: argparse.Namespace) -> None:

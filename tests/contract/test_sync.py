@@ -26,100 +26,65 @@ from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.parallel.sync import Deferred, Immediate, Overlapped
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant
-from trainer.plan.traffic import ComputeTime, ModelBytes, Network, bucket_bytes
+from trainer.plan.traffic import ModelBytes
 
 GIGA = 2**30
-FAST = Network(ranks=8, latency_s=3e-5, all_reduce=3e11, all_gather=3e11, reduce_scatter=3e11)
-SLOW = Network(ranks=8, latency_s=5e-4, all_reduce=1e8, all_gather=1e8, reduce_scatter=1e8)
 ROOMY = 64 * GIGA
+MODES = {"ddp": 8, "fsdp": 1, "hsdp": 2}
 
 
-def setup_of(mode: str, *, sync=None, limit: int = ROOMY, replicas: int = 1) -> ParallelSetup:
-    replicas = 8 if mode == "ddp" else replicas
-    sizes = {"model_bytes": GIGA, "limit_bytes": limit, "groups": 25, "last_bytes": GIGA // 25}
-    sizes = ModelBytes(mode=mode, shard=8 // replicas, replicas=replicas, **sizes)
+def setup_of(mode: str, *, sync=None, limit: int = ROOMY) -> ParallelSetup:
+    replicas = MODES[mode]
+    sizes = {"model_bytes": GIGA, "limit_bytes": limit, "shard": 8 // replicas}
+    sizes = ModelBytes(mode=mode, replicas=replicas, **sizes)
     return ParallelSetup(
         mode=mode, replicas=replicas, sync=sync or Deferred(), sizes=sizes, is_open=sync is None
     )
 
 
-def table_of(mode: str, *, limit: int = ROOMY, replicas: int = 1, network=None, **work):
-    setup = setup_of(mode, limit=limit, replicas=replicas)
-    found = setup.weighed(ComputeTime(**{"micro_batches": 8, **work}), network)
-    return {row.policy: row for row in found.rows}, found.sync.name
-
-
-MODES = (("ddp", 1), ("fsdp", 1), ("hsdp", 2))
-
-
-@pytest.mark.parametrize("network", [None, FAST, SLOW])
-def test_where_the_window_does_not_fit_shards_stay_shards(network):
-    # Without shards there is no way to hold less.
-    policies = ("deferred", "immediate", "hierarchical")
-    for (mode, replicas), policy in zip(MODES, policies, strict=True):
-        assert table_of(mode, limit=GIGA, network=network, replicas=replicas)[1] == policy
-
-
-@given(
-    st.floats(0, 1),
-    st.floats(1e6, 1e12),
-    st.integers(1, 64),
-    st.booleans(),
-    st.sampled_from(MODES),
-    st.sampled_from([ROOMY, GIGA]),
+@pytest.mark.parametrize(
+    ("mode", "limit", "overlaps", "begun", "expected"),
+    [
+        ("ddp", ROOMY, False, None, "deferred"),
+        ("ddp", ROOMY, True, None, "overlapped"),
+        ("ddp", GIGA, False, None, "deferred"),  # there is no way to hold less
+        ("fsdp", ROOMY, True, None, "deferred"),
+        ("fsdp", GIGA, True, None, "immediate"),
+        ("hsdp", GIGA, False, None, "hierarchical"),
+        ("hsdp", ROOMY, False, "hierarchical", "hierarchical"),
+        ("ddp", ROOMY, True, "deferred", "deferred"),
+        ("fsdp", GIGA, False, "deferred", "immediate"),
+    ],
 )
-def test_no_policy_without_replay_is_taken_where_one_with_replay_fits(
-    seconds, rate, count, overlaps, mode, limit
+def test_auto_reduces_once_a_step_where_that_fits_and_stays_what_it_was_while_it_fits(
+    mode, limit, overlaps, begun, expected
 ):
-    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rate)
-    network = Network(ranks=8, latency_s=1e-5, **rates)
-    work = {"micro_batches": count, "seconds": seconds, "overlaps": overlaps}
-    rows, chosen = table_of(mode[0], replicas=mode[1], network=network, limit=limit, **work)
-    fitting = {policy: row.exposed for policy, row in rows.items() if row.fits}
-    if "deferred" in fitting or not fitting:
-        assert chosen == "deferred"
-    else:
-        assert fitting[chosen] == min(fitting.values())
+    assert setup_of(mode, limit=limit).chosen(begun, overlaps=overlaps).sync.name == expected
 
 
 def test_the_table_holds_the_bytes_of_ring_collectives():
-    rows, _ = table_of("ddp")
-    assert rows["deferred"].across == pytest.approx(2 * GIGA * 7 / 8)
-    assert rows["immediate"].across == pytest.approx(8 * rows["deferred"].across)
+    deferred, _, immediate = setup_of("ddp").counted(8).rows
+    assert deferred.across == pytest.approx(2 * GIGA * 7 / 8)
+    assert immediate.across == pytest.approx(8 * deferred.across)
 
 
 def test_shards_gathered_in_two_bytes_send_and_hold_half_as_much_of_the_weights():
     setup = setup_of("fsdp")
     sizes = replace(setup.sizes, gathered_bytes=setup.sizes.model_bytes // 2)
-    row, *_ = replace(setup, sizes=sizes).weighed(ComputeTime(micro_batches=8)).rows
+    row, *_ = replace(setup, sizes=sizes).counted(8).rows
     assert row.within == pytest.approx((GIGA / 2 + GIGA) * 7 / 8)
     assert row.unsharded_bytes == GIGA * 3 // 2
 
 
-@pytest.mark.parametrize(
-    ("latency_s", "rate", "mebibytes"),
-    [(3e-5, 3e11, 128), (5e-5, 5e10, 32), (1e-4, 1e9, 8), (5e-4, 1e8, 8), (1.0, 1e12, 128)],
-)
-def test_a_bucket_travels_ten_times_its_latency_where_it_may_be_so_large(
-    latency_s, rate, mebibytes
-):
-    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), rate)
-    assert bucket_bytes(Network(ranks=8, latency_s=latency_s, **rates)) == mebibytes * 2**20
-
-
-def test_the_line_says_what_was_chosen_and_what_the_others_would_cost():
-    chosen = setup_of("fsdp").weighed(ComputeTime(micro_batches=8), SLOW)
-    assert chosen.sync.name == "deferred"
-    assert chosen.why == (
-        "sync=auto takes deferred: deferred sends 1.75 GiB per step, 19 s of it not hidden; "
-        "immediate sends 21.0 GiB per step, 3 min 46 s of it not hidden"
+def test_the_line_says_what_was_chosen_and_what_the_others_would_send():
+    assert setup_of("fsdp").chosen(None, overlaps=False).counted(8).why == (
+        "sync=auto takes deferred: deferred sends 1.75 GiB per step; "
+        "immediate sends 21.0 GiB per step"
     )
-    chosen = setup_of("fsdp", limit=GIGA).weighed(ComputeTime(micro_batches=8), SLOW)
-    assert chosen.sync.name == "immediate"
-    assert "and its 2.00 GiB of gradients do not fit" in chosen.why
-    typed = setup_of("fsdp", sync=Immediate()).weighed(ComputeTime(micro_batches=8), SLOW)
-    assert typed.sync.name == "immediate"
-    assert typed.why is None
+    lines = setup_of("fsdp", limit=GIGA).chosen(None, overlaps=False).counted(8).why
+    assert "takes immediate: " in lines
+    assert "and its 2.00 GiB of gradients do not fit" in lines
+    assert setup_of("fsdp", sync=Immediate()).counted(8).why is None
 
 
 @given(
@@ -252,25 +217,6 @@ def test_a_layer_that_reentrant_checkpointing_reaches_twice_is_refused():
         with pytest.raises(ConfigError, match=match), model.micro_batch(is_last=True):
             rows.sum().backward()
         model.drop_gradients()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "plain", "chosen", "exposed"),
-    [
-        (90.0, True, "overlapped", 1 / 25),
-        (9.0, True, "overlapped", 0.68),
-        (9.0, False, "deferred", 1),
-    ],
-)
-def test_gradients_of_whole_copies_hide_behind_the_last_backward_where_they_come_one_by_one(
-    seconds, plain, chosen, exposed
-):
-    rows, found = table_of(
-        "ddp", network=SLOW, seconds=seconds, overlaps=True, overlaps_backward=plain
-    )
-    assert found == chosen
-    assert rows["overlapped"].exposed == pytest.approx(exposed * rows["deferred"].exposed, rel=0.01)
-    assert "overlapped" not in table_of("fsdp", network=SLOW)[0]
 
 
 class Writing(Fickle):

@@ -34,7 +34,6 @@ from trainer.core.world import World
 from trainer.plan.cuts import Budget, Fixed, LayoutInvariant
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.step import NOT_FINITE
-from trainer.tune.network import network_of
 
 WAYS = [
     *(("small buckets", "overlapped", 2), nightly("ddp", "overlapped", 4)),
@@ -275,23 +274,6 @@ def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks
 def test_ranks_share_values_of_any_size_and_what_fails_on_the_main_one(ranks):
     everything = [{"rank": rank, "text": "x" * rank} for rank in range(3)]
     assert ranks.run(3, share) == [(everything, "disk full 8")] * 3
-
-
-def measure(world: World) -> list[Any]:
-    rates = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 2.0)
-    saved = {"ranks": world.size, "latency_s": 1.0, **rates}
-    return [network_of(world), network_of(world, saved), network_of(world, saved | {"ranks": 7})]
-
-
-def test_every_rank_knows_the_same_network_and_a_resumed_run_the_one_it_began_with(ranks):
-    mine, theirs = ranks.run(2, measure)
-    assert mine == theirs
-    first, saved, again = mine
-    rates = (first.all_reduce, first.all_gather, first.reduce_scatter)
-    assert min(*rates, first.latency_s) > 0
-    assert saved.latency_s == 1.0
-    assert again.ranks == 2
-    assert network_of(World()) is None
 
 
 def due(world: World) -> bool:

@@ -149,7 +149,7 @@ def outcome(folder: Path, *, step: int | None = None, rng: bool = True) -> dict[
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
     assert not loaded.messages
     meta = {k: v for k, v in loaded.meta.items() if k != "rng"}
-    meta["extra"] = {k: v for k, v in meta["extra"].items() if k not in {"environment", "network"}}
+    meta["extra"] = {k: v for k, v in meta["extra"].items() if k != "environment"}
     found: dict[str, Any] = {
         name: bits(loaded.read(name))
         for name in loaded.tensors

@@ -72,7 +72,6 @@ def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(mon
     assert first > 0.1 > second
     assert 0 <= time["hidden_share"] <= 1
     assert time["in_flight_seconds"] > 0
-    assert plan["network"]["ranks"] == 2
     assert plan["sync"] == "halves"
     policies = [row["policy"] for row in plan["sync_table"]]
     assert policies == ["deferred", "overlapped", "immediate", "halves"]

@@ -35,6 +35,9 @@ class GradientStrategy(Described, ABC):
     couplings: ClassVar[frozenset[Kind]] = frozenset({"none", "group", "micro_batch"})
     """The couplings of an objective that it is exact for."""
 
+    single_backward: ClassVar[bool] = False
+    """Whether a micro-batch has one backward, so that the last may send gradients as it goes on."""
+
     @abstractmethod
     def backward(
         self,

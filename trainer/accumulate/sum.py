@@ -25,6 +25,8 @@ class Sum(GradientStrategy):
     `grad(sum_i S_i / D) = sum_i grad(S_i / D)`, with one D for the whole global batch.
     """
 
+    single_backward = True
+
     def backward(
         self,
         model: Parallel,

@@ -37,7 +37,6 @@ from trainer.models.first_weights import FirstWeights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.trial import WrongSum, find_wrong_sum
 from trainer.plan.cut import Cost, IntArray
-from trainer.plan.traffic import Network
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
@@ -262,7 +261,6 @@ class _RunState(BaseModel):
     failures: _Count = 0
     total_steps: _Count = 0
     loss_scale: LossScale | None = None
-    network: Network | None = None
     wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
     cut: _Prepared
     held_out: str | None = None

@@ -162,7 +162,7 @@ class Components:
             terms=tuple(sorted(weights_of(self.objective, self.example))),
             strategy=self.strategy,
             sync=self.parallel.sync,
-            deferred_fits=all(r.fits for r in self.parallel.rows if r.policy == "deferred"),
+            deferred_fits=self.parallel.deferred_fits,
             normalizer=self.config.batch.normalizer,
             coupling=self.coupling,
             optimizer=optimizer,
@@ -233,7 +233,11 @@ def assemble(
         objective.coupling,
     )
     layout, example = _layout(config, world, loader, coupling, module, precision)
-    setup = parallel_setup(config, world, module, mode, AUTOCAST.get(precision))
+    setup = parallel_setup(
+        *(config, world, module, mode, AUTOCAST.get(precision)),
+        single_backward=strategy.single_backward,
+        begun=state.get("cut", {}).get("sync"),
+    )
     return Components(
         config=config,
         world=world,

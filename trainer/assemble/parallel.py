@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from torch import nn
@@ -16,14 +16,14 @@ from trainer.config.cards import card_of
 from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
-from trainer.core.format import duration, size
+from trainer.core.format import size
 from trainer.core.norms import has_running_norm
 from trainer.core.rows import Described, Row, RunFacts, row
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
-from trainer.models.recompute import separable_blocks
+from trainer.models.recompute import blocks_of, separable_blocks
 from trainer.objectives.base import ModelCall
-from trainer.parallel.base import Parallel, Replicated, buckets
+from trainer.parallel.base import BUCKET_BYTES, Parallel, Replicated
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.sync import (
     Deferred,
@@ -34,14 +34,14 @@ from trainer.parallel.sync import (
     reduction_of,
 )
 from trainer.plan import traffic
-from trainer.plan.traffic import Collectives, ComputeTime, ModelBytes, Network, Traffic
+from trainer.plan.traffic import Collectives, ModelBytes, Traffic
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SHARDED = {"fsdp", "hsdp"}
-# What `sync=auto` weighs, the one that sends least first
+# What `sync=auto` chooses from, the one that sends least first
 POLICIES: tuple[SyncPolicy, ...] = (Deferred(), Overlapped(), Hierarchical(), Immediate())
 
 
@@ -57,10 +57,10 @@ class ParallelSetup(Described):
     dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
     sizes: ModelBytes | None = None  # what sync policies move; None without a choice of them
     is_ordered: bool = False  # `deterministic=layout`: sums in the same bits for every layout
-    is_open: bool = False  # `sync=auto`: the table says which policy it is
-    rows: tuple[Traffic, ...] = ()  # of the table of policies
-    network: Network | None = None  # between the ranks; None until it is measured
-    why: str | None = None  # a line that says what `sync=auto` weighed; None where it was not asked
+    is_open: bool = False  # `sync=auto`
+    is_begun: bool = False  # the policy that `sync=auto` is, is the one that the run began with
+    rows: tuple[Traffic, ...] = ()  # of the table of policies; none before there is a plan
+    why: str | None = None  # a line that says what `sync=auto` is; None where it was not asked
     why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
 
     @property
@@ -74,50 +74,65 @@ class ParallelSetup(Described):
         if facts.world_size == 1:
             sync = "one rank, which sends nothing"
         table = [asdict(each) for each in self.rows]
-        measured = self.network and asdict(self.network)
         return [
             row("parallel", self.why_mode, in_plan=True, parallel=self.mode),
             row("sync", sync, in_plan=True, sync=self.sync.name, sync_table=table),
-            row(parallel_why=self.why_mode, sync_why=self.why, network=measured),
+            row(parallel_why=self.why_mode, sync_why=self.why),
         ]
 
-    def weighed(
-        self, work: ComputeTime, network: Network | None = None, begun: str | None = None
-    ) -> Self:
-        """Work the table of policies out, and under `sync=auto` take its best row.
-
-        `work` is what a rank computes in a step; `network` must be the same on every rank; `begun`
-        is the policy that the run began with, which stays while it fits.
-        """
+    def counted(self, micro_batches: float) -> Self:
+        """Work out what each policy sends in a step of so many micro-batches of a rank."""
         if self.sizes is None:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
         rows = tuple(
-            traffic.row(
-                name,
-                _collectives(policy, work.micro_batches),
-                self.sizes,
-                work,
-                network,
-                lockstep=policy.lockstep,
-            )
-            for name, policy in policies.items()
+            self._row(policy, micro_batches)
+            for policy in policies.values()
             if _fault(policy, self.mode) is None
         )
-        found = replace(self, rows=rows, network=network)
         if not self.is_open:
-            return found
-        lockstep = {name: policy.lockstep for name, policy in policies.items()}
-        same = [row for row in rows if row.fits and row.policy == begun]
-        best = same[0] if same else traffic.cheapest(rows, lockstep)
+            return replace(self, rows=rows)
         words = [
             f"{row.policy} sends {size(row.sent)} per step"
-            + ("" if row.exposed is None else f", {duration(row.exposed)} of it not hidden")
             + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
-            for row in sorted(rows, key=lambda row: row is not best)
+            for row in sorted(rows, key=lambda row: row.policy != self.sync.name)
         ]
-        why = f"sync=auto takes {best.policy}{' as before' * bool(same)}: {'; '.join(words)}"
-        return replace(found, sync=policies[best.policy], why=why)
+        why = f"sync=auto takes {self.sync.name}{' as before' * self.is_begun}: {'; '.join(words)}"
+        return replace(self, rows=rows, why=why)
+
+    def _row(self, policy: SyncPolicy, micro_batches: float = 1) -> Traffic:
+        """Count what a policy sends; in lockstep blocks are gathered for forward and backward."""
+        assert self.sizes is not None
+        found, count = Collectives(gathers=1, reductions=1, across=1), max(1, round(micro_batches))
+        if policy.lockstep:
+            answers = [reduction_of(policy, i, is_last=i == count - 1) for i in range(count)]
+            reductions = count - answers.count("none")
+            across = answers.count("across")
+            found = Collectives(gathers=2 * count, reductions=reductions, across=across)
+        return traffic.row(policy.name, found, self.sizes, lockstep=policy.lockstep)
+
+    @property
+    def deferred_fits(self) -> bool:
+        """Whether whole parameters and gradients leave room for activations."""
+        return self.sizes is None or self._row(Deferred()).fits
+
+    def chosen(self, begun: str | None, *, overlaps: bool) -> Self:
+        """Choose what `sync=auto` is.
+
+        One reduction a step sends least, and a step can be repeated; so it is taken wherever it
+        fits, sent during the last backward where that `overlaps`. Else shards stay shards.
+
+        Args:
+            begun: what the run took before, in this mode on as many ranks; it stays while it fits.
+            overlaps: whether collectives travel while the device computes the last backward.
+        """
+        known = {policy.name: policy for policy in POLICIES}
+        best: SyncPolicy = Overlapped() if overlaps and self.mode == "ddp" else Deferred()
+        if self.mode != "ddp" and not self.deferred_fits:
+            best = Hierarchical() if self.mode == "hsdp" else Immediate()
+        if begun in known and (known[begun].lockstep or not best.lockstep):
+            return replace(self, sync=known[begun], is_begun=True)
+        return replace(self, sync=best)
 
     def lay_out(
         self,
@@ -141,18 +156,11 @@ class ParallelSetup(Described):
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
         if mesh is None:  # also where this process works out what several ranks would do
-            return Replicated(module, call, parameters, world, **self.buckets(world.device))
+            return Replicated(module, call, parameters, world, BUCKET_BYTES[world.device.type])
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
         blocks = separable_blocks(module)
         return Sharded(module, call, blocks, world, mesh, dtype=self.dtype, weights=weights)
-
-    def buckets(self, device: torch.device) -> dict[str, int]:
-        """Choose buckets by the network, between GPUs; sums of other buckets round otherwise."""
-        if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
-            return {}
-        most = traffic.BUCKETS[1]  # of a network that was not measured
-        return {"bucket_bytes": traffic.bucket_bytes(self.network) if self.network else most}
 
     @contextmanager
     def fake_ranks(
@@ -174,11 +182,20 @@ class ParallelSetup(Described):
 
 
 def parallel_setup(
-    config: RunConfig, world: World, module: nn.Module, mode: str, dtype: torch.dtype | None
+    config: RunConfig,
+    world: World,
+    module: nn.Module,
+    mode: str,
+    dtype: torch.dtype | None,
+    *,
+    single_backward: bool = False,
+    begun: Sequence[Any] | None = None,
 ) -> ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
-    `dtype` is what the run's matrix products compute in, where it is not what weights are in.
+    `dtype` is what the run's matrix products compute in, where it is not what weights are in;
+    `single_backward` whether a micro-batch has one alone; `begun` mode, ranks and policy that
+    `sync=auto` was where the run goes on.
 
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.
@@ -203,7 +220,7 @@ def parallel_setup(
     parameters = [p for p in module.parameters() if p.requires_grad]
     if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
         dtype = None
-    itemsize, components = None if dtype is None else dtype.itemsize, [*buckets(parameters[::-1])]
+    itemsize = None if dtype is None else dtype.itemsize
     sizes = ModelBytes(
         mode=mode,
         model_bytes=sum(p.nbytes for p in parameters),
@@ -211,12 +228,22 @@ def parallel_setup(
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
-        groups=len(components) if mode == "ddp" else len(separable_blocks(module)) + 1,
-        last_bytes=sum(p.nbytes for part in components[-1:] for p in part),
+        scatters_whole=world.device.type == "cpu",
     )
     is_open = config.sync.name == "auto"
     found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open)
-    return replace(found, mesh=mesh, dtype=dtype).weighed(ComputeTime(micro_batches=1))
+    found = replace(found, mesh=mesh, dtype=dtype)
+    if not is_open:
+        return found
+    *layout, name = begun or (None,)
+    # Buckets in another order round otherwise; of a model compiled as a whole, all gradients come
+    # at the end.
+    in_parts = not config.compile or bool(blocks_of(module))
+    overlaps = single_backward and in_parts and not config.deterministic
+    return found.chosen(
+        name if layout == [mode, world.size] else None,
+        overlaps=overlaps and planned_device(config, world).type == "cuda",
+    )
 
 
 def _fault(policy: SyncPolicy, mode: str) -> str | None:
@@ -226,16 +253,6 @@ def _fault(policy: SyncPolicy, mode: str) -> str | None:
     if policy.overlaps and mode != "ddp":
         return "needs whole copies; use parallel=ddp"
     return None
-
-
-def _collectives(policy: SyncPolicy, micro_batches: float) -> Collectives:
-    """Count what a step sends; in lockstep blocks are gathered for forward and for backward."""
-    if not policy.lockstep:
-        return Collectives(gathers=1, reductions=1, across=1, needs_whole=policy.overlaps)
-    count = max(1, round(micro_batches))
-    answers = [reduction_of(policy, i, is_last=i == count - 1) for i in range(count)]
-    reductions = count - answers.count("none")
-    return Collectives(gathers=2 * count, reductions=reductions, across=answers.count("across"))
 
 
 def _may_cast(module: nn.Module, device: torch.device) -> bool:

@@ -9,10 +9,8 @@ from typing import Any, final
 
 from pydantic import TypeAdapter
 
-from trainer.accumulate.sum import Sum
 from trainer.assemble.checks import check_parts, check_sums
 from trainer.assemble.components import Components
-from trainer.assemble.parallel import planned_device
 from trainer.assemble.reads import check_reads
 from trainer.assemble.trials import Trials
 from trainer.assemble.tuning import (
@@ -25,9 +23,8 @@ from trainer.assemble.tuning import (
 )
 from trainer.core.errors import NoCheckpointError
 from trainer.core.out_of_memory import begin_peak
-from trainer.models.recompute import blocks_of, checkpoint_blocks
+from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
-from trainer.plan.traffic import ComputeTime
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
@@ -82,40 +79,6 @@ def prepare_on_main(components: Components, saved: Mapping[str, Any] | None = No
     return found[0] if found else prepare(components, answer["cut"], Trials(**answer["trials"]))
 
 
-def choose_sync(run_plan: RunPlan, saved: Mapping[str, Any] | None = None) -> RunPlan:
-    """Weigh the sync policies with what the plan and the network cost. Collective.
-
-    `run_plan` is the plan under the policy so far; `saved` as for `prepare`. What `sync=auto` took
-    stays on the same ranks: after a cut was lowered it would be another policy, of other bits.
-    """
-    components, seconds = run_plan.components, run_plan.step_seconds
-    count = fmean(plan.accum_steps for plan in run_plan.plans)
-    is_gpu = planned_device(components.config, components.world).type == "cuda"
-    # Of a model that is compiled as a whole, all gradients come at the end.
-    in_parts = not components.config.compile or bool(blocks_of(components.module))
-    # What is measured differs from run to run, and buckets in another order round otherwise.
-    is_plain = (
-        isinstance(components.strategy, Sum) and in_parts and not components.config.deterministic
-    )
-    work = ComputeTime(
-        micro_batches=count,
-        seconds=None if seconds is None else seconds / count,
-        overlaps=is_gpu,
-        overlaps_backward=is_gpu and is_plain,
-        scatters_whole=not is_gpu,
-    )
-    *layout, begun = (saved or {}).get("sync") or (None,)
-    begun = begun if layout == [components.parallel.mode, components.world.size] else None
-    setup = components.parallel.weighed(work, components.parallel.network, begun)
-    lockstep = setup.sync.lockstep and components.world.size > 1
-    changed = replace(
-        components, parallel=setup, layout=replace(components.layout, lockstep=lockstep)
-    )
-    if lockstep != components.layout.lockstep:
-        return prepare_on_main(changed, saved)
-    return replace(run_plan, components=changed)
-
-
 def prepare(
     components: Components, saved: Mapping[str, Any] | None = None, trials: Trials | None = None
 ) -> RunPlan:
@@ -165,6 +128,7 @@ def prepare(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         components=replace(
             components,
+            parallel=components.parallel.counted(fmean(plan.accum_steps for plan in plans)),
             held_out=components.held_out and replace(components.held_out, max_tokens=tokens),
         ),
         cut=cut,

@@ -215,7 +215,7 @@ def _open_cache(
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
-        "ranks": [world.size, setup.replicas, work.sync.name, setup.buckets(work.device)],
+        "ranks": [world.size, setup.replicas, work.sync.name],
     }
     longest = components.source.lengths.max()
     return TuningCache.open(describe(work, longest, components.precision, counts) | situation)

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.assemble.checks import check_consistency, read_run_state, terms_of, wrong_sum
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import construct
-from trainer.assemble.run_plan import RunPlan, choose_sync, describe_cut, prepare, prepare_on_main
+from trainer.assemble.run_plan import RunPlan, describe_cut, prepare, prepare_on_main
 from trainer.assemble.summary import describe
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
@@ -43,7 +43,6 @@ from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.loop import Progress, Run, train
 from trainer.training.tracing import tracing
 from trainer.training.window import StepContext
-from trainer.tune.network import network_of
 from trainer.tune.predict import CannotRunFake
 
 _log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     except CannotRunFake:  # shapes do not do
         components, loaded, extra = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, extra.get("cut"))
-    plan = record_of(rows := describe(choose_sync(run_plan, extra.get("cut"))))
+    plan = record_of(rows := describe(run_plan))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     name_read(screen, loaded)
@@ -103,10 +102,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     extra = {} if loaded is None else read_run_state(loaded)
     components = _assemble(config, world, extra, stored := first_weights(config, loaded, world))
     contract = terms_of(components, loaded, extra)
-    # What was measured may not choose the order of sums.
-    network = None if config.deterministic else network_of(world, extra.get("network"))
-    components = replace(components, parallel=replace(components.parallel, network=network))
-    run_plan = choose_sync(prepare_on_main(components, extra.get("cut")), extra.get("cut"))
+    run_plan = prepare_on_main(components, extra.get("cut"))
     components, plan = run_plan.components, record_of(rows := describe(run_plan))
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
     context = _step_context(components, loaded, extra, contract, failed)
@@ -237,7 +233,7 @@ def _run(
     components, config = run_plan.components, run_plan.components.config
     cursor = Cursor(**extra["cursor"]) if extra else components.source.order.start
     feed = components.feed(run_plan.cut, components.world, cursor)
-    every, network = config.checkpoint.every, components.parallel.network
+    every = config.checkpoint.every
     constants = {
         **contract,
         "cut": describe_cut(run_plan),
@@ -245,7 +241,6 @@ def _run(
         "environment": environment(),
         "total_steps": context.total_steps,
         "ledger_from": extra.get("ledger_from") or cursor.step + 1 if config.log.samples else None,
-        "network": network and asdict(network),
         # While W&B is off, too, for a resumption that turns it on again.
         "wandb": reporter.wandb_id or extra.get("wandb"),
     }

@@ -33,15 +33,16 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.parallel.overlap import Overlap
 from trainer.parallel.sync import Deferred, Reduction, SyncPolicy, reduction_of
-from trainer.plan.traffic import BUCKETS
+
+BUCKET_BYTES = {"cpu": 2**23, "cuda": 2**25}
+"""Small gradients are packed into buckets of this size, since each all-reduce costs a latency."""
 
 IN_FLIGHT = 2
 """Buckets that travel at a time: one is packed or unpacked while another is on its way."""
 
 NORM_PIECE = 1 << 18  # elements of a gradient whose norm is taken at once, 2 MiB in fp64
 
-# Their older names end in `_tensor`, and are deprecated where the newer ones are.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Its older name is deprecated where the newer one is.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -168,9 +169,7 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
-    # Small gradients are packed into buckets of this size, since each all-reduce costs a latency
-    # (30 us on one machine); larger ones are reduced where they lie.
-    bucket_bytes: int = BUCKETS[0]
+    bucket_bytes: int = BUCKET_BYTES["cpu"]  # larger gradients are reduced where they lie
     _overlap: Overlap | None = field(default=None, init=False)
     # In lockstep what is summed over ranks already, a second gradient in memory
     _reduced: list[Tensor | None] = field(default_factory=list, init=False)
@@ -319,7 +318,7 @@ def drop_unused(parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> Non
 
 
 def buckets(
-    parameters: Sequence[nn.Parameter], most: int = BUCKETS[0]
+    parameters: Sequence[nn.Parameter], most: int = BUCKET_BYTES["cpu"]
 ) -> Iterator[list[nn.Parameter]]:
     """Group parameters whose gradients are reduced together, the same on every rank.
 

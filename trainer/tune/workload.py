@@ -173,8 +173,8 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     Once the first has made the optimizer's state, and an earlier micro-batch the gradients, no
     later moment needs more than one more micro-batch and the update after it. In the first,
     gradients of zero make that state, unless backward sends them. In lockstep each step has two
-    micro-batches, as what is reduced waits beside the second. Changes the weights, so it is for fake tensors or copies,
-    laid out. Without `fields` it updates alone.
+    micro-batches, as what is reduced waits beside the second. Changes the weights, so it is for
+    fake tensors or copies, laid out. Without `fields` it updates alone.
     """
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()

@@ -15,8 +15,8 @@ from trainer.report.time_table import PARTS, advice, split, time_table
 
 STEP = get_args(InStep)
 ROWS = [
-    {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True, "seconds": 0.15},
-    {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True, "seconds": 1.2},
+    {"policy": "deferred", "within": 1.5e8, "across": 0.0, "fits": True},
+    {"policy": "immediate", "within": 1.8e9, "across": 0.0, "fits": True},
 ]
 IMMEDIATE = {"sync": "immediate", "lockstep": True}
 PLAN: dict[str, Any] = {"num_workers": 0, "sync": "deferred", "lockstep": False, "sync_table": ROWS}
