@@ -144,8 +144,9 @@ def check_components(config: RunConfig) -> None:
     """
     faults: list[str] = []
     waiting = [(path, attrgetter(path)(config), False) for path in COMPONENTS]
-    if config.command not in {"evaluate", "export"}:  # which hooks do not see
-        waiting += [(f"hooks[{i}]", hook, False) for i, hook in enumerate(config.hooks)]
+    sees_hooks = config.command not in {"evaluate", "export"}
+    for key, each in config.listed():
+        waiting += [(key, each, False)] if sees_hooks or not key.startswith("hooks") else []
     for key, component, inner in waiting:
         try:
             target = look_up(component, key, config.trust, inner=inner)

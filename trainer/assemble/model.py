@@ -6,7 +6,8 @@ out to be large is counted on the meta device before it takes its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, final
@@ -29,11 +30,14 @@ from trainer.data.view import DataView
 from trainer.models.check import refuse_lazy
 from trainer.models.first_weights import FirstWeights, build_on_meta, is_on_meta
 from trainer.models.recompute import checkpoint_blocks
+from trainer.models.transform import ModelTransform
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
 from trainer.tune.workload import Workload
+
+Transform = Callable[[nn.Module], Any]
 
 LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
 STATE = 4  # weights, gradients and two moments: what training needs at the most, as a rule
@@ -86,8 +90,8 @@ def build_model(
         NoCheckpointError: the stored weights do not fit.
     """
     unread: dict[str, StoredTensor] = {}
-
-    build = partial(_construct, config, world, given, stored, unread)
+    transforms, on_meta = look_up_transforms(config)
+    build = partial(_construct, config, world, given, transforms, stored, unread)
 
     def check(module: nn.Module) -> None:
         if spec is not None:
@@ -99,7 +103,7 @@ def build_model(
     module: nn.Module | None = None
     weights: FirstWeights | None = None
     with preserve_generators():
-        if in_shards and getattr(kind, "draws_on_meta", False):
+        if in_shards and on_meta and getattr(kind, "draws_on_meta", False):
             module, drawn = build_on_meta(build)
             weights = {**drawn, **unread}
         elif is_away and not with_values:
@@ -115,17 +119,59 @@ def build_model(
     return module, weights
 
 
+def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
+    """Build the model transforms of a run; tells whether all of them draw on the meta device.
+
+    A function takes the model first, and then the arguments of its entry.
+    """
+    transforms, on_meta = list[Transform](), True
+    for index, entry in enumerate(config.transforms):
+        key = f"transforms[{index}]"
+        kind = look_up(entry, key, config.trust)
+        on_meta &= getattr(kind, "draws_on_meta", False)
+        if inspect.isclass(kind):
+            transforms.append(construct(entry, key, ModelTransform, config.trust))
+        else:
+            bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
+            transforms.append(construct(bound, key, partial, config.trust))
+    return transforms, on_meta
+
+
 def _construct(
     config: RunConfig,
     world: World,
     given: Mapping[str, Any],
+    transforms: Sequence[Transform],
     stored: StoredWeights | None,
     unread: dict[str, StoredTensor],
 ) -> nn.Module:
-    """Build the model with its first weights; those of the meta device are noted as `unread`."""
+    """Build the model with its first weights; those of the meta device are noted as `unread`.
+
+    Stored ones are those of the model before its transforms, if they fit that, or after them.
+
+    Raises:
+        ConfigError: a transform gives no model.
+    """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-    if stored is not None:
+    fault = "" if stored is None else stored.fault(module)
+    is_before = stored is not None and not fault and not stored.is_resumed
+    found = stored.fill(module) if stored is not None and is_before else {}
+    # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
+    state = module.state_dict(keep_vars=True)
+    values = {id(state[name]): value for name, value in found.items()}
+    for index, transform in enumerate(transforms):
+        module = transform(module)
+        if not isinstance(module, nn.Module):
+            kind = config.transforms[index].target
+            raise ConfigError(
+                f"transforms[{index}]={kind}: gives {type(module).__name__}, no model"
+            )
+    module = refuse_lazy(module)
+    if stored is None or is_before:
+        named = module.named_parameters(remove_duplicate=False)
+        unread |= {name: values[id(p)] for name, p in named if id(p) in values}
+    else:
         unread |= stored.fill(module)
     return module
 

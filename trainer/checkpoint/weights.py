@@ -49,25 +49,20 @@ class StoredWeights:
     # them before it is transformed.
     is_resumed: bool = False
 
-    def match(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Find the weights and buffers of a model, by the names in its `state_dict`.
+    def fault(self, model: nn.Module) -> str:
+        """Say how they differ from a model in names, shapes and dtypes; empty where they fit it."""
+        return self._match(model)[1]
 
-        Raises:
-            NoCheckpointError: names, shapes or dtypes differ; the text names the first.
-        """
+    def _match(self, model: nn.Module) -> tuple[dict[str, StoredTensor], str]:
+        """Find the weights and buffers of a model, by the names in its `state_dict`."""
         named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         expected = {plain_name(name): tensor for name, tensor in named.items()}
         found = _with_prefix(self.values, expected)
         for alias, name in find_ties(expected).items():
             if one := found.get(name) or found.get(alias):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        if faults := _differences(found, expected):
-            remedy = "init= needs weights of this very model"
-            if self.is_resumed:
-                remedy = "resume with the model that was trained, or use init= to take over weights"
-            text = f"does not fit the model: {'; '.join(faults)}: {remedy}"
-            raise NoCheckpointError(f"{self.source}: {text}")
-        return {name: found[plain_name(name)] for name in named}
+        faults = _differences(found, expected)
+        return {n: found[plain_name(n)] for n in named if plain_name(n) in found}, "; ".join(faults)
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
@@ -76,7 +71,12 @@ class StoredWeights:
         Raises:
             NoCheckpointError: they do not fit it.
         """
-        found, state = self.match(model), model.state_dict(keep_vars=True)
+        (found, fault), state = self._match(model), model.state_dict(keep_vars=True)
+        if fault:
+            remedy = "init= needs weights of this very model"
+            if self.is_resumed:
+                remedy = "resume with the model that was trained, or use init= to take over weights"
+            raise NoCheckpointError(f"{self.source}: does not fit the model: {fault}: {remedy}")
         for name, stored in found.items():
             if not state[name].is_meta:
                 fill(state[name], stored)

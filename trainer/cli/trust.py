@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig
 
 from trainer.cli.overrides import TARGET
-from trainer.config.components import COMPONENTS, targets_in
+from trainer.config.components import COMPONENTS, LISTS, targets_in
 from trainer.config.messages import clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
@@ -38,7 +38,7 @@ def consented_components(
         own: classes of a run that the user made.
     """
     found = set()
-    for path in (*COMPONENTS, "hooks"):
+    for path in (*COMPONENTS, *LISTS):
         named = _classes(path, lookup(tree, path))
         consented = {*own, *_typed_classes(typed), *_classes(path, _own_option(full, path))}
         if named and named <= consented:
@@ -57,7 +57,7 @@ def _typed_classes(typed: Mapping[str, Any]) -> Iterator[str]:
 
 def _classes(path: str, section: object) -> set[str]:
     """Find the classes of a component, without those of a component within it."""
-    if path == "hooks" and isinstance(section, list):
+    if path in LISTS and isinstance(section, list):
         section = [{TARGET: each} if isinstance(each, str) else each for each in section]
     pairs = targets_in(path, section)
     return {target for place, target in pairs if place == path or place not in COMPONENTS}

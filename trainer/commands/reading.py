@@ -124,6 +124,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         "model": {"_target_": config.model.target, **config.model.params},
         "step": loaded.step,
     }
+    if config.transforms:
+        description["transforms"] = to_plain(config)["transforms"]
     hugging_face = _hugging_face(config, loaded, world)
     to = export(loaded, expanded(config.export.to), description, hugging_face)
     _show(loaded, f"weights written to {to}")

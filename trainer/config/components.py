@@ -221,6 +221,9 @@ COMPONENTS: Mapping[str, type[Component]] = {
 }
 """Where a config names a class, by dotted key."""
 
+LISTS: tuple[str, ...] = ("transforms", "hooks")
+"""Where a config names several classes, in their order."""
+
 GROUPS: tuple[str, ...] = ("parallel", *COMPONENTS)
 """Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
 

@@ -21,6 +21,7 @@ from trainer.config.components import (
     AUTO_OBJECTIVE,
     COMPONENTS,
     LIBRARIES,
+    LISTS,
     Accum,
     Auto,
     Batch,
@@ -117,6 +118,7 @@ class RunConfig(Section):
     sync: Component
     parallel: ParallelSection
     model: Component
+    transforms: tuple[Component, ...] = Field(strict=False)
     data: Data
     objective: Component
     optimizer: Component
@@ -184,7 +186,7 @@ class RunConfig(Section):
         named themselves may be left out.
         """
         named: dict[str, Component] = {path: attrgetter(path)(self) for path in COMPONENTS}
-        named |= {f"hooks[{place}]": hook for place, hook in enumerate(self.hooks)}
+        named |= dict(self.listed())
         return [
             (place, target)
             for key, each in named.items()
@@ -193,6 +195,12 @@ class RunConfig(Section):
             if place != key or target.partition(".")[0] != "trainer"
             if target.rpartition(".")[0] not in LIBRARIES.get(place, ())
         ]
+
+    def listed(self) -> Iterator[tuple[str, Component]]:
+        """Give the classes of lists, each with its key: `hooks[0]`."""
+        for name in LISTS:
+            entries: tuple[Component, ...] = getattr(self, name)
+            yield from ((f"{name}[{place}]", each) for place, each in enumerate(entries))
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -268,6 +276,7 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
+    tree |= {"transforms": plain["transforms"]} if config.transforms else {}
     if strictest(coupling, stated_coupling(config)).fixes_cut:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
@@ -320,7 +329,7 @@ def _changes(
 
 def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
-    roots = {"model"} if config.command == "export" else {"model", "objective"}
+    roots = {"model", "transforms", *(["objective"] if config.command != "export" else [])}
     if config.command == "evaluate" and not config.evaluates_all:
         roots |= {"data", "seed"}  # by which samples are held out
     faults = []

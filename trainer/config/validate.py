@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from trainer.config.components import (
     COMPONENTS,
     FROM_DATA,
+    LISTS,
     OWN,
     SHARED,
     convert,
@@ -63,7 +64,7 @@ def validate(
         raw: the composed config as plain mappings, resolved.
         base: the same groups and options composed without any value, of the command line or of a
             recipe: the example for names and types.
-        typed_targets: components whose class the user named themselves (`model`, `hooks`).
+        typed_targets: components whose class the user named themselves: `model`, `hooks`.
         choices: option of every group by the folder's name, `accum/gradient` too.
         typed_keys: dotted keys that the command line gives a value.
         config_dir: folder of the user's own options.
@@ -228,9 +229,10 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
     for path in COMPONENTS:
         if "." not in path:
             fields[path] = _component(tree.get(path), path, choices, typed)
-    if isinstance(hooks := tree.get("hooks"), list | tuple):
-        sections = [{"_target_": hook} if isinstance(hook, str) else hook for hook in hooks]
-        fields["hooks"] = [_component(section, "hooks", {}, typed) for section in sections]
+    for name in LISTS:
+        if isinstance(entries := tree.get(name), list | tuple):
+            sections = [{"_target_": each} if isinstance(each, str) else each for each in entries]
+            fields[name] = [_component(section, name, {}, typed) for section in sections]
     return fields
 
 

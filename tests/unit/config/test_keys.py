@@ -26,8 +26,8 @@ model name nonfinite.limit num_workers
 objective optimizer optimizer.groups optimizer.lr optimizer.weight_decay outputs parallel
 parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
 parallel.timeout_s precision profile resume resume_allow run scheduler scheduler.reference_batch
-scheduler.scale scheduler.warmup seed step steps sync trust wandb.entity wandb.group wandb.mode
-wandb.project wandb.tags
+scheduler.scale scheduler.warmup seed step steps sync transforms trust wandb.entity wandb.group
+wandb.mode wandb.project wandb.tags
 """
 
 OPTIONS = {

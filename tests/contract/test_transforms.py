@@ -1,0 +1,176 @@
+"""Model transforms of a user's own: two files in a folder, and no edit of this program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.lib.run_support import curve, read_json, shell, state
+from trainer import train
+from trainer.cli.main import FinishedRun
+from trainer.core.errors import ConfigError
+
+CODE = '''
+from torch import nn
+
+from trainer.models.transform import ModelTransform
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class LowRank(ModelTransform):
+    """Adapts the attention of every block, and freezes the rest."""
+
+    draws_on_meta = True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, model):
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.attention.qkv = Adapted(block.attention.qkv, self.rank)
+        return model
+
+
+def root_mean_square(model, eps=1e-6):
+    """Replaces every LayerNorm, with the weight that it has."""
+    for part in list(model.modules()):
+        for name, norm in part.named_children():
+            if isinstance(norm, nn.LayerNorm):
+                own = nn.RMSNorm(norm.normalized_shape, eps=eps)
+                own.weight = norm.weight
+                setattr(part, name, own)
+    return model
+
+
+root_mean_square.draws_on_meta = True
+
+
+def zero_head(model):
+    """Reads and writes values, so that it needs them."""
+    model.head.weight.data.sub_(model.head.weight.data)
+    return model
+'''
+
+RECIPE = """
+transforms:
+  - own_transforms.root_mean_square
+  - _target_: own_transforms.LowRank
+    rank: 2
+"""
+
+TYPED = (
+    "model=gpt_tiny model.width=16 model.num_layers=2 model.num_heads=2 model.norm=layer data=text "
+    "data.path=corpus.txt data.max_length=32 batch.global=8 accum=fixed accum.micro=3 "
+    "wandb.mode=disabled device=cpu precision=fp32 eval.every=null"
+)
+LINE = TYPED.split()
+ADAPTED = [*LINE, "init=weights", "recipe=adapter.yaml", "trust=[own_transforms]"]
+
+
+class Runs(NamedTuple):
+    """A base's exported weights, and a run that adapts them."""
+
+    base: Mapping[str, torch.Tensor]
+    adapted: FinishedRun
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("runs"))
+        Path("own_transforms.py").write_text(CODE)
+        Path("adapter.yaml").write_text(RECIPE)
+        Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
+        base = train([*LINE, "steps=3"])
+        train(["export", f"run={base.folder}", "export.to=weights"])
+        weights = load_file(folder / "weights" / "model.safetensors")
+        return Runs(weights, train([*ADAPTED, "steps=3"]))
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_runs(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs.adapted.folder.parents[2])
+
+
+def weights_of(run: FinishedRun) -> dict[str, torch.Tensor]:
+    return {n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")}
+
+
+def base_name(name: str) -> str:
+    return name.replace(".base.", ".")
+
+
+def test_a_transformed_model_begins_with_the_base_s_weights_and_trains_what_is_left(runs):
+    trained = weights_of(runs.adapted)
+    own = {name for name in trained if ".down." in name or ".up." in name}
+    assert len(own) == 4
+    assert {base_name(name) for name in trained.keys() - own} == runs.base.keys()
+    for name in trained.keys() - own:
+        assert torch.equal(trained[name], runs.base[base_name(name)]), name
+    assert all(bool(trained[name].any()) for name in own), "zeros before the first step"
+
+
+def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs, capsys):
+    folder = runs.adapted.folder
+    early = train([*ADAPTED, "steps=2", "scheduler=constant"])
+    whole = train([*ADAPTED, "steps=3", "scheduler=constant"])
+    on = train([f"resume={early.folder}", "steps=3", "trust=[own_transforms]"])
+    for name, tensor in weights_of(whole).items():
+        assert torch.equal(weights_of(on)[name], tensor), name
+    with pytest.raises(
+        ConfigError, match=r"transforms=.*: the run has .*own_transforms.*resume_allow"
+    ):
+        train([f"resume={folder}", "steps=5", "transforms=[]"])
+    read = "trust=[own_transforms]"
+    found = train(["evaluate", f"run={folder}", read]).result
+    assert found["eval_loss"] == pytest.approx(runs.adapted.result["eval_loss"])
+    train(["export", f"run={folder}", "export.to=adapted", read])
+    exported = load_file("adapted/model.safetensors")
+    assert all(torch.equal(exported[n], t) for n, t in weights_of(runs.adapted).items())
+    assert [each["_target_"] for each in read_json(Path("adapted/config.json"))["transforms"]]
+    assert train(["verify", *ADAPTED, "steps=1"]).result["verdict"] == "exact"
+
+
+def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, capfd):
+    shards = train([*ADAPTED, "steps=1", "parallel=fsdp", "parallel.ranks=2"])
+    frozen = {n: t for n, t in weights_of(shards).items() if base_name(n) in runs.base}
+    assert len(frozen) == len(runs.base)
+    assert all(torch.equal(runs.base[base_name(name)], tensor) for name, tensor in frozen.items())
+    for name in ("loss", "grad_norm"):  # which depends on what the adapters were drawn as
+        assert curve(shards, name)[0] == pytest.approx(curve(runs.adapted, name)[0], rel=1e-5)
+    assert "built whole on every rank" not in capfd.readouterr().out
+
+
+def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs):
+    there = ["device=h100", "parallel=fsdp", "parallel.ranks=8", "steps=1"]
+    typed = [each for each in ADAPTED if each.partition("=")[0] not in {"device", "precision"}]
+    plan = train(["plan", *typed, *there]).result
+    assert (plan["world_size"], plan["parallel"]) == (8, "fsdp")
+    assert plan["num_parameters"] == 2 * 2 * (16 + 3 * 16)
+    assert plan["num_frozen"] == sum(tensor.numel() for tensor in runs.base.values())
+
+
+def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs):
+    zeroed = train([*LINE, "init=weights", "transforms=[own_transforms.zero_head]", "steps=1"])
+    assert curve(zeroed, "loss")[0] == pytest.approx(torch.tensor(258.0).log().item(), rel=1e-6)
+    Path("wrong.py").write_text("def nothing(model):\n    pass\n")
+    with pytest.raises(ConfigError, match=r"transforms\[0\]=wrong.nothing: gives NoneType, no mod"):
+        train([*LINE, "transforms=[wrong.nothing]"])
+    assert shell("plan 'transforms=[{_target_: own_transforms.LowRank, ranks: 2}]'") == 2
