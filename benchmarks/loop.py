@@ -4,7 +4,7 @@
 
 A guard against regressions: at 8 micro-batches of about 2 ms each, ours should stay within 1.05 of
 the hand loop. Ours is all a run does in a step: the feed, which plans and loads the next batches
-in bursts, the step, and a line each for metrics.jsonl, the ledger, the screen and train.log. The
+in a thread, the step, and a line each for metrics.jsonl, the ledger, the screen and train.log. The
 hand loop loads the same rows, from memory and without a thread, computes the same token-weighted
 loss, clips, and updates with the same fused optimizer. One process; short blocks of steps in turn,
 so that a disturbance meets both alike. `ratio` is the median over pairs of blocks, `best` that of

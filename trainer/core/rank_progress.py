@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
-InStep = Literal[
-    "data", "normalizer", "compute", "gather", "agree", "reduce", "update", "next data", "report"
-]
+InStep = Literal["data", "normalizer", "compute", "gather", "agree", "reduce", "update", "report"]
 Phase = Literal["start", InStep, "evaluation", "saving", "end"]
 """What a rank can be at, in order: one that gathers waits for those that still compute."""
 

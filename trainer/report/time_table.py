@@ -46,7 +46,7 @@ def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
         met_before, met_after = (least[phase] * table[phase]["times"] for phase in MEETINGS)
         late, sent = spent["normalizer"] - met_before, spent["gather"] + spent["reduce"]
         parts = {
-            "data": spent["data"] + spent["next data"],
+            "data": spent["data"],
             "compute": spent["compute"],
             "sync": travelled + met_before + met_after,
             "optimizer": spent["update"],

@@ -1,16 +1,15 @@
 """The way of the data: order -> global batch -> plan -> micro-batches, ahead of training.
 
 Everything after "ids of step k" may be done again: restarts, other rank counts and replays under
-smaller micro-batches all re-enter there. The next steps are planned and loaded in bursts, since
-Python that runs a few times in a row costs half of what it costs once between two steps that have
-emptied the caches; while this one computes, unless they are loaded sooner than that would save.
+smaller micro-batches all re-enter there. While a step computes, a thread plans and loads the next
+ones, or processes do: several steps in a row, since Python that runs a few times in a row costs
+half of what it costs once between two steps that have emptied the caches.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import final
@@ -27,10 +26,10 @@ from trainer.plan.order import Cursor, GlobalBatch, Order
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
 PREFETCH_LIMIT_BYTES = 256 * 2**20
-# Steps that are prepared in one go, at most, and what they may take together; one may take more.
-BURST_STEPS = 8
-BURST_BYTES = 16 * 2**20
-QUICK_S = 0.005  # as long as a thread may hold the interpreter (`sys.getswitchinterval`)
+# Steps that the thread prepares in a row, at most, and what they may take together; one may take
+# more.
+STEPS_AHEAD = 8
+BYTES_AHEAD = 16 * 2**20
 
 
 @final
@@ -84,51 +83,32 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
-        self._last_bytes, self._load_s = 0, 0.0
-        self._next: Future[PlannedBatch] | None = None
+        self._last_bytes = 0
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
-        ready, self._next = self._next, None
-        batch = self._take() if ready is None else ready.result()
+        if self.source.loader.num_workers:
+            batch = self._from_workers()
+        elif self._ahead:
+            batch = self._ahead.popleft().result()
+        else:
+            batch = self._load(*self.plan(self.cursor))
         self.cursor = batch.samples.after
         self._last_bytes = sum(f.nbytes for m in batch.micro_batches for f in m.fields.values())
         return batch
 
-    def load_next(self, *, last_step: int) -> None:
-        """Plan and load the next global batch while a device computes; a CPU has no time to gain.
-
-        What fails is raised by `next`, so that the step before comes to its end. Nothing follows
-        the `last_step` of the run.
-        """
-        is_heavy = self._last_bytes > PREFETCH_LIMIT_BYTES
-        if self.world.device.type == "cpu" or is_heavy or self.cursor.step >= last_step:
-            return
-        self.world.note("next data")
-        self._next = _at_once(self._take)
-        self.world.note("update")
-
-    def _take(self) -> PlannedBatch:
-        """Give the global batch at the cursor, which stays."""
-        if self.source.loader.num_workers:
-            return self._from_workers()
-        if self._ahead:
-            return self._ahead.popleft().result()
-        return self._load(*self.plan(self.cursor))
-
     def prefetch(self) -> None:
         """Begin to plan and load the next global batches while the caller computes.
 
-        Steps that load within `QUICK_S` are loaded now: a CPU would wait for a thread as long.
+        Data that draw from the global generators are loaded when they are needed; what fails is
+        raised by `next`, so that the step before comes to its end.
         """
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
         if light and self.source.loader.loads_in_thread and not self._ahead:
             self._ahead_cursor = self.cursor
-            fitting = max(1, BURST_BYTES // max(1, self._last_bytes))
-            is_quick = self.world.device.type == "cpu" and self._load_s < QUICK_S
-            submit = _at_once if is_quick else self._thread.submit
-            for _ in range(min(BURST_STEPS, fitting)):
-                self._ahead.append(submit(self._load_ahead))
+            fitting = max(1, BYTES_AHEAD // max(1, self._last_bytes))
+            for _ in range(min(STEPS_AHEAD, fitting)):
+                self._ahead.append(self._thread.submit(self._load_ahead))
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
@@ -175,7 +155,7 @@ class Feed:
         self.cut = cut
         self.pause()
         self._ahead.clear()
-        self._stream = self._next = None
+        self._stream = None
         self._queue.clear()
 
     def close(self) -> None:
@@ -191,10 +171,8 @@ class Feed:
         return batch
 
     def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
-        requests, started = self.requests(samples, plan), time.perf_counter()
-        batch = self._fill(samples, plan, requests, map(self.source.loader.load, requests))
-        self._load_s = time.perf_counter() - started
-        return batch
+        requests = self.requests(samples, plan)
+        return self._fill(samples, plan, requests, map(self.source.loader.load, requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
@@ -255,13 +233,3 @@ class Feed:
             micro_batches=micro_batches,
             sample_ids=tuple(self.source.loader.dataset.original_ids(samples.ids).tolist()),
         )
-
-
-def _at_once(load: Callable[[], PlannedBatch]) -> Future[PlannedBatch]:
-    """Load now; what fails is raised where the result is taken."""
-    future = Future[PlannedBatch]()
-    try:
-        future.set_result(load())
-    except Exception as error:
-        future.set_exception(error)
-    return future

@@ -94,7 +94,6 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     norm = context.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
     report = partial(report, peak_bytes=agreed.peak_bytes)
-    feed.load_next(last_step=context.total_steps)
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         return report(skipped=_skip(context))

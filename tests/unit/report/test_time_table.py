@@ -52,7 +52,6 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
     ("ranks", "settings", "words"),
     [
         ([{"data": 0.5}], {}, "data: 31.2% of a step (500 ms) is waiting for samples: num_w"),
-        ([{"next data": 0.49}], {}, "data: 31.2% of a step (500 ms) is waiting for samples: num_w"),
         (
             [{"normalizer": 0.6}, {"data": 0.6}, {"normalizer": 0.6}],
             {"num_workers": 3},

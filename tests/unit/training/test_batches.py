@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.lib.run_toys import Plain, Rows
@@ -21,7 +20,7 @@ from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
-from trainer.training.batches import BURST_STEPS, Feed, PlannedBatch, Source
+from trainer.training.batches import STEPS_AHEAD, Feed, PlannedBatch, Source
 
 CUTS: list[Cut] = [Fixed(micro=3), Budget(max_tokens=40), Fixed(steps=2)]
 
@@ -69,17 +68,10 @@ def content(batch: PlannedBatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("cut", "data", "workers", "quick_s"),
-    [
-        *((CUTS[0], Rows, 0, quick_s) for quick_s in (0.0, 60.0)),
-        *((CUTS[1], Plain, 0, quick_s) for quick_s in (0.0, 60.0)),
-        *((CUTS[1], Rows, 1, 0.0), (CUTS[2], Plain, 1, 0.0)),
-    ],
+    ("cut", "data", "workers"),
+    [(CUTS[0], Rows, 0), (CUTS[1], Plain, 0), (CUTS[1], Rows, 1), (CUTS[2], Plain, 1)],
 )
-def test_looking_ahead_and_loading_processes_change_nothing(
-    cut, data, workers, quick_s, monkeypatch
-):
-    monkeypatch.setattr("trainer.training.batches.QUICK_S", quick_s)
+def test_looking_ahead_and_loading_processes_change_nothing(cut, data, workers):
     plain = walk(feed(cut, data()), 9, ahead=False)
     other = walk(feed(cut, data(), workers=workers), 9)
     assert [content(batch) for batch in other] == [content(batch) for batch in plain]
@@ -179,11 +171,10 @@ class Gated(Rows):
 
 @pytest.mark.parametrize(
     ("name", "limit", "steps"),
-    [("BURST_BYTES", 10**6, BURST_STEPS), ("BURST_BYTES", 1, 1), ("PREFETCH_LIMIT_BYTES", 10, 0)],
+    [("BYTES_AHEAD", 10**6, STEPS_AHEAD), ("BYTES_AHEAD", 1, 1), ("PREFETCH_LIMIT_BYTES", 10, 0)],
 )
-def test_light_steps_are_prepared_in_bursts_of_bounded_size(name, limit, steps, monkeypatch):
+def test_light_steps_are_prepared_in_a_row_of_bounded_size(name, limit, steps, monkeypatch):
     monkeypatch.setattr(f"trainer.training.batches.{name}", limit)
-    monkeypatch.setattr("trainer.training.batches.QUICK_S", 0.0)
     data = Gated()
     data.gate.set()
     source = feed(data=data, global_batch=4)
@@ -196,24 +187,7 @@ def test_light_steps_are_prepared_in_bursts_of_bounded_size(name, limit, steps, 
     source.close()
 
 
-@pytest.mark.parametrize(("device", "is_read_now"), [("cpu", True), ("meta", False)])
-def test_what_is_quickly_read_is_read_at_once_unless_a_device_computes(
-    device, is_read_now, monkeypatch
-):
-    monkeypatch.setattr("trainer.training.batches.QUICK_S", 60.0)
-    data = Gated()
-    source = feed(data=data, world=World(device=torch.device(device)))
-    source.next()
-    source.prefetch()
-    assert all(future.done() for future in source._ahead) == is_read_now
-    data.gate.set()
-    source.next()
-    assert (data.read_ahead == 0) == is_read_now
-    source.close()
-
-
-def test_a_pause_stops_a_burst_between_two_steps_and_loses_none(monkeypatch):
-    monkeypatch.setattr("trainer.training.batches.QUICK_S", 0.0)
+def test_a_pause_stops_the_thread_between_two_steps_and_loses_none():
     data = Gated()
     source = feed(data=data)
     source.next()
@@ -240,64 +214,6 @@ def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
             source.next()
         assert source.cursor == failing
     source.close()
-
-
-ACCELERATOR = World(device=torch.device("meta"))
-
-
-@pytest.mark.parametrize(("data", "workers"), [(Rows, 0), (Plain, 1)])
-def test_the_next_batch_is_loaded_while_a_device_computes_and_the_cursor_waits(data, workers):
-    plain = walk(feed(data=data(), workers=workers), 4, ahead=False)
-    source, found = feed(data=data(), workers=workers, world=ACCELERATOR), []
-    for step in range(1, 5):
-        found.append(source.next())
-        source.prefetch()
-        source.load_next(last_step=4)
-        assert source.cursor == found[-1].samples.after
-        assert (source._next is not None) == (step < 4), "nothing follows the last step"
-    source.close()
-    assert [content(batch) for batch in found] == [content(batch) for batch in plain]
-
-
-def test_loading_the_next_batch_of_a_device_is_a_phase_of_its_own_within_the_update():
-    world, phases = World(device=torch.device("meta")), []
-    source = feed(world=world)
-    source.next()
-    world.times.on_phase = phases.append
-    world.note("update")
-    source.load_next(last_step=9)
-    assert phases == ["update", "next data", "update"]
-
-
-def test_a_replay_drops_what_was_loaded_with_another_cut():
-    source = feed(Fixed(micro=8), world=ACCELERATOR)
-    batch = source.next()
-    source.load_next(last_step=9)
-    finer = source.smaller(batch)
-    fresh = walk(feed(Fixed(micro=4)), 2)
-    assert [content(finer), content(source.next())] == [content(each) for each in fresh]
-
-
-class Broken(Rows):
-    """Loses its rows after the first batch."""
-
-    draws_randomness = True  # read when they are needed
-    is_lost = False
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        if self.is_lost:
-            raise OSError("gone")
-        return super().__getitem__(index)
-
-
-def test_what_cannot_be_loaded_ahead_is_said_when_it_is_needed():
-    data = Broken()
-    source = feed(data=data, world=ACCELERATOR)
-    source.next()
-    data.is_lost = True
-    source.load_next(last_step=9)
-    with pytest.raises(DataError, match="gone"):
-        source.next()
 
 
 @pytest.mark.parametrize(("limit", "planned"), [(10**6, 2), (1, 1)])
