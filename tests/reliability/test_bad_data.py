@@ -299,6 +299,7 @@ FAULTS: Sequence[tuple[str, Any, str]] = (
     ("__len__", _exits, "`__len__` of Faulty: SystemExit: 0"),
     ("__len__", lambda _: -1, "`__len__` of Faulty: ValueError: __len__() should return >= 0"),
     ("lengths", property(_gone), "`lengths` of Faulty: OSError: gone"),
+    ("vocab_size", "many", "`vocab_size` of Faulty: TypeError"),
     ("fingerprint", _gone, "`fingerprint` of Faulty: OSError: gone"),
     ("collate", lambda *_: _exits({}), "`collate` of Faulty, on 2 samples (0, 1, ...): SystemExit"),
     ("collate", lambda *_: [1], "`collate` of Faulty must return a mapping from names to tensors"),
@@ -316,7 +317,7 @@ def test_data_that_fail_outside_of_their_samples_are_named_in_a_line(where, how,
 
     def use() -> None:
         view = DataView(faulty)
-        print(view.lengths, view.fingerprint)
+        print(view.facts, view.lengths, view.fingerprint)
         Loader(view, num_workers=0, seed=0).load(Request((0, 1), 0, 9))
 
     with pytest.raises(DataError) as caught:

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
-from trainer.assemble.data_sets import all_data, build_data
+from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import (
     arguments_of,
     check_components,
@@ -207,8 +207,8 @@ def assemble(
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
-    train_set, eval_set, split = (all_data if config.evaluates_all else build_data)(config, world)
-    lengths = train_set.lengths
+    data = open_data(config, world)
+    train_set, held_out, lengths = data.train, data.held_out, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
@@ -242,9 +242,9 @@ def assemble(
         config=config,
         world=world,
         train_set=train_set,
-        split=split,
+        split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=None if eval_set is None else _held_out(config, eval_set, loader, layout),
+        held_out=None if held_out is None else _held_out(config, held_out, loader, layout),
         module=module,
         weights=weights,
         precision=precision,

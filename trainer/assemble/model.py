@@ -47,7 +47,7 @@ def arguments_from_data(
     config: RunConfig, data: DataView, state: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Give what a model may take from the data; of a run that is read, what it took there."""
-    known, typed = data.optional("vocab_size"), config.model.params.get("vocab_size")
+    known, typed = data.facts.vocab_size, config.model.params.get("vocab_size")
     if recorded := state.get("given"):
         size = typed or recorded.get("vocab_size")
         if known and size and size < known:
@@ -59,7 +59,11 @@ def arguments_from_data(
     if known is None and "vocab_size" in config.model.params and typed is None:
         text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
         raise ConfigError(f"model.vocab_size: {text}")
-    return {"vocab_size": known, "max_length": config.data.params.get("max_length")}
+    return {
+        "vocab_size": known,
+        "num_classes": data.facts.num_classes,
+        "max_length": config.data.params.get("max_length"),
+    }
 
 
 def build_model(

@@ -144,7 +144,7 @@ def _model(components: Components) -> list[Row]:
 def _data(components: Components, facts: RunFacts) -> Row:
     """Count what is trained and evaluated on."""
     config, lengths, held_out = components.config, components.source.lengths, components.held_out
-    name, cut = config.data.name or config.data.target, components.train_set.optional("num_cut")
+    name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
     num_tokens = int(lengths.sum())
     num_held_out = 0 if held_out is None else len(held_out.loader.dataset)
     text = joined(
@@ -324,7 +324,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         )
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
-    known, rows = components.train_set.optional("vocab_size"), vocabulary_of(components.module)
+    known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
     is_loaded = pretrained_of(components.config.model.params) is not None
     # Tables are padded, but not to the double.
     if is_loaded and known and rows and rows >= 2 * known:

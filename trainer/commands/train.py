@@ -316,7 +316,7 @@ def _end(
     metrics = trained.evaluation
     eval_loss = metrics.get("loss", metrics.get("eval_loss"))
     # Held-out losses of simple models, in nats per token, which the data may know.
-    entropies = components.train_set.optional("byte_entropies")
+    entropies = components.train_set.facts.byte_entropies
     simple: dict[str, float] = {}
     if entropies is not None and components.held_out is not None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,9 +56,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
             `drop`: none.
 
     Attributes:
-        lengths: `(samples,)`, tokens of each sample.
-        original_ids: `(samples,)`, index of each among the samples of both splits.
-        num_cut: tokens of the split's documents that are in no sample.
         num_skipped: records or files that could not be read and were left out of the index.
         skipped: the first of them, each with the reason.
 
@@ -78,27 +76,48 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         seed: int,
         overlong: Overlong,
     ) -> None:
-        self._index = index
+        self._index, self._split = index, split
         self.num_skipped, self.skipped = index.num_skipped, index.skipped
         self.holdout = holdout
         # Other samples than those of a word, under the same settings, need another word.
         word = {"cut": "", "chunk": "|chunk with context", "drop": "|drop"}[overlong]
-        self._settings = f"{split}|{max_length}|{holdout!r}|{seed}{word}"
+        self._settings = f"{max_length}|{holdout!r}|{seed}{word}"
         whole = np.diff(index.offsets) + 2
         self._documents, self._begins, self._lengths = _divide(whole, max_length, overlong)
         held_out = held_out_mask(index.groups, holdout, seed)
         is_held_out = held_out[self._documents]
         self._ids = {TRAIN: np.flatnonzero(~is_held_out), HELD_OUT: np.flatnonzero(is_held_out)}
-        self.original_ids: IntArray = self._ids[split]
-        self.lengths: IntArray = self._lengths[self.original_ids]
-        in_split = held_out if split == HELD_OUT else ~held_out
-        num_context = int(np.count_nonzero(self._begins[self.original_ids]))
-        self.num_cut = int(whole[in_split].sum() - self.lengths.sum()) + num_context
+        self._sizes = {TRAIN: whole[~held_out].sum(), HELD_OUT: whole[held_out].sum()}
         if split == TRAIN and not len(self):
             raise DataError(
                 f"data.overlong={overlong}: every document is longer than data.max_length="
                 f"{max_length} tokens; set a larger one, or data.overlong=chunk"
             )
+
+    def splits(self) -> dict[str, ByteDocuments]:
+        """Give both sides, which share the index."""
+        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
+        for name, side in sides.items():
+            side._split = name
+            for cached in ("lengths", "fingerprint"):
+                vars(side).pop(cached, None)
+        return sides
+
+    @property
+    def original_ids(self) -> IntArray:
+        """Index of each sample among those of both sides, `(samples,)`."""
+        return self._ids[self._split]
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Tokens of each sample, `(samples,)`."""
+        return self._lengths[self.original_ids]
+
+    @property
+    def num_cut(self) -> int:
+        """Tokens of this side's documents that are in no sample."""
+        num_context = int(np.count_nonzero(self._begins[self.original_ids]))
+        return int(self._sizes[self._split] - self.lengths.sum()) + num_context
 
     def __len__(self) -> int:
         return len(self.original_ids)
@@ -123,7 +142,8 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the documents and the settings of this split."""
-        return hashlib.sha256(f"{self._index.digest}|{self._settings}".encode()).hexdigest()
+        text = f"{self._index.digest}|{self._split}|{self._settings}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def byte_entropies(self) -> ByteEntropies:
         """Measure what byte counts alone would score on the held-out documents; NaN without any.

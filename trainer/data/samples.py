@@ -35,7 +35,8 @@ class Samples(Protocol):
     * `lengths`: `(samples,)` integers, the tokens of each sample; else they are measured.
     * `collate`: `collate(samples) -> fields`, in place of padding.
     * `fingerprint`: a string, or a method that gives one; changes where the contents do.
-    * `vocab_size`: tokens are below it.
+    * `splits`: `splits() -> Mapping[str, Samples]`, its parts by name, one of them `train`.
+    * `vocab_size`, `num_classes`: token ids, and labels, are below them.
     * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +71,21 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         place = expanded(path).absolute()
         with reading(place):
             paths = files_at(place, ".bin")
+        self._all_paths, self._dtype_asked, self._share = paths, dtype, holdout
+        self.max_length, self.vocab_size = max_length, vocab_size
+        self._take(split)
+
+    def splits(self) -> dict[str, TokenWindows]:
+        """Give both sides of the same files."""
+        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
+        for name, side in sides.items():
+            side._take(name)
+            vars(side).pop("fingerprint", None)
+        return sides
+
+    def _take(self, split: str) -> None:
+        """Be one side."""
+        paths, dtype, holdout = self._all_paths, self._dtype_asked, self._share
         by_name = {
             TRAIN: [path for path in paths if path.name.startswith("train")],
             HELD_OUT: [path for path in paths if path.name.startswith("val")],
@@ -77,7 +93,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         named = by_name[split] if all(by_name.values()) else []  # else names do not tell
         self.split_rule = "files named train* and val*" if named else "the last windows"
         self.holdout = None if named else holdout
-        self.max_length, self.vocab_size, stride = max_length, vocab_size, max_length - 1
+        max_length, stride = self.max_length, self.max_length - 1
         suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
         guess = suffixes[-1] if suffixes else "uint16"
         self._dtype = _DTYPES[guess if dtype == "auto" else dtype]
@@ -95,7 +111,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         side = slice(None) if named else sides[split]
         self.lengths: IntArray = lengths[side]
         self.original_ids: IntArray = np.arange(len(lengths))[side]
-        settings = split, max_length, self._dtype, repr(holdout), vocab_size, "with context"
+        settings = split, max_length, self._dtype, repr(holdout), self.vocab_size, "with context"
         self._settings = "|".join(map(str, settings))
         head = self._mapped(0)[:_INSPECTED_TOKENS]
         is_guessed = dtype == "auto" and not suffixes and len(head) >= _FEWEST_INSPECTED

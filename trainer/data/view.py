@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -43,6 +45,19 @@ MOST_SAMPLES = 2**32
 """What the permutation of an epoch takes."""
 PROBES = 64
 """Samples that stand for the contents of a data set in its fingerprint."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a data set states about all its samples; see `Samples`."""
+
+    vocab_size: int | None = None  # token ids are below it
+    num_classes: int | None = None  # labels are below it
+    num_cut: int = 0  # tokens that `max_length` left out
+    split_rule: str | None = None  # by what it parts itself, in words
+    holdout: float | None = None  # share that it was asked to hold out
+    byte_entropies: Callable[[], Any] | None = None  # what byte counts predict of held-out text
 
 
 @final
@@ -111,6 +126,23 @@ class DataView:
         """Give an attribute of the data set that `Samples` lists as optional, or None."""
         with faults_of(f"`{name}` of {self.kind}"):
             return getattr(self.dataset, name, None)
+
+    @cached_property
+    def facts(self) -> DataFacts:
+        """What the data set states about all its samples, read once.
+
+        Raises:
+            DataError: a fact cannot be read, or a number is none.
+        """
+        if self._whole is not None:
+            return self._whole.facts
+        found = {name: self.optional(name) for name in DataFacts.__dataclass_fields__}
+        for name in ("vocab_size", "num_classes", "num_cut"):
+            with faults_of(f"`{name}` of {self.kind}"):
+                found[name] = None if found[name] is None else operator.index(found[name])
+        asked = found["holdout"]
+        found["holdout"] = asked if isinstance(asked, int | float) else None
+        return DataFacts(**{name: value for name, value in found.items() if value is not None})
 
     @cached_property
     def draws_randomness(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.lib.cli_support import make_own_folder, prepared
-from trainer.assemble.data_sets import all_data
+from trainer.assemble.data_sets import open_data
 from trainer.core.world import World
 
 HERE = "tests.unit.assemble.test_all_data"
@@ -67,8 +67,8 @@ def test_every_sample_is_there_once(data, lengths, tmp_path, monkeypatch):
     )
     params = {**config.data.params, "holdout": "all"}
     config = config.model_copy(update={"data": config.data.model_copy(update={"params": params})})
-    view, _, _ = all_data(config, World())
+    view = open_data(config, World()).train
     assert view.lengths[:].tolist() == lengths
     samples = [view.read(i, seed=0, epoch=0) for i in range(len(view))]
     assert [len(sample["input_ids"]) for sample in samples] == lengths
-    assert view.optional("vocab_size") == view.dataset.vocab_size
+    assert view.facts.vocab_size == view.dataset.vocab_size

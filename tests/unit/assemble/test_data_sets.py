@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.lib.config_support import checked
-from trainer.assemble.data_sets import build_data
+from trainer.assemble.data_sets import open_data
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data import split as split_module
@@ -45,9 +46,12 @@ def contents(data: DataView) -> list[tuple[int, ...]]:
 
 def built(target: str, **values: object) -> tuple[DataView, DataView | None, Any]:
     typed = {f"data.{key}": value for key, value in values.items()}
-    return build_data(
-        checked({"data._target_": target, "command": "plan", **typed}, "data=own"), World()
-    )
+    return parts(checked({"data._target_": target, "command": "plan", **typed}, "data=own"))
+
+
+def parts(config: RunConfig) -> tuple[DataView, DataView | None, Any]:
+    data = open_data(config, World())
+    return data.train, data.held_out, data.split
 
 
 def write(path: Path) -> str:
@@ -85,8 +89,8 @@ def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Pa
 
 @pytest.mark.parametrize("name", ["validation", "test"])
 def test_the_parts_of_a_mapping_are_taken_by_their_names(name: str) -> None:
-    parts = {"train": rows(), name: rows(100, 9), "other": rows(200, 5)}
-    whole = datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()})
+    named = {"train": rows(), name: rows(100, 9), "other": rows(200, 5)}
+    whole = datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in named.items()})
     whole.save_to_disk("parts")
     train, held_out, split = built("datasets.load_from_disk", dataset_path="parts")
     assert held_out is not None
@@ -205,7 +209,7 @@ def test_a_share_far_from_the_one_asked_for_is_named() -> None:
     for name, size in (("long", 4000), ("short", 2000)):
         Path("books", f"{name}.txt").write_text(f"{name} words " * (size // 10))
     config = checked({"data.path": str(Path("books").absolute()), "command": "plan"}, "data=text")
-    train, held_out, split = build_data(config, World())
+    train, held_out, split = parts(config)
     assert held_out is not None
     share = held_out.lengths.sum() / (train.lengths.sum() + held_out.lengths.sum())
     (warning,) = split.warnings
@@ -219,7 +223,7 @@ def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs() -> None:
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
         typed = {"data._target_": f"{__name__}.Seeded", "seed": run, "data.split_seed": own}
-        found.append(build_data(checked(typed, "data=own"), World())[0].dataset.seeds)
+        found.append(parts(checked(typed, "data=own"))[0].dataset.seeds)
     assert found == [(0, 0), (0, 0), (3, 3)]
 
 
@@ -227,7 +231,7 @@ def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs() -> No
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
         typed = {"data._target_": f"{__name__}.Forgetful", "seed": run, "data.split_seed": own}
-        held_out = build_data(checked(typed, "data=own"), World())[1]
+        held_out = parts(checked(typed, "data=own"))[1]
         assert held_out is not None
         found.append(held_out.original_ids(range(len(held_out))).tolist())
     assert found[0] == found[1] != found[2]

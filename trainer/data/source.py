@@ -1,0 +1,139 @@
+"""Open a data set: build it, take its parts by name, and hold a share out where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.world import World
+from trainer.data.bad_samples import readable
+from trainer.data.joined import Joined
+from trainer.data.samples import HELD_OUT, TRAIN
+from trainer.data.split import Overlap, Split, find_overlap, have_equal_contents, split_warnings
+from trainer.data.view import DataView, split_by_seed
+
+HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
+"""What a held-out part may be called, the first one first, beside one called `train`."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """The data of a run."""
+
+    train: DataView  # what is trained on
+    held_out: DataView | None  # None where nothing is
+    split: Split  # how they were parted
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SourceSpec:
+    """How a data set is built and parted."""
+
+    build: Callable[..., Any]  # builds it; takes `split` where `takes_split`
+    name: str  # of its class, for messages
+    takes_split: bool  # whether it is built for each part, by an argument `split`
+    is_part: bool  # whether it is one part, as typed, whatever others it has
+    holdout: float  # share held out where it brings no parts of its own
+    split_seed: int  # selects which samples
+    skips: bool  # leave samples out that cannot be read, which the class does not
+    seed: int  # the run's; what samples draw while they are looked for
+    timeout_s: float  # after which a read that has not ended is named
+
+    def open(self, world: World, *, compares: bool) -> DataSource:
+        """Build the data, once where they give their parts, and hold a share out. Collective.
+
+        Args:
+            world: all ranks.
+            compares: look for samples on both sides.
+
+        Raises:
+            ConfigError: an argument of the data set is wrong.
+            TrainError: the data cannot be built or read.
+        """
+        parts, rule, warnings = self._parts(world)
+        asked = parts[0].facts.holdout
+        if len(parts) == 1:
+            parts = [
+                split_by_seed(parts[0], side, self.holdout, self.split_seed)
+                for side in (TRAIN, HELD_OUT)
+            ]
+            rule, asked = "samples drawn by data.split_seed", self.holdout
+        train, rest = parts
+        split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
+        if not len(rest) or self.holdout == 0:
+            return DataSource(train=train, held_out=None, split=split)
+        if compares:
+            found = world.on_main(lambda: asdict(find_overlap(train, rest)))
+            split = replace(split, overlap=Overlap(**found))
+        split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
+        return DataSource(train=train, held_out=rest, split=split)
+
+    def open_all(self, world: World) -> DataSource:
+        """Give every sample to be evaluated on: all parts, in turn. Collective."""
+        parts, _, _ = self._parts(world)
+        parts = [part for part in parts if len(part)] or parts[:1]
+        every = parts[0] if len(parts) == 1 else self._view(Joined(parts))
+        split = Split(rule="all of them", holdout=None, seed=self.split_seed)
+        return DataSource(train=every, held_out=every if len(every) else None, split=split)
+
+    def _view(self, dataset: Any) -> DataView:  # noqa: ANN401 - any data set
+        return DataView(dataset, timeout_s=self.timeout_s)
+
+    def _parts(self, world: World) -> tuple[list[DataView], str, tuple[str, ...]]:
+        """Build what the data set brings: one or two parts, by what, and what to warn of."""
+        built, rule = self._by_argument() if self.takes_split else named_parts(self)
+        views, warnings = [self._view(each) for each in built], tuple[str, ...]()
+        rule = views[0].facts.split_rule or rule
+        if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
+            text = (
+                f"data: both parts of {self.name} are the same {len(views[0])} samples, so "
+                f"data.holdout={self.holdout:g} of them is held out; for none, type data.holdout=0"
+            )
+            views, warnings = views[:1], (text,)
+        if self.skips:
+            views = readable(views, self.seed, world)
+        return views, rule, warnings
+
+    def _by_argument(self) -> tuple[Sequence[Any], str]:
+        """Build one data set for each part."""
+        train = self.build(split=TRAIN)
+        try:
+            return [train, self.build(split=HELD_OUT)], "parts of the data set itself"
+        except ConfigError as error:
+            hint = "to hold out a share of one part, type data.split=NAME"
+            raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
+
+
+def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
+    """Build a data set, and take the parts for training and evaluation by their names.
+
+    It gives them by a method `splits() -> Mapping[str, Dataset]`, or is such a mapping itself, as a
+    `DatasetDict` is; else it is one part.
+
+    Raises:
+        DataError: no part is called `train`, or one has no length.
+    """
+    built = spec.build()
+    splits = getattr(built, "splits", None)
+    parts = splits() if callable(splits) and not spec.is_part else built
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        return [built], ""
+    names = [TRAIN, *(name for name in HELD_OUT_NAMES if name in parts)][:2]
+    if len(parts) == 1:
+        names = [*parts]
+    elif TRAIN not in parts:
+        raise DataError(
+            f"data: {spec.name} gives the parts {', '.join(parts) or 'none'}: call one of them "
+            "train, or type which to take: data.split=NAME, where it takes `split`"
+        )
+    if odd := [name for name in names if not isinstance(parts[name], Sized)]:
+        raise DataError(
+            f"data: {spec.name}: part {odd[0]!r} is a {type(parts[odd[0]]).__name__}, which has no "
+            "length; load it whole, without streaming=True"
+        )
+    return [parts[name] for name in names], f"parts {' and '.join(names)} of the data set"
