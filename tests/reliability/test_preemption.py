@@ -110,7 +110,7 @@ UNMEASURED = "data._target_=tests.reliability.test_bad_data.Unmeasured"
 TUNED = ("accum=auto", "accum.micro=null")
 STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
     "measuring samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "+data.bad=0"), None),
-    "predicting memory": (tuner, "corner_shapes", signal.SIGTERM, TUNED, None),
+    "predicting memory": (tuner, "candidate_caps", signal.SIGTERM, TUNED, None),
     "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
     "loading": (toys, "on_read", signal.SIGTERM, (), 0),
     "evaluating at once": (loop, "evaluate", signal.SIGTERM, ("eval.at_start=true",), 0),

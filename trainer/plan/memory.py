@@ -1,13 +1,14 @@
-"""Find how large a micro-batch may be, given a prediction of the peak of any shape."""
+"""Name the shapes of micro-batches whose memory counts, and the caps worth asking about."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, final
 
 from trainer.plan.cut import Plan
+
+NEARLY = 0.75  # of the most positions
 
 
 @final
@@ -19,9 +20,11 @@ class Shape(NamedTuple):
 
 
 def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
-    """Name the shapes of plans of which one has the highest peak: most positions, or most pairs.
+    """Name the shapes of plans of which one has the highest peak.
 
-    A packed row counts as documents of their mean length, rounded up.
+    Those with the most positions, with the most pairs and, of those with nearly as many positions,
+    with the most samples, which may have a state of their own. A packed row counts as documents of
+    their mean length, rounded up.
     """
     shapes = {
         Shape(count, -(-plan.positions(rank, slot) // count))
@@ -31,7 +34,9 @@ def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
     }
     by_positions = max(shapes, key=lambda shape: (shape.num_samples * shape.length, shape))
     by_pairs = max(shapes, key=lambda shape: (shape.num_samples * shape.length**2, shape))
-    return tuple(dict.fromkeys((by_positions, by_pairs)))
+    enough = NEARLY * by_positions.num_samples * by_positions.length
+    by_samples = max(shape for shape in shapes if shape.num_samples * shape.length >= enough)
+    return tuple(dict.fromkeys((by_positions, by_pairs, by_samples)))
 
 
 def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:
@@ -44,58 +49,3 @@ def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, 
     while caps[-1] < total:
         caps.append(min(total, max(caps[-1] + 1, math.floor(caps[-1] * ratio))))
     return tuple(caps)
-
-
-MANY = 9 / 8  # what a corner must have of another's samples to be a shape of its own
-LINE_STEPS = 4  # predictions placed by interpolation before plain bisection takes over
-
-
-def corner_shapes(cap: int, longest: int, shortest: int, max_samples: int) -> tuple[Shape, ...]:
-    """Name the shapes under `cap` that can have the highest peak.
-
-    For a peak of the form `a + b n L + c n L^2 + d n` (activations, attention scores, per-sample
-    state), `n = cap / L` makes it convex in `L`, so its maximum lies at the longest or at the
-    shortest length; with at most `max_samples` samples the short end starts at
-    `L = cap / max_samples`. Rounded up to whole tokens, that holds the most positions; rounded
-    down, the most samples. `longest` and `shortest` are padded lengths of the data.
-    """
-
-    def fullest(length: int) -> Shape:
-        length = min(longest, max(1, shortest, length))
-        return Shape(max(1, min(max_samples, cap // length)), length)
-
-    long, short, many = map(fullest, (longest, math.ceil(cap / max_samples), cap // max_samples))
-    corners = (long, short, many) if many.num_samples > MANY * short.num_samples else (long, short)
-    return tuple(dict.fromkeys(corners))
-
-
-def largest_cap(
-    predict: Callable[[int], int], limit_bytes: int, candidates: Sequence[int]
-) -> int | None:
-    """Find the largest candidate cap whose predicted peak fits; None where none does.
-
-    A bisection whose first steps ask where the line through the bracket's ends crosses the limit:
-    peaks are nearly affine in the cap, so four or five predictions do. `predict` gives bytes, not
-    decreasing; candidates ascend.
-    """
-    low, high = 0, len(candidates) - 1
-    least = predict(candidates[low])
-    most = predict(candidates[high]) if high else least
-    if least > limit_bytes:
-        return None
-    if most <= limit_bytes:
-        return candidates[high]
-    line_steps = LINE_STEPS
-    while high - low > 1:
-        middle = (low + high) // 2
-        if line_steps:
-            line_steps -= 1
-            start, end = candidates[low], candidates[high]
-            crossing = start + (limit_bytes - least) / (most - least) * (end - start)
-            middle = min(max(bisect_right(candidates, crossing) - 1, low + 1), high - 1)
-        peak = predict(candidates[middle])
-        if peak <= limit_bytes:
-            low, least = middle, peak
-        else:
-            high, most = middle, peak
-    return candidates[low]

@@ -31,7 +31,7 @@ from trainer.tune.workload import Workload
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 10  # raised when what a fact means changes; files of another format are not read
+FORMAT = 11  # raised when what a fact means changes; files of another format are not read
 # Settings of an optimizer that change neither time nor memory
 RATES = {"params", "lr", "initial_lr", "weight_decay", "name"}
 
@@ -48,7 +48,6 @@ def _no_infinity(value: Any) -> Any:  # noqa: ANN401
 
 
 _ByShape = BeforeValidator(_by_shape)
-_Seconds = Annotated[float, Field(ge=0, le=1e6)]
 _Duration = Annotated[float, Field(gt=0, le=1e6)]
 
 
@@ -64,21 +63,14 @@ class Measurements:
     # Of the timings, the least of any run; see `Timings`
     noise: Annotated[float, Field(ge=0), BeforeValidator(_no_infinity)] = math.inf
     method: str = ""  # how peaks are predicted
-    compiled_time: _Seconds = 0.0  # of a micro-batch, over its time as it is; 0 where none was
-    compile_s: _Seconds = 0.0  # that compiling for one shape took
-    # Resident bytes per byte of tensors; see `add_ratio`
-    ratio: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    # Predicted peak of what ran out of memory when it was timed
+    failed_bytes: Annotated[int, Field(ge=1)] | None = None
 
     def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
         """Take the quickest of old and new timings: other programs only ever add time."""
         self.noise = min(noise, self.noise)
         for shape, new in seconds.items():
             self.seconds[shape] = min(new, self.seconds.get(shape, new))
-
-    def add_ratio(self, ratio: float | None) -> None:
-        """Take a higher ratio at once and half of the way to a lower one; None says nothing."""
-        if ratio is not None:
-            self.ratio = max(ratio, (self.ratio + ratio) / 2)
 
     def to_dict(self) -> dict[str, Any]:
         """Give a mapping for JSON, which writes infinity as null."""

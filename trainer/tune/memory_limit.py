@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import torch
+
+from trainer.tune.tensors import MemoryEstimate
 
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
 # machine, whose use changes while a run goes on
@@ -17,14 +19,11 @@ RESERVE = {"cuda": 0.08, "cpu": 0.10}
 # What a GPU leaves alone at least, up to a share: workspaces of cuBLAS, NCCL, and kernels that are
 # loaded when they are first used take as much on a small card as on a large one
 GPU_RESERVE, MOST_RESERVE = 3 * 2**29, 0.25
+# Bytes on top of each byte of activations: on a CPU allocators and scratch inside of kernels take
+# 24 to 98 % more, and who takes too much there is killed
+OVERHEAD = {"cuda": 0.0, "cpu": 1.0}
 ASKED = "accum.memory"  # where a limit is from that a user typed
 MEBI = 2**20
-
-# Below this, what comes once drowns the ratio: on a CPU stacks of threads and the scratch of a
-# library's first call, on a GPU the allocator's segments of 20 MiB and more
-RATIO_BYTES = {"cuda": 1024 * MEBI, "cpu": 32 * MEBI}
-# What other threads of the process may add at most before a measurement is not believed
-LARGEST_RATIO = 3.0
 
 
 @final
@@ -36,10 +35,11 @@ class MemoryLimit:
     source: str  # where the number is from, for a person to read
     reserve: float = 0.0  # share of the memory that is left alone beside
     inputs: int = 0  # bytes taken off for inputs which wait to be computed with
+    overhead: float = 0.0  # bytes that allocating a byte of activations costs on top
 
-    def for_tensors(self, ratio: float, resident_bytes: int) -> int:
-        """Give the bytes of tensors that fit; those not there already cost `ratio` bytes each."""
-        return resident_bytes + int((self.bytes - resident_bytes) / ratio)
+    def with_overhead(self, peak: MemoryEstimate) -> int:
+        """Give the bytes that a peak takes of the limit."""
+        return peak.peak_bytes + int(self.overhead * peak.activations)
 
 
 def memory_limit(
@@ -77,6 +77,7 @@ def memory_limit(
         bytes=resident_bytes + int(left * (1 - reserve)),
         source=f"{source}, {reserve:.0%} in reserve",
         reserve=reserve,
+        overhead=OVERHEAD[device.type],
     )
 
 
@@ -125,39 +126,3 @@ def _entries(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-@contextmanager
-def resident_growth(device: torch.device) -> Iterator[list[int]]:
-    """Measure the highest rise of resident memory while the block runs.
-
-    Yields:
-        A list that the rise in bytes is put into at the end; empty where the system does not tell.
-    """
-    growth: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        yield growth
-        growth.append(torch.cuda.max_memory_reserved(device) - before)
-        return
-    status = Path("/proc/self/status")
-    with suppress(OSError):  # forbidden: then the mark of the process's whole life may be passed
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark counts from here
-    before, mark = (_entries(status).get(name, 0) for name in ("VmRSS:", "VmHWM:"))
-    yield growth
-    highest = _entries(status).get("VmHWM:", 0)
-    if highest > mark:
-        growth.append((highest - before) * 1024)
-
-
-def resident_ratio(growth: int, predicted_bytes: int, device_type: str) -> float | None:
-    """Compare what memory a micro-batch took with its predicted tensors: bytes per byte, in [1, 3].
-
-    Allocators and scratch inside kernels add 24 to 98 % on a CPU; None where it was too small to
-    tell.
-    """
-    if predicted_bytes < RATIO_BYTES[device_type]:
-        return None
-    return min(LARGEST_RATIO, max(1.0, growth / predicted_bytes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,14 +31,9 @@ Clock = Callable[[], float]
 Prepare = Callable[[Shape], Callable[[], None]]
 """Makes the data of a shape ready, and gives what computes it and nothing else."""
 
-# Timings per shape, at most; the quickest counts, since a disturbance only ever adds time
-ROUNDS = 12
-# Timings of a shape that must agree: that many seldom suffer the same disturbance by chance
-FEWEST = 3
-AGREED = 0.03  # how far the quickest timings of a shape may differ for it not to be timed again
-REPEATED_SHAPES = 3  # shapes that must have been repeated for a machine to count as quiet
-COMPARED_SIZES = 2  # numbers of positions that must have been timed for sizes to be compared
-QUIET = 0.05  # noise above which other programs were in the way
+# Timings per shape: the quickest counts, since a disturbance only ever adds time
+FEWEST, MOST = 3, 8
+NEAR_BEST = 0.03  # times that differ by less count as equal
 CONTENDER = 1.25  # a size whose time per token is this much above the best is not timed again
 # Time per token over the best, beyond which a larger size no longer lies on the fitted line
 LEFT_LINE = 1.1
@@ -63,48 +57,15 @@ def positions(shape: Shape) -> int:
     return shape.num_samples * shape.length
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    """What was timed."""
-
-    seconds: Mapping[Shape, float]  # of one forward and backward
-    # How far the third-quickest timing of a shape typically lies above the quickest
-    noise: float = math.inf  # where too little was repeated
-    failed: Shape | None = None  # the smallest for which memory ran out, if any did
-
-
-@final
-class Stopwatch:
-    """A clock that stands still while something compiles, which no step does."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self.stopped_s = clock, 0.0
-
-    def __call__(self) -> float:
-        """Read it."""
-        return self._clock() - self.stopped_s
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Take no notice of what the block takes."""
-        before = self()
-        yield
-        self.stopped_s += self() - before
-
-
 @contextmanager
-def rehearsal(
-    work: Workload, *, recompute: bool, stopwatch: Stopwatch | None = None
-) -> Iterator[Prepare]:
+def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
     """Lend the live model to be timed; it is left bit for bit as it was.
 
     Yields:
-        Prepares forward and backward of a shape; to run it waits for the device. A compiled model
-        compiles as a shape is first prepared, while the stopwatch is stopped.
+        Prepares forward and backward of a shape, which compiles at that; to run it waits for the
+        device.
     """
     known = set[Shape]()
-    stopwatch = stopwatch or Stopwatch(time.perf_counter)
     compilation = with_compilation(work.model, COMPILED_SHAPES) if work.compiled else nullcontext()
 
     def prepare(shape: Shape) -> Callable[[], None]:
@@ -116,14 +77,93 @@ def rehearsal(
                 torch.cuda.synchronize(work.device)
 
         if work.compiled and shape not in known:
-            with stopwatch.stopped():
-                run()
+            run()
             known.add(shape)
         return run
 
     once = Casts(work.model).once(work.device.type)
     with work.live(recompute=recompute), compilation, once:
         yield prepare
+
+
+@final
+@dataclass(kw_only=True)
+class Timings:
+    """What was timed of forward and backward, shape by shape."""
+
+    prepare: Prepare
+    sizes: Sequence[Shape]  # of one length, ascending
+    clock: Clock  # seconds that the budget counts
+    meter: Clock  # seconds that a shape takes
+    taken: dict[Shape, list[float]] = field(default_factory=dict)  # seconds of each run
+    spent_s: float = 0.0  # by runs, but not by what makes them ready, such as a compiler
+    failed: Shape | None = None  # the first for which memory ran out, if any did
+
+    def time(self, shape: Shape) -> None:
+        """Run a shape once."""
+        run = self.prepare(shape)
+        began, started = self.clock(), self.meter()
+        run()
+        self.taken.setdefault(shape, []).append(self.meter() - started)
+        self.spent_s += self.clock() - began
+
+    @property
+    def seconds(self) -> dict[Shape, float]:
+        """The quickest run of each shape.
+
+        No size takes more than a larger one, which does the same and more: short kernels suffer
+        most when another program takes a core.
+        """
+        quickest, least = {shape: min(runs) for shape, runs in self.taken.items()}, math.inf
+        for size in reversed([size for size in self.sizes if size in quickest]):
+            quickest[size] = least = min(least, quickest[size])
+        return quickest
+
+    @property
+    def rates(self) -> dict[Shape, float]:
+        """Seconds per position of the sizes, ascending in size."""
+        seconds = self.seconds
+        return {size: seconds[size] / positions(size) for size in self.sizes if size in seconds}
+
+    @property
+    def noise(self) -> float:
+        """How far the second-quickest run lies above the quickest, in the median of all shapes.
+
+        Infinite where no two sizes were run often enough to be compared.
+        """
+        gaps = {shape: gap(runs) for shape, runs in self.taken.items()}
+        compared = [size for size in self.sizes if math.isfinite(gaps.get(size, math.inf))]
+        known = [each for each in gaps.values() if math.isfinite(each)]
+        return median_high(known) if len(compared) >= min(2, len(self.sizes)) else math.inf
+
+    def fell_behind(self) -> bool:
+        """Tell whether the last two sizes are both clearly slower than the best before them."""
+        # Two stand for none, so that three sizes are needed.
+        *before, second, last = [math.inf, math.inf, *self.rates.values()]
+        return min(second, last) > CONTENDER * min(before, default=math.inf)
+
+    def is_promising(self, shape: Shape, budget: Callable[[float], float]) -> bool:
+        """Leave out what takes more than half of the time left, and sizes once two fell behind."""
+        rate = min(self.rates.values())
+        has_time = rate * positions(shape) <= (budget(rate) - self.spent_s) / 2
+        return has_time and not (shape in self.sizes and self.fell_behind())
+
+    def undecided(self) -> list[Shape]:
+        """Give the shapes that few runs know, and those whose runs disagree and time matters."""
+        rates = self.rates
+        enough = CONTENDER * min(rates.values())
+        return [
+            shape
+            for shape, runs in self.taken.items()
+            if len(runs) < FEWEST
+            or (gap(runs) > NEAR_BEST and len(runs) < MOST and rates.get(shape, 0.0) <= enough)
+        ]
+
+
+def gap(runs: Sequence[float]) -> float:
+    """Say how far the second-quickest run lies above the quickest; infinite where few are."""
+    ascending = sorted(runs)
+    return math.inf if len(runs) < FEWEST else ascending[1] / ascending[0] - 1.0
 
 
 def measure(
@@ -133,129 +173,37 @@ def measure(
     budget: Callable[[float], float],
     clock: Clock = time.perf_counter,
     meter: Clock | None = None,
-    *,
-    patience_s: float = 0.0,
 ) -> Timings:
     """Time shapes once each, then the promising ones in turn until they agree or time is up.
 
-    The first run of a shape warms caches and allocators, and counts only if there is no time for
-    a second. The rounds are interleaved, so that a disturbance slows all shapes. A shape agrees
-    when its three quickest timings do: a disturbance only ever adds time, and seldom the same.
+    The rounds are interleaved, so that a disturbance slows all shapes. What takes more than half of
+    the time left is left out, and so are larger sizes once two in a row fell behind. Where no
+    second size can be timed there is nothing to compare, and nothing is timed again.
 
     Args:
         prepare: gives a function that computes one shape.
         sizes: of one length, ascending; the first is always timed.
-        others: of other lengths; the first, the least of all, is timed after the first size.
-        budget: seconds per position, the best so far -> seconds to spend in all; twice as much
-            where other programs disturb.
+        others: of other lengths, ascending.
+        budget: seconds per position, the best so far -> seconds to spend in all.
         clock: seconds that the budget counts.
         meter: seconds that a shape takes; the clock's unless given.
-        patience_s: what may be spent, where it is more, until two sizes can be compared.
     """
-    series = _Series(prepare, sizes, clock, meter or clock)
-    started, deadline = clock(), 0.0
-    for shape in (*sizes[:1], *others[:1], *sizes[1:], *others[1:]):
-        if series.once:
-            rates = series.rates(series.once)
-            deadline = started + budget(min(rates))
-            is_alone = len(rates) < COMPARED_SIZES
-            until = max(deadline, started + patience_s) if is_alone else deadline
-            if not series.is_promising(shape, until - clock()):
-                continue
+    timings = Timings(prepare=prepare, sizes=sizes, clock=clock, meter=meter or clock)
+    # The first run of all sets libraries up, so that the first size is run twice.
+    for shape in (*sizes[:1], *sizes[:1], *others[:1], *sizes[1:], *others[1:]):
+        if timings.taken and not timings.is_promising(shape, budget):
+            continue
         with AllocationGuard() as guard:
-            if not series.once:
-                prepare(shape)()  # libraries set themselves up in the very first run
-            series.time_once(shape)
+            timings.time(shape)
         if guard.failed:
-            return Timings(seconds=series.once, failed=shape)
-    series.repeat(deadline)
-    timings = series.judged(len(sizes) + len(others))
-    if QUIET < timings.noise < math.inf:  # as much time again, for what other programs blurred
-        series.repeat(deadline + deadline - started, range(FEWEST, ROUNDS))
-        timings = series.judged(len(sizes) + len(others))
+            timings.failed = shape
+            return timings
+    for _ in range(MOST if len(timings.rates) > 1 else 0):
+        for shape in timings.undecided():
+            budget_s = budget(min(timings.rates.values()))
+            if timings.spent_s + timings.seconds[shape] <= budget_s:
+                timings.time(shape)
     return timings
-
-
-@final
-@dataclass(frozen=True)
-class _Series:
-    """Timings of some shapes: the first, and later ones."""
-
-    prepare: Prepare
-    sizes: Sequence[Shape]  # of one length, ascending
-    clock: Clock
-    meter: Clock
-    once: dict[Shape, float] = field(default_factory=dict)
-    repeated: dict[Shape, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def time(self, shape: Shape) -> float:
-        """Run a shape once."""
-        run, started = self.prepare(shape), self.meter()
-        run()
-        return self.meter() - started
-
-    def time_once(self, shape: Shape) -> None:
-        """Time a shape; again if it seems to fall behind, since it may only have been disturbed."""
-        self.once[shape] = self.time(shape)
-        if shape in self.sizes and self.fell_behind():
-            self.once[shape] = min(self.once[shape], self.time(shape))
-
-    def rates(self, seconds: Mapping[Shape, float]) -> list[float]:
-        """Give the time per position of the sizes that were timed, ascending in size."""
-        return [seconds[size] / positions(size) for size in self.sizes if size in seconds]
-
-    def fell_behind(self) -> bool:
-        """Tell whether the last two sizes are both clearly slower than the best before them."""
-        # Two stand for none, so that three sizes are needed.
-        *before, second, last = [math.inf, math.inf, *self.rates(self.once)]
-        return min(second, last) > CONTENDER * min(before, default=math.inf)
-
-    def is_promising(self, shape: Shape, left_s: float) -> bool:
-        """Leave out what takes more than half of what is left, and sizes once two fell behind."""
-        last = max(self.once, key=positions)
-        needed = self.once[last] / positions(last) * positions(shape)
-        # All of it while there is nothing to compare with; the rounds take the other half.
-        has_time = needed <= left_s / min(COMPARED_SIZES, len(self.rates(self.once)))
-        return has_time and not (shape in self.sizes and self.fell_behind())
-
-    def repeat(self, deadline: float, rounds: range = range(ROUNDS)) -> None:
-        """Time shapes in turn until they agree or time is up."""
-        for round_ in rounds:
-            for shape in [*self.once] if round_ < FEWEST else self.undecided():
-                has_time = self.clock() + self.once[shape] <= deadline
-                if has_time and len(self.repeated[shape]) < ROUNDS:
-                    self.repeated[shape].append(self.time(shape))
-
-    def undecided(self) -> list[Shape]:
-        """Give the shapes whose timings do not agree yet and whose time matters to the choice."""
-        quickest = {shape: min(seconds) for shape, seconds in self.repeated.items() if seconds}
-        slowest = CONTENDER * min(self.rates(quickest), default=math.inf)
-        return [
-            shape
-            for shape, seconds in quickest.items()
-            if _gap(self.repeated[shape]) > AGREED
-            and (shape not in self.sizes or seconds / positions(shape) <= slowest)
-        ]
-
-    def judged(self, num_asked: int) -> Timings:
-        """Take the quickest of every shape, and tell how noisy they were."""
-        quickest = {shape: min(self.repeated[shape] or [self.once[shape]]) for shape in self.once}
-        seconds, least = {**quickest}, math.inf
-        # No size takes more time than a larger one, which does the same and more: short kernels
-        # suffer most when another program takes a core.
-        for shape in reversed([size for size in self.sizes if size in quickest]):
-            seconds[shape] = least = min(least, quickest[shape])
-        gaps = [gap for each in self.repeated.values() if math.isfinite(gap := _gap(each))]
-        corrected = max(quickest[shape] / seconds[shape] - 1.0 for shape in quickest)
-        is_known = len(gaps) >= min(REPEATED_SHAPES, num_asked)
-        noise = max(median_high(gaps), corrected) if is_known else math.inf
-        return Timings(seconds=seconds, noise=noise)
-
-
-def _gap(seconds: Sequence[float]) -> float:
-    """Say how far the third-quickest timing lies above the quickest; infinite where few are."""
-    ascending = sorted(seconds)
-    return math.inf if len(seconds) < FEWEST else ascending[FEWEST - 1] / ascending[0] - 1.0
 
 
 @final

@@ -93,6 +93,11 @@ class TuningRequest:
         """The least that any step needs: one sample, or one group, of the greatest length."""
         return Shape(min(self.layout.group_size, self.most_samples), self.padded(self.longest))
 
+    def fullest(self, cap: int) -> Shape:
+        """As many of the longest samples as a cap allows, and no fewer than any step needs."""
+        count, length = self.single
+        return Shape(max(count, min(self.most_samples, cap // length)), length)
+
     @property
     def single_sample_cap(self) -> int:
         """What the longest sample takes, or the largest group: it must fit, whatever the cap."""

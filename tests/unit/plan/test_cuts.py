@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
-from trainer.plan.memory import LINE_STEPS, MANY, Shape, candidate_caps, corner_shapes, largest_cap
+from trainer.plan.memory import candidate_caps
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
     lambda values: np.array(values, dtype=np.int64)
@@ -167,52 +167,6 @@ def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
     assert caps[0] == longest
     assert caps[-1] == max(longest, total)
     assert all(low < high <= max(low + 1, low * 1.04) for low, high in pairwise(caps))
-
-
-@given(st.integers(1, 500), st.integers(1, 10**6), st.floats(0.5, 2.5), st.integers(0, 10**10))
-def test_the_search_finds_the_largest_cap_that_fits_in_few_predictions(
-    longest, total, power, limit
-):
-    caps, asked = candidate_caps(longest, total), []
-
-    def predict(cap):
-        asked.append(cap)
-        return 1000 + int(cap**power)
-
-    found = largest_cap(predict, limit, caps)
-    fitting = [cap for cap in caps if 1000 + int(cap**power) <= limit]
-    assert found == (fitting[-1] if fitting else None)
-    assert len(asked) <= 3 + LINE_STEPS + np.log2(len(caps))
-
-
-@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 2000), st.data())
-@settings(max_examples=100)
-def test_corner_shapes_bound_the_peak_of_every_shape_under_the_cap(
-    shortest, more_tokens, max_samples, extra, data
-):
-    longest = shortest + more_tokens
-    cap = longest + extra
-    weights = data.draw(st.tuples(*[st.floats(0, 10)] * 3))
-
-    def peak(shape, more=1.0):
-        n, length = shape
-        return weights[0] * n * length + weights[1] * n * length**2 + more * weights[2] * n
-
-    corners = corner_shapes(cap, longest, shortest, max_samples)
-    for num_samples, length in corners:
-        assert num_samples <= max_samples
-        assert num_samples * length <= cap
-    # With counts as real numbers the corners would be exact; rounding them down costs one sample,
-    # and a corner that holds hardly more samples than another is left out.
-    allowed = max(peak(Shape(n + 1, length), more=MANY) for n, length in corners)
-    for length in range(shortest, longest + 1):
-        assert peak(Shape(min(max_samples, cap // length), length)) <= allowed * (1 + 1e-9)
-
-
-def test_the_most_samples_are_a_corner_where_no_other_holds_nearly_as_many():
-    assert corner_shapes(5, 2, 1, 4) == (Shape(2, 2), Shape(4, 1))
-    assert corner_shapes(2051, 256, 1, 512) == (Shape(8, 256), Shape(410, 5), Shape(512, 4))
-    assert corner_shapes(2051, 256, 1, 16) == (Shape(8, 256), Shape(15, 129))
 
 
 @given(st.data())

@@ -37,13 +37,7 @@ from trainer.objectives import next_token
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
-from trainer.tune.memory_limit import (
-    MemoryLimit,
-    memory_limit,
-    reserve_share,
-    resident_growth,
-    resident_ratio,
-)
+from trainer.tune.memory_limit import memory_limit, reserve_share
 from trainer.tune.predict import UNFUSED, CannotRunFake, Predictor, predict_peak, probe_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Workload
@@ -340,26 +334,11 @@ def test_a_small_card_leaves_at_least_a_gigabyte_and_a_half_alone(device, gib, s
     assert found.reserve == share
 
 
-def test_the_rise_of_resident_memory_is_seen():
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("only Linux tells")
-    for _ in range(3):  # a system that takes back pages of a library meanwhile hides it
-        with resident_growth(torch.device("cpu")) as growth:
-            torch.ones(16 * 2**20)
-        if growth:
-            break
-    assert 60 * 2**20 < max(growth) < 200 * 2**20
-
-
-def test_what_tensors_cost_in_resident_memory_lowers_what_they_may_take():
-    for device, enough in {"cpu": 32 * 2**20, "cuda": 2**30}.items():
-        assert resident_ratio(3 * enough, 2 * enough, device) == 1.5
-        assert resident_ratio(enough, 2 * enough, device) == 1.0
-        assert resident_ratio(99 * enough, enough, device) == 3.0
-        assert resident_ratio(3 * enough, enough - 1, device) is None
-    limit = MemoryLimit(bytes=1000, source="a test")
-    assert limit.for_tensors(1.0, 400) == 1000
-    assert limit.for_tensors(1.5, 400) == 800
+def test_what_allocating_activations_costs_on_a_cpu_is_part_of_what_a_peak_takes():
+    peak = MemoryEstimate(peak_bytes=1000, activations=400)
+    cpu, cuda = (memory_limit(torch.device(kind), asked=10**9) for kind in ("cpu", "cuda"))
+    assert cpu.with_overhead(peak) == 1400
+    assert cuda.with_overhead(peak) == 1000
 
 
 def test_the_prediction_has_the_logits_of_one_chunk_and_not_of_all_positions():
