@@ -5,6 +5,7 @@ The contract tests run over whatever files lie in `conf/`, so that a new one nee
 
 from __future__ import annotations
 
+import shlex
 import sys
 from itertools import cycle, islice, zip_longest
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 import yaml
 
 from tests.lib import run_toys
+from tests.lib.cli_support import prepared
 from tests.lib.config_support import CONF
-from tests.lib.run_support import TOYS, curve, entries, go, read_json, state
+from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, state
+from tests.reliability.rank_work import run_as_rank
 from trainer.cli.main import FinishedRun
+from trainer.cli.main import run as run_line
 
 EXACT = 1e-12
 """Relative difference in float64 of what is only cut differently."""
@@ -59,7 +63,7 @@ def chosen(group: str, option: str) -> str:
     return " ".join([f"{key}={option}", *small, NEEDED.get(f"{group}/{option}", "")])
 
 
-def assert_same_gradient(found: FinishedRun, expected: FinishedRun) -> None:
+def assert_same_gradient(found: FinishedRun | Path, expected: FinishedRun) -> None:
     """The update of the first step is the same to the rounding of float64."""
     for name, tensor in state(expected).items():
         if name.startswith("model."):
@@ -88,6 +92,57 @@ def test_every_cut_strategy_and_policy_gives_the_gradient_of_the_whole_batch(pic
     run = go(f"{UPDATE} {' '.join(chosen(*pair) for pair in pairs if pair[1])}")
     assert_same_gradient(run, whole)
     assert sum(s["num_samples"] for s in read_json(run.folder / "plan.json")["shapes"]) == 8
+
+
+POLICY = """
+from trainer.parallel.sync import SyncPolicy
+
+
+class Halves(SyncPolicy):
+    name = "halves"
+
+    def __init__(self, lockstep=True, answer="across"):
+        self.lockstep, self.answer = lockstep, answer
+
+    def reduction(self, index, *, is_last):
+        return "none" if index % 2 else self.answer
+"""
+
+
+def with_policy(line: str) -> list[str]:
+    """Define a policy in two files, and type it."""
+    Path("policy.py").write_text(POLICY)
+    Path("own/sync").mkdir(parents=True)
+    text = "_target_: policy.Halves\nlockstep: true\nanswer: across\n"
+    Path("own/sync/halves.yaml").write_text(text)
+    return ["--config-dir=own", *overrides(f"{line} sync=halves parallel.ranks=2")]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_policy_that_reduces_in_every_second_micro_batch_gives_the_whole_gradient(
+    mode, whole, ranks, monkeypatch
+):
+    """What is computed between two reductions goes along with the second, the last included."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
+    typed = with_policy(f"{UPDATE} accum.micro=1 parallel={mode}")
+    config, run = prepared(shlex.join(typed)).config, Path("run").absolute()
+    assert ranks.run(2, run_as_rank, config, run, {}) == [{"code": 0}] * 2
+    assert read_json(run / "plan.json")["accum_steps"] == 4
+    assert_same_gradient(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("sync.lockstep=false", "set Halves.lockstep = True"),
+        ("sync.answer=all", "`reduction` of Halves gives 'all': give 'none', 'within', 'across'"),
+    ],
+)
+def test_a_policy_whose_answer_no_micro_batch_may_have_is_refused(key, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    typed = with_policy(f"{UPDATE} {key}")
+    assert run_line(["plan", *typed]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_check_has_teeth(whole):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,32 +33,12 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
     assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
 
 
-POLICY = """
-from trainer.parallel.sync import SyncPolicy
-
-
-class Halves(SyncPolicy):
-    name = "halves"
-    lockstep = True
-
-    def __init__(self, first=False):
-        self.first = first
-
-    def reduction(self, index, *, is_last):
-        return "across" if index % 2 != self.first else "none"
-"""
-
-
-def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(monkeypatch, ranks):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
-    Path("policy.py").write_text(POLICY)
-    Path("own/sync").mkdir(parents=True)
-    Path("own/sync/halves.yaml").write_text("_target_: policy.Halves\nfirst: false\n")
+def test_a_slow_rank_is_named(ranks):
     line = f"{TOYS} batch.global=16 steps=4"
     whole = go(f"{line} accum.micro=16")
     line += " parallel.ranks=2 accum.micro=4 +model.pause=0.1 +model.behind=2.5"
-    typed = overrides(f"{line} sync=halves sync.first=true")
-    config, run = prepared(shlex.join(["--config-dir=own", *typed])).config, Path("run").absolute()
+    typed = shlex.join(overrides(f"{line} sync=immediate"))
+    config, run = prepared(typed).config, Path("run").absolute()
     assert ranks.run(2, run_as_rank, config, run, {}) == [{"code": 0}] * 2
     for name in ("loss", "grad_norm"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-5)
@@ -72,7 +51,7 @@ def test_a_slow_rank_is_named_and_a_sync_policy_of_one_s_own_takes_two_files(mon
     assert first > 0.1 > second
     assert 0 <= time["hidden_share"] <= 1
     assert time["in_flight_seconds"] > 0
-    assert plan["sync"] == "halves"
+    assert plan["sync"] == "immediate"
     policies = [row["policy"] for row in plan["sync_table"]]
-    assert policies == ["deferred", "overlapped", "immediate", "halves"]
+    assert policies == ["deferred", "overlapped", "immediate"]
     assert plan["parallel_why"].startswith("parallel=auto chose ddp: memory limit ")

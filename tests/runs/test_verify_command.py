@@ -20,7 +20,7 @@ PACKED = (
 BY_TOKENS = "batch.unit=tokens batch.global=60 accum=budget accum.max_tokens=30 "
 FROZEN = "optimizer.groups='{\"embed*\": {frozen: true}}'"
 NOISY = "model._target_=tests.lib.run_toys.NoisyNet"
-OF_RANKS = "the micro-batches of all 2 ranks were computed one after another"
+OF_RANKS = "the micro-batches of all 2 ranks were computed one after another; sync=deferred was "
 COMPILED = "compile=true compiles the run's own step"
 ROUNDED = "precision=bf16 adds rounding to the run's own step"
 NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout cannot be compared"

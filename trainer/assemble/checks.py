@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any
 
@@ -22,20 +21,17 @@ from torch import nn
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
-from trainer.assemble.parallel import ParallelSetup
 from trainer.checkpoint.codec import decode
 from trainer.checkpoint.store import Loaded
-from trainer.config.run_config import RunConfig, contract, contract_diff
+from trainer.config.run_config import contract, contract_diff
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.micro_batch import to_device
-from trainer.core.phases import PhaseTimes
 from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.data.view import DataView
 from trainer.models.first_weights import FirstWeights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
-from trainer.parallel.trial import WrongSum, find_wrong_sum
 from trainer.plan.cut import Cost, IntArray
 from trainer.tune.workload import restoring
 
@@ -159,14 +155,6 @@ def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: in
     weights = weights_of(objective, fields)
     found = sums_of(objective, components.call, to_device(fields, components.world.device), weights)
     return float(sum(map(float, found.losses.values())))
-
-
-def wrong_sum(config: RunConfig, setup: ParallelSetup, world: World) -> WrongSum | None:
-    """Try a sync policy that was typed on the ranks there are. Collective."""
-    if config.sync.name == "auto":
-        return None
-    setup, world = replace(setup, dtype=None), replace(world, times=PhaseTimes())  # in float64
-    return find_wrong_sum(setup.sync, lambda m, call: setup.lay_out(m, call, world), world)
 
 
 def check_consistency(

@@ -201,6 +201,7 @@ def parallel_setup(
         ConfigError: they do not fit together, or not the number of ranks.
     """
     policy = construct(config.sync, "sync", SyncPolicy, config.trust)
+    reduction_of(policy, 0, is_last=False)  # refuses an answer that no micro-batch may have
     replicas, asked = world.size if mode == "ddp" else 1, config.parallel
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)

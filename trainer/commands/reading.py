@@ -13,19 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from trainer.assemble.checks import (
     check_consistency,
     read_run_state,
     refuse_changed_data,
     terms_of,
-    wrong_sum,
 )
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model
-from trainer.assemble.parallel import parallel_mode, parallel_setup
+from trainer.assemble.parallel import ParallelSetup
 from trainer.assemble.run_plan import RunPlan, prepare, prepare_on_main
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, first_weights
@@ -33,15 +30,18 @@ from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError, DataError, NotExactError
-from trainer.core.format import expanded
+from trainer.core.format import expanded, plural
 from trainer.core.world import World
-from trainer.parallel.trial import LIMIT, SHAPES
+from trainer.plan.cuts import Fixed
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
 from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.evaluation import HeldOut, evaluate
+from trainer.verify.comparison import EXACT
+from trainer.verify.diagnose import short
 from trainer.verify.proof import verify
+from trainer.verify.reduced import compare_reduced
 
 VERIFY_FILE = "verify.json"
 DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
@@ -194,8 +194,6 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
-    if world.size == 1:
-        verify_sync(config, folder, world, stop)
     components, loaded, extra = assemble_resumed(config, world)
     run_plan = prepare(components, extra.get("cut"))
     batch, feed = _of_all_ranks(run_plan)
@@ -224,11 +222,9 @@ def _asides(components: Components) -> Iterator[str]:
     """Say what of the run's own step is not computed here."""
     config, world = components.config, components.world
     if world.size > 1:
-        sync = "how gradients are sent between ranks is not checked here"
-        if config.sync.name != "auto":
-            sync = f"sync={components.parallel.sync.name} was tried on two, with a small model"
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
-        yield f"{together}: {sync}"
+        sync = f"sync={components.parallel.sync.name}"
+        yield f"{together}; {sync} was compared on two ranks, with a few samples"
     if config.compile:
         yield "compile=true compiles the run's own step, which is not checked here"
     if components.precision != "fp32":
@@ -237,32 +233,46 @@ def _asides(components: Components) -> Iterator[str]:
 
 
 def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Try how a sync policy that was typed reduces, on the ranks there are. Collective.
+    """Compare what real ranks reduce of a few samples with one process's gradient. Collective.
 
     Raises:
-        NotExactError: it leaves no sum; verify.json names it.
+        NotExactError: they differ; verify.json says so.
     """
-    mode = parallel_mode(config, world)
-    wrong = wrong_sum(config, parallel_setup(config, world, nn.Linear(1, 1), mode, None), world)
-    if wrong is None:
+    here = World(device=world.device)
+    components = assemble(config, world, {}, first_weights(config, None, here))
+    setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
+    none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
+    alone = replace(components, world=here, parallel=none, layout=layout)
+    cut = Fixed(micro=2 * layout.group_size)
+    with closing(alone.feed(cut, here, alone.source.order.start)) as feed:
+        found = compare_reduced(
+            *(alone.step_context(), feed.next(), feed),
+            lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),
+            world,
+        )
+    if found is None or found.is_exact:
         return 0
+    text = (
+        f"sync={setup.sync.name} over {plural(world.size, 'rank')} of parallel={setup.mode} leaves "
+        "another gradient than that of the same samples on one process"
+    )
     report = VerifyReport(
         verdict="not_exact",
-        max_relative_error=wrong.error,
-        reference="the sum over micro-batches and ranks, of a small model",
-        dtype="float64",
-        num_parameters=len(SHAPES),
-        micro_batches=wrong.count * world.size,
-        global_batch=wrong.count * world.size,
-        limit=LIMIT,
-        culprits=(("sync", wrong.text),),
+        max_relative_error=found.error,
+        reference=f"{plural(found.num_samples, 'sample')} on one process",
+        dtype=short(found.dtype),
+        num_parameters=len([*components.module.parameters()]),
+        micro_batches=found.num_micro_batches,
+        global_batch=found.num_samples,
+        limit=EXACT[found.dtype],
+        culprits=(("sync", text),),
     )
     if world.is_main:
         write_record(folder / VERIFY_FILE, report.to_json())
         screen = Screen(folder)
         screen.show(verify_block(report))
         screen.close()
-    raise NotExactError(f"the planned step is not the whole-batch step: sync: {wrong.text}")
+    raise NotExactError(f"the planned step is not the whole-batch step: {text}")
 
 
 def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.checks import check_consistency, read_run_state, terms_of, wrong_sum
+from trainer.assemble.checks import check_consistency, read_run_state, terms_of
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import construct
 from trainer.assemble.run_plan import RunPlan, describe_cut, prepare, prepare_on_main
@@ -23,7 +23,7 @@ from trainer.config.rules import parse_time
 from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
 from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
-from trainer.core.errors import ConfigError, Preempted
+from trainer.core.errors import Preempted
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.rows import record_of
@@ -141,8 +141,6 @@ def _assemble(
     _end_if_stopped(world, not components)
     found = components[0]
     check_consistency(world, found.data_views, found.module, found.weights)
-    if (wrong := wrong_sum(config, found.parallel, world)) is not None:
-        raise ConfigError(f"sync: {wrong.text}")
     return found
 
 

@@ -38,9 +38,7 @@ def run(config: RunConfig, folder: Path) -> int:
             return supervise(config, folder, members, stop)
         from trainer.launch.session import local_ranks, run_alone  # noqa: PLC0415 - imports torch
 
-        # A policy that was typed may be anyone's, and reduces nothing on one rank.
-        is_typed = config.command == "verify" and config.sync.name != "auto"
-        if is_typed and config.deterministic != "layout" and local_ranks(config) > 1:
+        if config.command == "verify" and local_ranks(config) > 1:
             _verify_sync(config, folder, stop)
         return run_alone(config, folder, stop)
 
@@ -67,7 +65,7 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 
 
 def _verify_sync(config: RunConfig, folder: Path, stop: StopFlag) -> None:
-    """Have two ranks on the CPU try how the policy reduces; `NotExactError` where it is wrong."""
+    """Have two ranks on the CPU compare what they reduce; `NotExactError` where it is wrong."""
     from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
     copies = {"shard": 1, "replicate": 2} if config.parallel.mode == "hsdp" else {}

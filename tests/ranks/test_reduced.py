@@ -1,0 +1,66 @@
+"""What ranks reduce is compared with one process's gradient, and what is lost is found."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from tests.lib.nightly import nightly
+from tests.lib.ranks_support import Ranks
+from tests.lib.ranks_work import MODES, Case, bench_of
+from trainer.core.world import World
+from trainer.parallel.base import Replicated
+from trainer.plan.cuts import Fixed
+from trainer.verify.reduced import ReducedError, compare_reduced
+
+
+class Lossy(Replicated):
+    """Leaves a part of the gradient unreduced."""
+
+    def reduce(self, used):
+        super().reduce([*used[:-1], False])
+
+
+class Averaging(Replicated):
+    """Divides by the number of ranks, as reducers do unless told not to."""
+
+    def reduce(self, used):
+        super().reduce(used)
+        self.scale_gradients(1 / self.world.size)
+
+
+def whole(kind, module, world):
+    return kind(module, MODES["ddp"](module, world).call, [*module.parameters()], world)
+
+
+def compared(world: World, mode: str, sync: str) -> ReducedError | None:
+    bench = bench_of(World(), Case(Fixed(micro=2), sync=sync))
+    lay_out = {**MODES, "lossy": lambda m, w: whole(Lossy, m, w)}
+    lay_out["averaging"] = lambda m, w: whole(Averaging, m, w)
+    batch = bench.feed.next()
+    return compare_reduced(
+        bench.context, batch, bench.feed, lambda module, _: lay_out[mode](module, world), world
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "sync", "size"),
+    [
+        *(("ddp", "overlapped", 3), ("ddp", "immediate", 2), ("fsdp", "immediate", 2)),
+        *(("ordered", "deferred", 2), nightly("hsdp", "hierarchical", 4)),
+    ],
+)
+def test_what_ranks_reduce_is_the_gradient_of_one_process(mode, sync, size):
+    # DTensor remembers meshes of process groups that are gone, so these ranks are new.
+    with closing(Ranks()) as ranks:
+        for found in ranks.run(size, compared, mode, sync):
+            assert found.is_exact
+            assert found.num_samples == 12
+
+
+@pytest.mark.parametrize("mode", ["lossy", "averaging"])
+def test_a_layout_that_loses_a_part_of_the_gradient_is_not_exact(ranks, mode):
+    for found in ranks.run(2, compared, mode, "deferred"):
+        assert not found.is_exact
+        assert found.error > 1e-3

@@ -1,0 +1,121 @@
+"""Compare what ranks reduce with the gradient of the same samples in one process.
+
+Real ranks compute a few samples of the step on the user's model, in its layout and under its sync
+policy. A projection on a fixed random vector stands for the whole gradient: what is lost, counted
+twice or averaged moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.accumulate.normalizer import divisors
+from trainer.core.errors import TrainError
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.world import World, rng_key
+from trainer.models.bind import bind
+from trainer.objectives.base import ModelCall
+from trainer.parallel.base import Parallel
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.window import StepContext
+from trainer.verify.case import Case, copied
+from trainer.verify.comparison import EXACT, Gradient
+
+UNITS = 12  # samples, or groups of them, that are taken of a step, two in a micro-batch
+
+LayOut = Callable[[nn.Module, ModelCall], Parallel]
+"""Lays a module, and a call of it, out over the ranks as the run does."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedError:
+    """How far the projection of what ranks reduced is from that of one process."""
+
+    error: float  # relative to the 2-norm of the gradient
+    dtype: torch.dtype
+    num_samples: int
+    num_micro_batches: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is rounding."""
+        return self.error <= EXACT[self.dtype]
+
+
+def compare_reduced(
+    context: StepContext, batch: PlannedBatch, feed: Feed, lay_out: LayOut, world: World
+) -> ReducedError | None:
+    """Compute a few samples of a step on one process and on all ranks. Collective.
+
+    Args:
+        context: of the run on one process, the same on every rank.
+        batch: the step, with the same samples on every rank.
+        feed: gives them in other groups.
+        lay_out: over the ranks.
+        world: the ranks.
+
+    Returns:
+        None where the model runs in neither float64 nor float32, which a comparison in one
+        process says better.
+    """
+    for dtype in (torch.float64, torch.float32):
+        case = Case(context=copied(context, dtype), dtype=dtype, batch=batch, feed=feed)
+        units = case.units()[:UNITS]
+        pairs = [np.concatenate(units[i : i + 2]) for i in range(0, len(units), 2)]
+        micro_batches = [case.load(each) for each in pairs * (2 if len(pairs) == 1 else 1)]
+        if context.sync.lockstep:  # all ranks have as many
+            micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
+        try:
+            expected = case.gradient(micro_batches)
+        except Exception as fault:  # a model that fixes its precision may raise anything
+            if isinstance(fault, TrainError):
+                raise
+            continue
+        found = _reduced(case, micro_batches[world.rank :: world.size], lay_out, world)
+        norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+        error = (_project(found) - _project(expected)).abs() / norm.clamp(torch.finfo(dtype).tiny)
+        return ReducedError(
+            error=float(error.nan_to_num(nan=torch.inf)),
+            dtype=dtype,
+            num_samples=sum(len(m.ids) for m in micro_batches),
+            num_micro_batches=len(micro_batches),
+        )
+    return None
+
+
+def _reduced(case: Case, mine: Sequence[MicroBatch], lay_out: LayOut, world: World) -> Gradient:
+    """Compute this rank's micro-batches, and reduce the gradient as a step does. Collective."""
+    with case.running() as run:
+        module, context = run.module, run.context
+        model, cast = lay_out(module, bind(module)), [run.cast(m) for m in mine]
+        _, parts = divisors(context.normalizer, context.terms, cast, world)
+        model.begin(context.sync)
+        context.strategy.backward(model, context.objective, cast, parts)
+        used = [count > 0 for count in world.sum_numbers([float(u) for u in model.used()])]
+        model.make_room()
+        model.reduce(used)
+        grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        return {name: _whole(grad) for name, grad in grads.items()}
+
+
+def _whole(grad: Any) -> Tensor:  # noqa: ANN401 - a DTensor, of which this module knows nothing
+    """Gather what is in shards."""
+    whole: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return whole.detach()
+
+
+def _project(gradient: Gradient) -> Tensor:
+    """Multiply a gradient by the random vector, which has its own piece for every name, 0-d."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name, grad in gradient.items():
+        draw = torch.Generator().manual_seed(rng_key(name))
+        real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        total += real.double().flatten() @ torch.randn(real.numel(), generator=draw).double()
+    return total
