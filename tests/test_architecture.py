@@ -57,3 +57,8 @@ def test_what_has_no_place_is_nowhere(pattern, examples, allowed):
     assert all(re.search(pattern, example) for example in examples)
     texts = {name: text for name, text in FILES.items() if not name.startswith(allowed)}
     assert not [name for name, text in texts.items() if re.search(pattern, text, re.MULTILINE)]
+
+
+def test_few_of_hydras_private_names_are_used():
+    lines = [line for text in FILES.values() for line in text.splitlines()]
+    assert len([line for line in lines if "hydra._internal" in line]) <= 4

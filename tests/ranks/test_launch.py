@@ -166,14 +166,6 @@ def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_one_rank_and_several_contradict_before_anything_starts(tmp_path, capsys):
-    folder = tmp_path / "run"
-    assert run([*TYPED, f"hydra.run.dir={folder}", "parallel=none", "parallel.ranks=2"]) == 2
-    line = "train: error: parallel.ranks=2: parallel=none is one rank; use parallel=ddp\n"
-    assert capsys.readouterr().err == line
-    assert not folder.exists()
-
-
 @pytest.mark.usefixtures("own_folder")
 def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank():
     own = f"model._target_={TOYS}.DoubleNet accum=auto steps=3"

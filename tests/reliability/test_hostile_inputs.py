@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from tests.lib.config_support import checked
-from tests.lib.nightly import nightly
 from tests.reliability import lab, toys
 from trainer.assemble.instantiate import look_up
 from trainer.cli import main as cli
@@ -37,12 +36,6 @@ class Net(nn.Module):
 class Hook:
     pass
 """
-
-SWELLING = "{a: &a [x,x,x,x,x,x,x,x]"
-for before, name in zip("abcdefgh", "bcdefghi", strict=True):
-    SWELLING += f", {name}: &{name} [{','.join([f'*{before}'] * 8)}]"
-SWELLING += "}"
-"""A few hundred characters that stand for a hundred million values."""
 
 TINY = [line for line in lab.lines("steps=1", "eval.every=null") if "hooks" not in line]
 
@@ -82,18 +75,14 @@ def assert_refused(argv: list[str], codes: tuple[int, ...], tmp_path: Path, err:
 
 RECIPES = {
     "a callback of Hydra": "hydra: {callbacks: {x: {_target_: evil.Net}}}",
-    "a package that is Hydra's": "# @package hydra\ncallbacks: {x: {_target_: evil.Net}}",
     "a class of nobody's": "model: {_target_: evil.Net}",
-    "a hook of nobody's": "hooks: [evil.Hook]",
     "a class within": "data: {inner: {_target_: evil.Net}}",
     "a class in a library's": "model: {_target_: torch.nn.Sequential, x: [{_target_: evil.Net}]}",
-    "a class of ours within": "model: {_target_: torch.nn.Identity, x: {_target_: trainer.x.Y}}",
     "a kernel of the hub": (
         "model: {_target_: transformers.GPT2LMHeadModel, config: {attn_implementation: evil/evil}}"
     ),
     "a function that acts": "model: {_target_: os.mkdir, path: canary}",
     "an alias through us": "data: {_target_: trainer.core.durable.os.mkdir, path: canary}",
-    "a gradient of nobody's": "accum: {gradient: {_target_: evil.Net}}",
     "trust": "trust: [evil]\nmodel: {_target_: evil.Net}",
     "a tag": "model: !!python/object/apply:os.mkdir [canary]",
     "another W&B's team by reference": "name: evil\nwandb: {entity: '${name}'}",
@@ -101,15 +90,7 @@ RECIPES = {
 }
 
 
-REPEATED = {
-    *("a package that is Hydra's", "a hook of nobody's", "a class in a library's"),
-    *("a class of ours within", "a gradient of nobody's", "an alias through us"),
-    *("a callback of Hydra's", "a class", "a swelling config", "a link for checkpoints"),
-}
-"""What another one of its table shows in another place."""
-
-
-@pytest.mark.parametrize("what", [nightly(w) if w in REPEATED else w for w in RECIPES])
+@pytest.mark.parametrize("what", RECIPES)
 def test_a_recipe_runs_nothing_and_writes_nothing(what, place, tmp_path, capsys):
     (place / "friend.yaml").write_text(RECIPES[what])
     key = RECIPES[what].partition(":")[0]
@@ -201,21 +182,15 @@ def linked(name: str) -> Callable[[Path], None]:
 TAG = "!!python/object/apply:os.mkdir [canary]"
 FOLDERS = {
     "a folder of Hydra's": planted("hydra.run.dir=../../../x"),
-    "a callback of Hydra's": planted("+hydra.callbacks.x._target_=evil.Net"),
     "trust": planted("trust=[evil]", "- ++model._target_=evil.Net"),
-    "a class": planted("++model._target_=evil.Net"),
     "a class behind trust": planted("'++objective={_target_: evil.Net}'"),
     "an environment variable": planted("name=${oc.env:HOME}"),
     "no override": planted("]["),
     "a tag in the config": written("config.yaml", TAG),
-    "a swelling config": written("config.yaml", SWELLING),
     "an endless config": written("config.yaml", "&a {batch: *a}"),
     "another server": written("wandb/settings", "[default]\nbase_url = http://127.0.0.1:9\n"),
 }
-FOLDERS |= {
-    f"a link for {name}": linked(name)
-    for name in ("metrics.jsonl", "checkpoints", ".hydra/resumed", ".lock")
-}
+FOLDERS |= {f"a link for {name}": linked(name) for name in ("metrics.jsonl", "checkpoints")}
 
 
 def test_a_file_s_name_commands_no_terminal(place, capsys, monkeypatch):
@@ -237,13 +212,13 @@ def test_a_file_s_name_commands_no_terminal(place, capsys, monkeypatch):
         assert all(char.isprintable() or char in "\n\t" for char in text), repr(text)
 
 
-@pytest.mark.parametrize("what", [nightly(w) if w in REPEATED else w for w in FOLDERS])
+@pytest.mark.parametrize("what", FOLDERS)
 def test_a_run_folder_leads_nowhere(what, honest_run, place, tmp_path, capsys):
     run = place / "run"
     shutil.copytree(honest_run, run)
     FOLDERS[what](run)
     own = [line for line in TINY if "data._target_" in line]
-    if what not in ("a class", "trust"):
+    if what != "trust":
         own += [line for line in TINY if "model._target_" in line]
     assert_refused([f"resume={run}", "steps=2", *own], (2, 4), tmp_path, capsys)
 

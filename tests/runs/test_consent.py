@@ -114,7 +114,7 @@ def trapped(tmp_path: Path) -> Path:
     (folder / "hydra_plugins" / "x").mkdir(parents=True)
     (folder / "hydra_plugins" / "x" / "__init__.py").write_text("")
     (folder / "hydra_plugins" / "x" / "e.py").write_text(TRAP.format(up=2))
-    for name in ("triton", "yaml", "dataclasses", "torchao"):
+    for name in ("triton", "yaml", "dataclasses", "torchao", "__future__", "typing", "rich"):
         (folder / f"{name}.py").write_text(TRAP.format(up=0))
     return folder
 

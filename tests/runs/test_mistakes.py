@@ -69,8 +69,7 @@ ONE_LINE = ("--stpes 5", "steps= 5", "steps = -5")
 
 LONG = "x" * 5000
 ABSURD = [
-    *(f"{key}={LONG}" for key in ("init", "resume", "hydra.run.dir", "data.path")),
-    f"recipe=/{LONG}.yaml",
+    f"hydra.run.dir={LONG}",
     f"evaluate run=[{LONG},{LONG}]",
     f"resume={'x/' * 4000}",
     *("resume={}", "evaluate run=[null]", "command=[train]"),
@@ -189,15 +188,7 @@ def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["probe.py"]
 
 
-def test_a_file_here_is_not_taken_for_an_installed_package(tmp_path: Path) -> None:
-    for name in ("__future__", "typing", "signal", "json", "yaml", "hydra", "rich"):
-        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was taken')")
-    ended = python("-m trainer -m stepz=1", tmp_path)
-    assert ended.returncode == 2, ended.stderr
-    assert "stepz" in ended.stderr
-
-
-@pytest.mark.parametrize("odd", ["~nosuch/x", LONG, "x/" * 4000], ids=["nobody", "long", "deep"])
+@pytest.mark.parametrize("odd", ["~nosuch/x", LONG], ids=["nobody", "long"])
 def test_a_path_that_cannot_be_is_not_there_and_no_traceback(
     odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,15 +20,12 @@ from typing import Any, final
 
 @final
 class OwnCode(MetaPathFinder):
-    """Finds modules of one folder, where no installed one has their name.
-
-    Attributes:
-        folder: where the user's code is: the current folder when the command began.
-        names: top-level modules there that may be imported; their code may import others there.
-    """
+    """Finds modules of one folder, where no installed one has their name."""
 
     def __init__(self) -> None:
+        # Where the user's code is: the current folder when the command began
         self.folder: Path | None = None
+        # Top-level modules there that may be imported; their code may import others there
         self.names: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Start the ranks of a run, watch them, and say in one line why they ended.
 
-`start.run` begins every run. On one rank it calls the command here (`session.run_alone`). For
+`start.run` begins every run. On one rank it calls the command here (`session.run_single`). For
 several on this machine it becomes a light supervisor, without torch, that starts each rank as a
 process (`rank.py`). Under torchrun or srun, every process that they started is a supervisor, of the
 one rank that it was to be (`membership.py` reads which). Ranks find each other by a file here, else

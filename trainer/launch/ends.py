@@ -83,7 +83,7 @@ class Ended:
 @final
 @dataclass(frozen=True)
 class Records:
-    """A folder in which ranks find what to run, and leave their boards and ends."""
+    """A folder in which ranks find what to run, and leave their progress and ends."""
 
     folder: Path
 
@@ -98,8 +98,8 @@ class Records:
         return self.folder / "run"
 
     def rank_progress(self, rank: int) -> Path:
-        """Name the file of a rank's board."""
-        return self.folder / f"board-{rank}"
+        """Name the file in which a rank notes its place."""
+        return self.folder / f"progress-{rank}"
 
     def stacks(self, rank: int) -> Path:
         """Name the file in which a rank dumps its stacks."""

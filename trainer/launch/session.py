@@ -81,7 +81,7 @@ def local_ranks(config: RunConfig) -> int:
     return 1 if is_single else max(1, torch.cuda.device_count())
 
 
-def run_alone(config: RunConfig, folder: Path, stop: StopFlag) -> int:
+def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     """Run one command in this process alone, with the run folder to itself; give the exit code."""
     # These work out in one process what several ranks would do.
     size = local_ranks(config) if config.command in ("plan", "verify") else 1

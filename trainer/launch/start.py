@@ -36,11 +36,11 @@ def run(config: RunConfig, folder: Path) -> int:
             from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
 
             return supervise(config, folder, members, stop)
-        from trainer.launch.session import local_ranks, run_alone  # noqa: PLC0415 - imports torch
+        from trainer.launch.session import local_ranks, run_single  # noqa: PLC0415 - imports torch
 
         if config.command == "verify" and local_ranks(config) > 1:
             _verify_sync(config, folder, stop)
-        return run_alone(config, folder, stop)
+        return run_single(config, folder, stop)
 
 
 def set_process_defaults() -> None:

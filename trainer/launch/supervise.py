@@ -119,7 +119,7 @@ def _attempt(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A rank's process, and the board where it notes its place."""
+    """A rank's process, and the memory where it notes its place."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -222,8 +222,8 @@ class Watch:
         place = self.places.get(child.rank) if is_overdue else None
         end = self.records.read(child.rank)
         if end is None:
-            unsaid = Ended.now(child.rank, place or child.rank_progress.read(), {})
-            end = replace(unsaid, is_killed=is_overdue)
+            unreported = Ended.now(child.rank, place or child.rank_progress.read(), {})
+            end = replace(unreported, is_killed=is_overdue)
         if "peer" in end.report:
             end = replace(end, place=self.places.get(child.rank, end.place))
         self.ended[child.rank] = end = replace(end, code=code)
