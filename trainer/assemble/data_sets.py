@@ -60,7 +60,6 @@ def open_data(config: RunConfig, world: World) -> DataSource:
         split_seed=split_seed,
         skips=config.data.on_bad != "stop" and "on_bad" not in taken,
         seed=config.seed,
-        timeout_s=config.parallel.timeout_s,
     )
     if config.evaluates_all:
         return source.open_all(world)

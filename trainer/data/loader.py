@@ -41,7 +41,6 @@ from trainer.data.samples import (
     faults_of,
     num_tokens,
 )
-from trainer.data.slow_reads import named_if_slow
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
@@ -315,8 +314,7 @@ class _Assembler(Dataset[Any]):
             data.seed_draws(self.seed, request.epoch, "collate", *request.ids)
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))
-        call = f"{place}, on {len(samples)} samples ({ids}, ...)"
-        with named_if_slow(lambda: call, data.timeout_s), faults_of(call):
+        with faults_of(f"{place}, on {len(samples)} samples ({ids}, ...)"):
             fields = collate(samples)
         if not isinstance(fields, Mapping) or not all(
             isinstance(field, Tensor) for field in fields.values()

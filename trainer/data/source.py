@@ -42,7 +42,6 @@ class SourceSpec:
     split_seed: int  # selects which samples
     skips: bool  # leave samples out that cannot be read, which the class does not
     seed: int  # the run's; what samples draw while they are looked for
-    timeout_s: float  # after which a read that has not ended is named
 
     def open(self, world: World, *, compares: bool) -> DataSource:
         """Build the data, once where they give their parts, and hold a share out. Collective.
@@ -77,17 +76,14 @@ class SourceSpec:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""
         parts, _, _ = self._parts(world)
         parts = [part for part in parts if len(part)] or parts[:1]
-        every = parts[0] if len(parts) == 1 else self._view(Joined(parts))
+        every = parts[0] if len(parts) == 1 else DataView(Joined(parts))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
         return DataSource(train=every, held_out=every if len(every) else None, split=split)
-
-    def _view(self, dataset: Any) -> DataView:  # noqa: ANN401 - any data set
-        return DataView(dataset, timeout_s=self.timeout_s)
 
     def _parts(self, world: World) -> tuple[list[DataView], str, tuple[str, ...]]:
         """Build what the data set brings: one or two parts, by what, and what to warn of."""
         built, rule = self._by_argument() if self.takes_split else named_parts(self)
-        views, warnings = [self._view(each) for each in built], tuple[str, ...]()
+        views, warnings = [DataView(each) for each in built], tuple[str, ...]()
         rule = views[0].facts.split_rule or rule
         if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
             text = (

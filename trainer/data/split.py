@@ -23,9 +23,6 @@ LISTED_IDS = 100_000
 COMPARED = 512
 """Most held-out samples that are looked for in training; of those three times as many are read."""
 
-COMPARED_BYTES = 2**26
-"""About what is read of samples to compare them: fewer of large ones, and eight at least."""
-
 COMPARED_S = 5.0
 """Most seconds that reading one part may take for it; of slow samples fewer are compared."""
 
@@ -78,7 +75,7 @@ def have_equal_contents(first: DataView, second: DataView) -> bool:
     """Whether two data sets have as many samples, and equal ones wherever they are compared."""
     if len(first) != len(second) or len(first) == 0:
         return False
-    places = first.spaced(_affordable(first))
+    places = first.spaced(COMPARED)
     hashes = _hashes(first, places)
     others = _hashes(second, hashes)
     return bool(others) and all(hashes[i] == other for i, other in others.items())
@@ -87,15 +84,13 @@ def have_equal_contents(first: DataView, second: DataView) -> bool:
 def find_overlap(train: DataView, held_out: DataView) -> Overlap:
     """Look for held-out samples in training, by their contents.
 
-    Costs the reading of at most four times `COMPARED` samples, of about `COMPARED_BYTES`, and
-    twice `COMPARED_S`.
+    Costs the reading of at most four times `COMPARED` samples, and twice `COMPARED_S`.
     Beyond, samples at even distances are compared, which finds parts that share much. Of data that
     draw at random only what is at the same place in both can be recognised.
     """
-    count = _affordable(held_out)
-    wanted = _hashes(held_out, held_out.spaced(count))
+    wanted = _hashes(held_out, held_out.spaced(COMPARED))
     # A part that is the beginning of the other one lies at the same places.
-    among = {*train.spaced(3 * count), *(i for i in wanted if i < len(train))}
+    among = {*train.spaced(3 * COMPARED), *(i for i in wanted if i < len(train))}
     hashes = _hashes(train, among)
     there = set(hashes.values())
     found = sum(each in there for each in wanted.values())
@@ -125,14 +120,6 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
                     "share"
                 )
                 return
-
-
-def _affordable(data: DataView) -> int:
-    """Count the samples that may be compared, by the size of the first."""
-    with data.isolated_rng():
-        sample = dict(next(data.probe([0], seed=0), (0, {}))[1])
-    size = sum(tensor.numel() * tensor.element_size() for tensor in sample.values())
-    return min(COMPARED, max(8, COMPARED_BYTES // (4 * max(1, size))))
 
 
 def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:

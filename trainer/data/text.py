@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Literal, final
@@ -26,8 +26,7 @@ class Text(ByteDocuments):
     """Documents of a file or folder, in UTF-8.
 
     * JSON lines: one document per line, the string under `field`; blank lines are none. All files
-      are that where `field` is given, else `.jsonl`, `.jsonlines` and `.ndjson`, and any file whose
-      lines are JSON objects (one line alone counts only where all files are such).
+      are that where `field` is given or all are `.json`, else `.jsonl`, `.jsonlines` and `.ndjson`.
     * any other single file: one document per paragraph, that is, per run of non-blank lines.
     * a folder: all its files in order of their names, subfolders included, hidden ones left out;
       one document per file, but per record in JSON lines.
@@ -77,7 +76,7 @@ def _text_index(path: Path, field: str | None, skips: bool) -> Index:
     def build(add: Add) -> list[str]:
         total, bad = 0, list[str]()
         with progress(f"indexing {path}, {size:,} bytes") as advance:
-            in_lines = _json_lines(files, field, advance)
+            in_lines = _json_lines(files, field)
             for file, number, record in _records(path, files, in_lines):
                 advance()
                 total += 1
@@ -99,45 +98,14 @@ def _text_index(path: Path, field: str | None, skips: bool) -> Index:
             raise DataError(f"data.path={path}: holds no documents")
         return bad
 
-    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="2")
+    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="3")
 
 
-def _json_lines(
-    files: Sequence[Path], field: str | None, advance: Callable[[], None]
-) -> frozenset[Path]:
-    """Find the files that are JSON lines; refuse JSON that is no object a line."""
-    others = [file for file in files if file.suffix.lower() not in _JSON_LINES]
-    only_json = all(file.suffix.lower() == _JSON for file in others)
-    if field is not None and not only_json:
+def _json_lines(files: Sequence[Path], field: str | None) -> frozenset[Path]:
+    """Find the files that are JSON lines."""
+    if field is not None or all(file.suffix.lower() == _JSON for file in files):
         return frozenset(files)
-    counts = {file: _count_objects(file, advance) for file in others}
-    odd = [file for file in others if not counts[file]]
-    if odd and only_json:
-        raise DataError(
-            f"data: {odd[0]}: JSON is read line by line, an object a line; write one a line, from "
-            "a list too, into a .jsonl file"
-        )
-    return frozenset(file for file in files if not odd or counts.get(file, 2) > 1)
-
-
-def _count_objects(file: Path, advance: Callable[[], None]) -> int:
-    """Count the lines of a file that are JSON objects; 0 where more than a few others are not."""
-    count = total = 0
-    with reading(file), file.open("rb") as stream:
-        for line in filter(None, (each.removeprefix(_BOM).strip() for each in stream)):
-            advance()
-            total += 1
-            count += _is_object(line)
-            if not count:  # the first line tells text
-                return 0
-    return count if total - count <= SKIP_CAP * total else 0
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        return line.startswith(b"{") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+    return frozenset(file for file in files if file.suffix.lower() in _JSON_LINES)
 
 
 def _records(
@@ -170,7 +138,9 @@ def _document(record: bytes, name: str, *, is_json: bool) -> bytes:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"not a JSON object but of type {type(fields).__name__}")
+        raise ValueError(
+            f"not a JSON object but of type {type(fields).__name__} (write an object a line)"
+        )
     if name not in fields:
         has = ", ".join(map(repr, fields)) or "none"
         raise ValueError(f"no field {name!r}; it has {has}; data.field=NAME takes another")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,7 +35,6 @@ from trainer.data.samples import (
     seed_draws,
     train_ids,
 )
-from trainer.data.slow_reads import named_if_slow
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import IdsOf, Lengths, picked
 from trainer.plan.permutation import DRAWN_WHOLE
@@ -71,7 +69,6 @@ class DataView:
         count: samples in it; all of `dataset` by default.
         ids_of: gives their positions in `dataset`; they are the same by default.
         settings: what selected them, for the fingerprint.
-        timeout_s: after which a read that has not ended is named; a part has its whole's.
 
     Attributes:
         dataset: as the user wrote it.
@@ -89,12 +86,10 @@ class DataView:
         count: int | None = None,
         ids_of: IdsOf | None = None,
         settings: str = "",
-        timeout_s: float = math.inf,
     ) -> None:
         whole = self._whole = dataset if isinstance(dataset, DataView) else None
         self._settings, self._ids_of = settings, ids_of
         self._generators: Mapping[str, Any] = {}
-        self.timeout_s: float = timeout_s if whole is None else whole.timeout_s
         self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
         with faults_of(f"`__len__` of {self.kind}"):
@@ -265,8 +260,7 @@ class DataView:
         if self.draws_randomness:
             self.seed_draws(seed, epoch, i)
         try:
-            with named_if_slow(partial(self.name_of, i), self.timeout_s):
-                sample: Any = self.dataset[own]
+            sample: Any = self.dataset[own]
             fields = dict(sample.items()) if isinstance(sample, Mapping) else None
         except BaseException as error:
             raise_fault(self.name_of(i), error)

@@ -440,47 +440,6 @@ def test_a_collate_that_loses_samples_is_refused_and_one_that_packs_them_is_not(
             list(loader.stream(iter([request(0, 5, 1)])))
 
 
-class Blocking(Ragged):
-    """Blocks in one place until stderr, a file, says more."""
-
-    def __init__(self, where, draws):
-        self.where, self.draws_randomness = where, draws
-        if where == "collate":
-            self.collate = self.joined
-
-    def wait(self):
-        before = os.fstat(2).st_size
-        while os.fstat(2).st_size == before:
-            time.sleep(0.02)
-
-    def __getitem__(self, i):
-        if i == 4 and self.where == "sample":
-            self.wait()
-        return super().__getitem__(i)
-
-    def joined(self, samples):
-        self.wait()
-        return {"size": torch.tensor([len(s["labels"]) for s in samples])}
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "draws"), [(0, True), (0, False), (1, True)], ids=["here", "thread", "worker"]
-)
-@pytest.mark.parametrize(
-    ("where", "name"), [("sample", "sample 4 of"), ("collate", "`collate` of")]
-)
-def test_a_read_that_blocks_is_named_and_waited_for(
-    loader_of, capfd, num_workers, draws, where, name
-):
-    view = DataView(Blocking(where, draws), timeout_s=0.1)
-    loader = loader_of(split_by_seed(view, "train", 0.0, 0), num_workers)
-    fields = list(loader.stream(iter([request(4, 2)])))
-    assert len(fields) == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"train: data: {name} Blocking")
-    assert line.endswith(": no answer for 0.1 s (parallel.timeout_s); still waiting")
-
-
 # Lengths
 
 
