@@ -84,7 +84,8 @@ def typed_objective(config: RunConfig) -> Chosen | None:
     component = config.objective
     if component.target == AUTO_OBJECTIVE:
         return None
-    return _chosen(construct(component, "objective", Objective, config.trust), component)
+    objective = construct(component, "objective", Objective, config.trust)
+    return _chosen(config, objective, component)
 
 
 def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields: Fields) -> Chosen:
@@ -106,7 +107,7 @@ def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields
     params = {**options_of("objective")[option], **settings, **typed}
     component = Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
-    chosen = _chosen(construct(component, "objective", Objective), component, why)
+    chosen = _chosen(config, construct(component, "objective", Objective), component, why)
     if not typed and not chosen.objective.is_of_model:
         world.on_main(lambda: _compare(chosen.objective, option, module, fields))
     return chosen
@@ -181,9 +182,9 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _chosen(objective: Objective, component: Component, why: str = "") -> Chosen:
+def _chosen(config: RunConfig, objective: Objective, component: Component, why: str = "") -> Chosen:
     name = component.name or component.target
-    defaults = options_of("objective").get(name, {})
+    defaults = options_of("objective", config.config_dir).get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
     text = " ".join([name, *changed]) + (why and f", {why}")
     return Chosen(objective=objective, component=component, text=text)

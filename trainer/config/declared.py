@@ -2,7 +2,7 @@
 
 A class, anyone's, declares its arguments by the types of `trainer.config.components`, as in
 `dropout: Share = 0.0`. So a mistake is answered before torch is imported, and no list of classes
-stands beside them. A module that imports none of these types is not read.
+stands beside them. Arguments are not read in a module that imports none of these types.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -38,6 +39,7 @@ class Declared:
     """What a class declares about its arguments."""
 
     types: Mapping[str, Any]
+    flags: Mapping[str, bool]  # class attributes that are true or false
     check: str | None = None  # name of a function of `trainer.config.rules`
 
 
@@ -61,16 +63,19 @@ def declared(target: str) -> Declared:
     module_name, _, name = target.rpartition(".")
     module = _read(module_name)
     if module is None or name not in module.classes:
-        return Declared({})
+        return Declared({}, {})
     node = module.classes[name]
     check = next(filter(None, (_function(module, s) for s in node.body)), None)
     init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
     bases = [] if init else [declared(module.full_name(base)) for base in reversed(node.bases)]
     types = {name: kind for base in bases for name, kind in base.types.items()}
-    for argument, annotation in _arguments(node.body, init):
-        with suppress(LookupError):
-            types[argument] = _type(module, annotation)
-    return Declared(types, check or next((b.check for b in bases if b.check), None))
+    if any(each.startswith(f"{_TYPES}.") for each in module.imports.values()):
+        for argument, annotation in _arguments(node.body, init):
+            with suppress(LookupError):
+                types[argument] = _type(module, annotation)
+    flags = {name: value for base in bases for name, value in base.flags.items()}
+    flags |= dict(chain.from_iterable(map(_flags, node.body)))
+    return Declared(types, flags, check or next((b.check for b in bases if b.check), None))
 
 
 def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tuple[str, ast.expr]]:
@@ -83,6 +88,16 @@ def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tupl
         for statement in body:
             if isinstance(statement, ast.AnnAssign):
                 yield ast.unparse(statement.target), statement.annotation
+
+
+def _flags(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
+    """Give the class attribute that a statement sets to true or false."""
+    match statement:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=bool() as value))
+            | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=bool() as value))
+        ):
+            yield name, value
 
 
 def _function(module: _Module, statement: ast.stmt) -> str | None:
@@ -117,11 +132,11 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
 
 @cache
 def _read(name: str) -> _Module | None:
-    """Parse a module; None where it is not found, is not Python, or uses none of our types."""
+    """Parse a module; None where it is not found, is not Python, or imports nothing of ours."""
     file = _file_of(name)
     with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         source = b"" if file is None else file.read_bytes()
-        return _module(name, ast.parse(source)) if _TYPES.encode() in source else None
+        return _module(name, ast.parse(source)) if b"from trainer." in source else None
     return None
 
 

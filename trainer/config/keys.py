@@ -55,9 +55,13 @@ def load_yaml(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def options_of(group: str) -> dict[str, dict[str, Any]]:
-    """Read the options of a group that are built in, by name, that for classes typed left out."""
-    files = sorted((data_dir("conf") / group.replace(".", "/")).glob("*.yaml"))
+def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
+    """Read the options of a group by name, that for classes typed left out.
+
+    `own` is the folder of the user's options, whose are read beside those that are built in.
+    """
+    folders = [data_dir("conf"), *([Path(own)] if own else [])]
+    files = [f for each in folders for f in sorted((each / group.replace(".", "/")).glob("*.yaml"))]
     return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
 
 

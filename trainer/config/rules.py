@@ -15,7 +15,7 @@ from typing import Any, final
 
 from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS
-from trainer.config.declared import settings_fault
+from trainer.config.declared import declared, settings_fault
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
 
@@ -35,7 +35,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
-_PLANNED, _NOT_AUTO = ("auto", "budget"), ("budget", "fixed", "own")
+_CHOOSES = "accum.chooses_sizes"
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
@@ -54,12 +54,18 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
-    ("batch.normalizer", ("micro_batches",), "accum", _PLANNED, _BY_SIZE),
-    ("batchnorm", ("micro",), "accum", _PLANNED, _WHOLE_STEP),
-    ("deterministic", ("layout",), "accum", _PLANNED, f"needs fixed micro-batches; {_FIXED}"),
+    ("batch.normalizer", ("micro_batches",), _CHOOSES, (True,), _BY_SIZE),
+    ("batchnorm", ("micro",), _CHOOSES, (True,), _WHOLE_STEP),
+    (
+        "deterministic",
+        ("layout",),
+        "accum.chooses_sizes",
+        (True,),
+        f"needs fixed micro-batches; {_FIXED}",
+    ),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
-    ("activation_checkpointing", ("auto",), "accum", _NOT_AUTO, "needs accum=auto"),
+    ("activation_checkpointing", ("auto",), "accum.is_tunable", (False,), "needs accum=auto"),
     ("precision", ("tf32",), "device", ("cpu",), _TF32),
     ("sync", ("overlapped",), "parallel.mode", ("fsdp", "hsdp"), _WHOLE),
     ("sync", ("overlapped",), "deterministic", ("layout",), _WHOLE),
@@ -76,7 +82,8 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
 )
 """A key and its values, another key and its values that it cannot stand beside, and what to do.
 
-`...` is anything but null, `int` a number of 1 or more. A group's value is its option's name.
+`...` is anything but null, `int` a number of 1 or more. A group's value is its option's
+name; beside its settings a component has the flags of its class.
 """
 
 Tree = Mapping[str, Any]
@@ -93,7 +100,9 @@ class _View(dict[str, Any]):
 def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     """Name every contradiction between keys, a line for each."""
     options = {group.replace("/", "."): option for group, option in choices.items()}
-    view = _View(flat(tree) | options)
+    targets = {path: str(lookup(tree, f"{path}._target_")) for path in COMPONENTS}
+    flags = {f"{p}.{n}": v for p in targets for n, v in declared(targets[p]).flags.items()}
+    view = _View(flags | flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
@@ -101,7 +110,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _size_faults(view)
     for path in COMPONENTS:
         section = {"steps": view["steps"], **lookup(tree, path)}
-        if fault := settings_fault(str(section.get("_target_")), section):
+        if fault := settings_fault(targets[path], section):
             yield clip(fault)
 
 

@@ -194,6 +194,13 @@ class Cut(Described, ABC):
     """The couplings of samples it may cut. With `micro_batch` it must give those sizes that were
     typed, in sample order, unsorted: the cut is then a part of the step."""
 
+    chooses_sizes: ClassVar[bool] = False
+    """Whether it chooses the sizes of micro-batches: what needs those that were typed refuses it,
+    before PyTorch is imported."""
+
+    is_tunable: ClassVar[bool] = False
+    """Whether a trial on this machine may choose more than its cap: `needs_tuning` then asks."""
+
     @property
     def hard_cap(self) -> int | None:
         """Most padded tokens of any micro-batch; None where nothing bounds them, or not yet."""

@@ -138,6 +138,8 @@ class LayoutInvariant(Cut):
 class _Capped(Cut):
     """The cheapest cuts under a cap."""
 
+    chooses_sizes = True
+
     micro: Count | None = None  # most samples of a micro-batch
     # What an allocation failure has lowered the cap to. A single longer sample still gets its try,
     # alone: only the allocator knows.
@@ -222,6 +224,8 @@ class Budget(_Capped):
 @dataclass(frozen=True, kw_only=True)
 class Auto(_Capped):
     """The cheapest cuts under a cap that is found by tuning: `accum=auto`."""
+
+    is_tunable = True
 
     # Bytes that may be used; `None` is what the device or the process has
     memory: Bytes | None = None
