@@ -14,6 +14,7 @@ import torch
 
 from trainer import train
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.weights import checkpoint_weights
 from trainer.cli.main import FinishedRun
 from trainer.cli.main import run as run_line
 
@@ -104,11 +105,12 @@ def state(run: FinishedRun | Path, step: int | None = None) -> Mapping[str, torc
     folder = run.folder if isinstance(run, FinishedRun) else run
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
     found = {n: t[...] for n, t in loaded.tensors.items() if not n.startswith("rng.")}
-    ties = loaded.meta["model"]["ties"]
-    return found | {f"model.{alias}": found[f"model.{name}"] for alias, name in ties.items()}
+    weights = checkpoint_weights(loaded).values
+    return found | {f"model.{name}": tensor[...] for name, tensor in weights.items()}
 
 
-def meta(run: FinishedRun | Path) -> Mapping[str, Any]:
-    """The rest of the newest checkpoint."""
+def saved(run: FinishedRun | Path, part: str) -> Any:
+    """What the newest checkpoint says of a part, beside tensors."""
     folder = run.folder if isinstance(run, FinishedRun) else run
-    return CheckpointStore(folder / "checkpoints").load(set_aside=False).meta
+    loaded = CheckpointStore(folder / "checkpoints").load(set_aside=False)
+    return loaded.parts[part]["state"]

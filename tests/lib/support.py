@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.weights import checkpoint_weights
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, strictest
 from trainer.core.norms import model_coupling
 from trainer.core.world import World
@@ -245,11 +242,3 @@ def documents_of(dataset: Any) -> list[str]:
     """The samples of a data set of bytes as text, without context and what begins and ends them."""
     samples = [dataset[i]["input_ids"].tolist()[1:] for i in range(len(dataset))]
     return [bytes(i for i in ids if i < BOS).decode("utf-8", "replace") for ids in samples]
-
-
-def restore_all(
-    loaded: Loaded, model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any
-) -> dict[str, Any]:
-    """Give a model its weights from a checkpoint, and then restore the rest."""
-    checkpoint_weights(loaded).fill(model)
-    return restore(loaded, model, optimizer, **how)

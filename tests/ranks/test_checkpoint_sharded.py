@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import RealBytes, start_sharded
-from tests.lib.support import VOCABULARY, restore_all
+from tests.lib.support import VOCABULARY
+from tests.reliability.support import parts_of
 from trainer.checkpoint.manifest import DamagedError, verify
-from trainer.checkpoint.state import assert_finite, capture
+from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import open_tensors, write_tensors
 from trainer.checkpoint.weights import export, open_weights
@@ -97,8 +98,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Spell out the whole state, gathered by PyTorch."""
-    tensors, meta = capture(module, optimizer, extra={})
-    answer = {"meta": repr({k: v for k, v in meta.items() if k != "rng"})}
+    tensors, parts = capture(parts_of(module, optimizer))
+    answer = {"parts": repr({k: v for k, v in parts.items() if k != "rng"})}
     for name, tensor in tensors.items():
         if not name.startswith("rng."):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -120,8 +121,8 @@ def begun(world: World, layout: Layout, folder: Path) -> dict[str, str]:
     module = laid_out(world, layout, seed=0)
     optimizer = adamw(module)
     train(module, optimizer, 2)
-    tensors, meta = capture(module, optimizer, extra={"rank": world.rank})
-    CheckpointWriter(CheckpointStore(folder), world).save(1, tensors, meta)
+    parts = parts_of(module, optimizer)
+    CheckpointWriter(CheckpointStore(folder), world).save(1, *capture(parts))
     return digests(module, optimizer)
 
 
@@ -130,11 +131,11 @@ def passed_on(world: World, layout: Layout, folder: Path, step: int) -> tuple[di
     store = CheckpointStore(folder)
     module = laid_out(world, layout, seed=step + 5)
     optimizer = adamw(module)
-    extra = restore_all(store.load(step, world=world), module, optimizer)
-    assert extra == {"rank": 0}
+    parts = parts_of(module, optimizer)
+    restore(store.load(step, world=world), parts)
     found = digests(module, optimizer)
     writer = CheckpointWriter(store, world, asynchronous=True)
-    writer.save(step + 1, *capture(module, optimizer, extra=extra))
+    writer.save(step + 1, *capture(parts))
     train(module, optimizer, 1)
     assert writer.close() == store.path(step + 1)
     return found, module.head.weight is module.embed.weight
@@ -166,7 +167,7 @@ def test_each_rank_writes_its_own_rows_and_whole_tensors_are_written_once(ranks,
     files = json.loads((path / "manifest.json").read_bytes())["files"]
     assert "model.mark" in load_file(path / "model.safetensors")
     found = {file.name: load_file(file) for file in sorted(path.glob("*-rank-*.safetensors"))}
-    moment = "optimizer.embed.weight.exp_avg"
+    moment = "optimizer.state.embed.weight.exp_avg"
     shapes = [list(tensors[moment].shape) for tensors in found.values() if moment in tensors]
     assert shapes == [[4, 5], [3, 5]]
     sizes = [sum(files[n]["size"] for n in files if f"rank-0000{rank}" in n) for rank in range(4)]
@@ -216,11 +217,11 @@ def refused(world: World, folder: Path, where: str) -> list[str]:
     shown = []
     for is_behind in (False, True):
         writer = CheckpointWriter(CheckpointStore(folder), world, asynchronous=is_behind)
-        tensors, meta = capture(module, optimizer, extra={})
+        tensors, parts = capture(parts_of(module, optimizer))
         try:
             with durable.use(disk):
                 world.on_all(lambda tensors=tensors: assert_finite(tensors))
-                writer.save(1, tensors, meta)
+                writer.save(1, tensors, parts)
                 writer.close()
         except (SaveError, NonFiniteError) as error:
             shown.append(str(error))
@@ -292,9 +293,9 @@ def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
         owned = [t for state in optimizer.state.values() for t in state.values()]
         counted.peak.assign("optimizer_state", owned)
         if how == "load":
-            restore_all(store.load(world=world), module, optimizer)
+            restore(store.load(world=world), parts_of(module, optimizer))
         else:
-            writer.save(1, *capture(module, optimizer, extra={}))
+            writer.save(1, *capture(parts_of(module, optimizer)))
     writer.close()
     own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return {

@@ -278,10 +278,9 @@ def test_ranks_share_values_of_any_size_and_what_fails_on_the_main_one(ranks):
 
 def due(world: World) -> bool:
     """Whether a rank is to save, by a clock that the first rank alone has."""
-    context = SimpleNamespace(world=world, model=SimpleNamespace(module=nn.Linear(1, 1)))
-    others: Any = {"feed": None, "reporter": None, "constants": {}}
+    others: Any = {"module": nn.Linear(1, 1), "parts": {}, "reporter": None}
     every_s, writer = 0.0 if world.is_main else None, SimpleNamespace(has_result=False)
-    checkpointer = Checkpointer(context=context, writer=writer, every_s=every_s, **others)
+    checkpointer = Checkpointer(world=world, writer=writer, every_s=every_s, **others)
     assert not checkpointer.poll(False)
     return checkpointer.is_due
 

@@ -8,6 +8,7 @@ posterity: random states, cursor, metrics and the ledger of samples.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -148,15 +149,15 @@ def outcome(folder: Path, *, step: int | None = None, rng: bool = True) -> dict[
     """
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
     assert not loaded.messages
-    meta = {k: v for k, v in loaded.meta.items() if k != "rng"}
-    meta["extra"] = {k: v for k, v in meta["extra"].items() if k != "environment"}
+    parts = copy.deepcopy({k: v for k, v in loaded.parts.items() if k != "rng"})
+    del parts["terms"]["state"]["environment"]
     found: dict[str, Any] = {
-        name: bits(loaded.read(name))
+        name: bits(loaded.tensors[name][...])
         for name in loaded.tensors
         if rng or not name.startswith("rng.")
     }
-    found |= {"step": loaded.step, "meta": json.dumps(meta)}
-    return found | ({"rng": json.dumps(loaded.meta["rng"])} if rng else {}) | logged(folder)
+    found |= {"step": loaded.step, "parts": json.dumps(parts)}
+    return found | ({"rng": json.dumps(loaded.parts["rng"])} if rng else {}) | logged(folder)
 
 
 def logged(folder: Path) -> dict[str, Any]:

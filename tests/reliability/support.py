@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.state import GeneratorsPart, OptimizerPart
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.tensor_files import assign_files
+from trainer.checkpoint.weights import ModelPart
+from trainer.core.stateful import Stateful
 
 KEEP = 2
 SEED = os.environ.get("RELIABILITY_SEED", "0")
@@ -43,11 +47,17 @@ def state(step: int) -> tuple[dict[str, Tensor], dict[str, object]]:
 def assert_is(loaded: Loaded, step: int) -> None:
     """Compare a loaded checkpoint with the oracle, bit for bit."""
     tensors, meta = state(step)
-    assert (loaded.step, loaded.meta) == (step, meta)
+    assert (loaded.step, loaded.parts) == (step, meta)
     assert loaded.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert loaded.read(name).dtype == tensor.dtype, name
-        assert torch.equal(loaded.read(name), tensor), name
+        assert loaded.tensors[name][...].dtype == tensor.dtype, name
+        assert torch.equal(loaded.tensors[name][...], tensor), name
+
+
+def parts_of(model: nn.Module, optimizer: Optimizer, **how: bool) -> dict[str, Stateful]:
+    """Give the parts of a checkpoint that training moves."""
+    rest = OptimizerPart(model, optimizer, **how)
+    return {"model": ModelPart(model), "optimizer": rest, "rng": GeneratorsPart()}
 
 
 def put(

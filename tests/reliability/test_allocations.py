@@ -54,14 +54,14 @@ def left_behind(folder: Path) -> dict[str, Any]:
     Evaluation has a cut of its own, which follows that of training and sums in another order.
     """
     found = lab.outcome(folder)
-    meta = json.loads(found["meta"])
-    contract = meta["extra"].pop("contract")
-    meta["contract"] = {k: v for k, v in contract.items() if not k.startswith("accum")}
-    del meta["extra"]["cut"], meta["extra"]["config_hash"]
+    parts = json.loads(found["parts"])
+    terms = parts["terms"]["state"]
+    terms["contract"] = {k: v for k, v in terms["contract"].items() if not k.startswith("accum")}
+    del parts["cut"], terms["config_hash"]
     metrics = [
         {k: v for k, v in e.items() if k != "replays"} for e in found["metrics"] if "lr" in e
     ]
-    return {**found, "meta": meta, "metrics": metrics}
+    return {**found, "parts": parts, "metrics": metrics}
 
 
 def replays(folder: Path) -> list[int]:

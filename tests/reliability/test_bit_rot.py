@@ -125,8 +125,8 @@ def test_another_format_is_named_and_nothing_is_touched(folder):
     path = newest(folder, "manifest.json")
     manifest = parse(path.read_bytes())
     assert parse(dump(manifest)) == manifest
-    path.write_bytes(dump(manifest.model_copy(update={"format_version": 4})))
-    refusal = r"checkpoint format 4, and this version reads format 3: use the version that wrote"
+    path.write_bytes(dump(manifest.model_copy(update={"format_version": 5})))
+    refusal = r"checkpoint format 5, and this version reads format 4: use the version that wrote"
     with pytest.raises(NoCheckpointError, match=refusal):
         CheckpointStore(folder).load()
     assert CheckpointStore(folder).steps() == [1, 2]

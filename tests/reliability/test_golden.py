@@ -52,9 +52,9 @@ def expected(folder: Path) -> dict[str, object]:
     tensors = {
         name: [kind, list(shape), whole.hex()]
         for name in sorted(loaded.tensors)
-        for kind, shape, whole in [lab.bits(loaded.read(name))]
+        for kind, shape, whole in [lab.bits(loaded.tensors[name][...])]
     }
-    return {"step": loaded.step, "tensors": tensors, "meta": loaded.meta}
+    return {"step": loaded.step, "tensors": tensors, "parts": loaded.parts}
 
 
 def trained(world: World, run: Path) -> None:
@@ -122,7 +122,7 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def lie(body: dict[str, Any], chance: Random) -> str:
     """Replace, remove or exchange a value, one time in three among the files."""
-    head = chance.choice(["meta", "meta", "files"])
+    head = chance.choice(["parts", "parts", "files"])
     *keys, last = place = chance.choice([each for each in places(body) if each[0] == head])
     holder: Any = functools.reduce(operator.getitem, keys, body)
     kind = chance.choice(["removed", "exchanged", "replaced", "replaced"])

@@ -25,18 +25,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.support import restore_all
-from tests.reliability.support import put, save
-from trainer.assemble.checks import read_run_state
+from tests.reliability.support import parts_of, put, save
+from trainer.accumulate.loss_scale import LossScale
+from trainer.assemble.resumption import SavedCut
+from trainer.assemble.terms import Terms
 from trainer.checkpoint import manifest as manifests
-from trainer.checkpoint.state import capture
+from trainer.checkpoint.codec import encode
+from trainer.checkpoint.state import capture, restore
 from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import open_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
-from trainer.optim.optimizers import without_compiler
+from trainer.core.stateful import Stateful
 from trainer.report.metrics import evaluation_at
+from trainer.report.reporter import ReportPart
 from trainer.report.wandb import WandbMirror
 
 SLOTS = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
@@ -130,7 +133,7 @@ LIES = [
     set_at("files", "model.safetensors", "__class__", "os.system"),
     set_at("files", ["model.safetensors"]),
     *(set_at("step", "1"), drop("step"), set_at("format_version", "one")),
-    set_at("meta", None),
+    set_at("parts", None),
     drop("format_version"),
 ]
 NO_MANIFESTS = [
@@ -199,48 +202,41 @@ TREES = [
 
 def test_a_state_tree_that_lies_is_refused(tmp_path):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tensors, meta = capture(model, optimizer, extra={})
+    live = parts_of(model, torch.optim.AdamW(model.parameters()))
+    tensors, parts = capture(live)
     store = CheckpointStore(tmp_path)
-    put(store, 1, tensors, meta)
+    put(store, 1, tensors, parts)
     loaded = store.load()
-    for part, tree in itertools.product(("model", "optimizer", "rng", "extra"), TREES):
-        with pytest.raises(NoCheckpointError) as refusal:
-            restore_all(replace(loaded, meta={**meta, part: tree}), model, optimizer)
-        assert "\n" not in str(refusal.value)
+    for part, tree in itertools.product(live, TREES):
+        for lie in (tree, {"version": 1, "state": tree}, {"version": 2, "state": {}}):
+            with pytest.raises(NoCheckpointError, match=part) as refusal:
+                restore(replace(loaded, parts={**parts, part: lie}), live)
+            assert "\n" not in str(refusal.value)
 
 
-def test_an_optimizer_state_that_a_kernel_would_trust_is_refused(tmp_path):
+def test_an_optimizer_state_that_a_fused_kernel_would_read_beyond_is_refused(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(8, 4), "unused": nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model["a"](torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    tensors, meta = capture(model, optimizer, extra={})
-    put(CheckpointStore(tmp_path), 1, tensors, meta)
-    loaded, saved = CheckpointStore(tmp_path).load(), meta["optimizer"]["state"]["a.weight"]
-    built_in = without_compiler(torch.optim.AdamW)
-    moment, bias = saved["exp_avg"], meta["optimizer"]["state"]["a.bias"]["exp_avg"]
-    lies = [
-        *(set_at("exp_avg", lie) for lie in (saved["step"], bias, 1.0)),
-        *(drop("exp_avg"), drop("step"), set_at("step", moment)),
-    ]
-    derived = type("AdamW", (torch.optim.AdamW,), {})  # a user's; only its fused kernel trusts
-    kinds = [*itertools.product((torch.optim.AdamW, built_in), (False, True)), (derived, True)]
-    for lie, keeps, (kind, fused) in itertools.product(lies, (False, True), kinds):
-        fresh = kind(model.parameters(), lr=0.1, fused=fused)
-        changed = copy.deepcopy(meta)
-        lie(changed["optimizer"]["state"]["a.weight"])
-        with pytest.raises(NoCheckpointError) as refusal:
-            restore_all(replace(loaded, meta=changed), model, fresh, keeps_settings=keeps)
-        assert "\n" not in str(refusal.value)
+    tensors, parts = capture(parts_of(model, optimizer))
+    put(CheckpointStore(tmp_path), 1, tensors, parts)
+    loaded, moments = CheckpointStore(tmp_path).load(), parts["optimizer"]["state"]["state"]
+    for lie in (moments["a.weight"]["step"], moments["a.bias"]["exp_avg"], 1.0):
+        changed = copy.deepcopy(parts)
+        changed["optimizer"]["state"]["state"]["a.weight"]["exp_avg"] = lie
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with pytest.raises(NoCheckpointError, match=r"a\.weight\.exp_avg does not fit"):
+            restore(replace(loaded, parts=changed), parts_of(model, fresh))
 
 
 def test_a_random_state_of_another_size_is_refused(tmp_path):
     model = nn.Linear(2, 2)
-    tensors, meta = capture(model, torch.optim.AdamW(model.parameters()), extra={})
-    put(CheckpointStore(tmp_path), 1, tensors | {"rng.cpu": tensors["rng.cpu"][:7]}, meta)
-    with pytest.raises(NoCheckpointError):
-        restore_all(CheckpointStore(tmp_path).load(), model, torch.optim.AdamW(model.parameters()))
+    live = parts_of(model, torch.optim.AdamW(model.parameters()))
+    tensors, parts = capture(live)
+    put(CheckpointStore(tmp_path), 1, tensors | {"rng.cpu": tensors["rng.cpu"][:7]}, parts)
+    with pytest.raises(NoCheckpointError, match="rng"):
+        restore(CheckpointStore(tmp_path).load(), live)
 
 
 def test_side_files_of_a_stranger_are_passed_over(tmp_path):
@@ -267,26 +263,19 @@ def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(tmp_path):
         assert "holds no run id" in " ".join(warnings)
 
 
-CUT = {"accum": {}, "state": {}, "tuning": None, "evaluation_tokens": 8}
-EXTRA: dict[str, Any] = {
-    "contract": {},
-    "fingerprint": "f",
-    "cursor": {"step": 1, "epoch": 0, "offset": 4, "samples": 4},
-    "tokens": 9,
-    "cut": CUT,
-}
-NOWHERE: list[dict[str, Any]] = [
-    *({"cursor": {**EXTRA["cursor"], key: n}} for key, n in (("offset", 10**18), ("step", 2))),
-    *({"cursor": {**EXTRA["cursor"], "epoch": 10**9}}, {"failures": 10**18}, {"cursor": None}),
-    *({"tokens": "many"}, {"cut": {**CUT, "tuning": -1}}, {"cut": {}}),
-    *({"cut": {**CUT, "evaluation_tokens": 0}}, {"wandb": "../../elsewhere"}, {"wandb": "a\n"}),
-    {"cut": {**CUT, "sync": ["hsdp", 4]}},
+NOWHERE: list[tuple[type[Stateful], dict[str, Any]]] = [
+    *((SavedCut, {"evaluation_tokens": n}) for n in (0, -1, "many")),
+    *((SavedCut, each) for each in ({"tuning": -1}, {"cost": None})),
+    *((ReportPart, {"wandb": text}) for text in ("../../elsewhere", "a\n", 7)),
+    *((Terms, each) for each in ({"contract": None}, {"total_steps": -1}, {"sync": ["hsdp", 4]})),
+    *((LossScale, {"value": value}) for value in (0.5, float("nan"), "large")),
 ]
 
 
-def test_a_place_that_the_steps_do_not_lead_to_is_refused(tmp_path):
-    sound = Loaded(step=1, tensors={}, meta={"extra": EXTRA}, path=tmp_path)
-    assert read_run_state(sound)["tokens"] == 9
-    for change in NOWHERE:
-        with pytest.raises(NoCheckpointError):
-            read_run_state(replace(sound, meta={"extra": EXTRA | change}))
+def test_values_that_no_run_saves_are_refused(tmp_path):
+    for kind, change in NOWHERE:
+        part = kind()
+        state = {**part.state(), **change}
+        parts = {"own": {"version": 1, "state": encode(state, "own", {})}}
+        with pytest.raises(NoCheckpointError, match="own cannot be restored"):
+            restore(Loaded(step=1, tensors={}, parts=parts, path=tmp_path), {"own": part})

@@ -54,7 +54,7 @@ def assert_skipped(folder: Path, ids: list[int], why: str, step: int = 2) -> Non
     lab.assert_same(after, before, "the step that is skipped")
     assert lab.difference(later, after), "the step after it updated nothing"
     store = CheckpointStore(folder / "checkpoints")
-    cursors = [store.load(step + k).meta["extra"]["cursor"] for k in (-1, 0)]
+    cursors = [store.load(step + k).parts["data"]["state"] for k in (-1, 0)]
     assert [cursor["step"] for cursor in cursors] == [step - 1, step]
     assert cursors[1]["samples"] - cursors[0]["samples"] == len(ids)
     log = lab.logged(folder)
@@ -99,7 +99,7 @@ def test_too_many_in_a_row_end_the_run_saved_and_finite_and_rows_outlast_a_stop(
     loaded = CheckpointStore(tmp_path / "run" / "checkpoints").load()
     assert loaded.step == 3
     floating = [n for n, t in loaded.tensors.items() if t.dtype.is_floating_point]
-    assert all(torch.isfinite(loaded.read(name)).all() for name in floating)
+    assert all(torch.isfinite(loaded.tensors[name][...]).all() for name in floating)
     apart = lab.with_faults(settings, *(f"{ids[step]}:loss:nan" for step in (0, 2)))
     assert lab.run(apart, tmp_path / "apart", after_step=lab.stop_at(3)).code == 75
     three = lab.config("nonfinite.limit=3")

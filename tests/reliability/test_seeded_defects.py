@@ -228,13 +228,14 @@ DEFECTS: Mapping[str, Defect] = {
     "pruning keeps too little": (pruned, store.CheckpointStore, "_prune", greedy),
     "a last save may fail": (
         *(preempted, checkpointing.Checkpointer, "save"),
-        lambda save: lambda own, tokens, failures, **_: save(own, tokens, failures),
+        lambda save: lambda own, step, **_: save(own, step),
     ),
     "fingerprints are not compared": (
-        *(fingerprinted, train, "terms_of"),
-        lambda terms_of: (
-            lambda parts, loaded, extra: terms_of(
-                parts, loaded, {**extra, "fingerprint": parts.train_set.fingerprint}
+        *(fingerprinted, train, "check_terms"),
+        lambda check_terms: (
+            lambda parts, before: check_terms(
+                parts,
+                before.model_copy(update={"fingerprint": parts.train_set.fingerprint}),
             )
         ),
     ),

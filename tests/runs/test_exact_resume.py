@@ -18,10 +18,10 @@ from tests.lib.run_support import (
     curve,
     go,
     in_use,
-    meta,
     on,
     overrides,
     read_json,
+    saved,
     shell,
     steps,
 )
@@ -78,13 +78,13 @@ def test_a_stopped_run_says_how_to_go_on_and_then_where_and_no_more(capsys):
 def test_a_run_goes_on_in_the_same_run_of_wandb_though_its_folder_is_gone():
     run = stopped("steps=6 wandb.mode=offline", at=2)
     run_id = (run.folder / "wandb" / "id").read_text()
-    assert meta(run)["extra"]["wandb"] == run_id
+    assert saved(run, "report")["wandb"] == run_id
     shutil.rmtree(run.folder / "wandb")
     without = on(run, "wandb.mode=disabled")
     assert not (run.folder / "wandb").exists()
-    assert meta(without)["extra"]["wandb"] == run_id
+    assert saved(without, "report")["wandb"] == run_id
     more = on(run, "steps=8 wandb.mode=offline")
-    assert (run.folder / "wandb" / "id").read_text() == meta(more)["extra"]["wandb"] == run_id
+    assert (run.folder / "wandb" / "id").read_text() == saved(more, "report")["wandb"] == run_id
 
 
 def test_steps_may_grow_and_the_new_schedule_is_said(capsys):

@@ -13,10 +13,10 @@ from tests.lib.run_support import (
     curve,
     entries,
     go,
-    meta,
     only_run,
     overrides,
     read_json,
+    saved,
     shell,
     steps,
 )
@@ -127,7 +127,7 @@ def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(
     assert [shape[0] for shape in shapes] == [">", *" " * (len(shapes) - 1)]
     assert sum(int(shape[2:].split()[1]) for shape in shapes) == 40
     cap = read_json(short.folder / "plan.json")["max_tokens"]
-    assert meta(short)["extra"]["cut"]["state"]["cap_after_failure"] < cap
+    assert saved(short, "cut")["settings"]["cap_after_failure"] < cap
 
 
 def test_a_memory_too_small_for_what_training_needs_names_the_least_that_does():

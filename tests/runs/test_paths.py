@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import go, meta, on, shell
+from tests.lib.run_support import go, on, shell
 from trainer.core.errors import DataError, NoCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -39,7 +39,7 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
         typed = "recipe=mine.yaml"
     run = go(f"{TEXT} {typed}")
     saved = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert saved["data"]["path"] == meta(run)["extra"]["contract"]["data.path"] == str(corpus)
+    assert saved["data"]["path"] == saved(run, "terms")["contract"]["data.path"] == str(corpus)
     assert on(run, f"{typed} steps=3").result["step"] == 3
     monkeypatch.chdir("elsewhere")
     assert on(run, "steps=4").result["step"] == 4

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.lib.nightly import LIMIT_S, nightly
-from tests.lib.run_support import go, meta, read_json, shell, state, steps
+from tests.lib.run_support import go, read_json, saved, shell, state, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.core.errors import ConfigError
@@ -83,7 +83,7 @@ def test_a_deterministic_run_cuts_and_ends_the_same_whatever_was_timed_before(mo
             runs.append(go("accum=auto deterministic=true batch.global=40 steps=2"))
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    cut, other = (meta(run)["extra"]["cut"]["state"] for run in runs)
+    cut, other = (saved(run, "cut")["settings"] for run in runs)
     assert cut == other
     assert cut["max_tokens"] <= NEAR_BEST_TOKENS["cpu"]
     assert cut["cost"] == asdict(Cost()), "fitted to no timing"

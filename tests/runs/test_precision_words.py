@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lib.run_support import TOYS, curve, go, meta, on, overrides, read_json, state, steps
+from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, saved, state, steps
 from trainer import train
 from trainer.assemble.precision import has_fast_bf16
 from trainer.core.errors import ConfigError
@@ -19,7 +19,7 @@ def test_auto_is_shown_and_recorded_as_what_it_became_and_computes_that(capsys):
     run, typed = go("precision=auto steps=2"), go(f"precision={HERE} steps=2")
     assert curve(run, "loss") == curve(typed, "loss")
     assert read_json(run.folder / "plan.json")["precision"] == HERE
-    assert meta(run)["extra"]["contract"]["precision"] == HERE
+    assert saved(run, "terms")["contract"]["precision"] == HERE
     assert f"cpu, {HERE}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=f"precision=fp16: the run has {HERE}; to change it"):
         on(run, "precision=fp16 steps=4")
@@ -30,7 +30,7 @@ def test_a_resumed_run_takes_auto_for_what_it_was_begun_with():
         line = f"precision={word} scheduler=constant"
         whole, run = go(f"{line} steps=4"), on(go(f"{line} steps=2"), "precision=auto steps=4")
         assert curve(run, "loss") == curve(whole, "loss")
-        assert meta(run)["extra"]["contract"]["precision"] == word
+        assert saved(run, "terms")["contract"]["precision"] == word
 
 
 @pytest.mark.parametrize("word", ["fp32", "bf16"])
@@ -66,9 +66,9 @@ def test_fp16_searches_its_loss_scale_without_failing_and_resumes_bit_for_bit():
     line = "precision=fp16 scheduler=constant nonfinite.limit=2 objective._target_="
     line += "tests.lib.objective_toys.Loud"
     whole, part = go(f"{line} steps=6"), go(f"{line} steps=3")
-    assert meta(part)["extra"]["loss_scale"] == {"value": 8192.0, "good_steps": 0}
+    assert saved(part, "loss_scale") == {"value": 8192.0, "good_steps": 0}
     run = on(part, "steps=6")
-    assert meta(run)["extra"]["loss_scale"] == meta(whole)["extra"]["loss_scale"]
+    assert saved(run, "loss_scale") == saved(whole, "loss_scale")
     skipped = [entry.get("skipped") for entry in steps(run)]
     assert skipped[:4] == ["loss scale"] * 4, "more than nonfinite.limit"
     assert None in skipped

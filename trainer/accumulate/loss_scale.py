@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 from trainer.accumulate.base import Divisors
+from trainer.core.stateful import State, Stateful
 
 GROWTH_STEPS = 2000  # without a gradient that is not finite, after which the scale is doubled
 
 
 @final
-@dataclass(slots=True)
-class LossScale:
+@dataclass
+class LossScale(Stateful):
     """What the loss is multiplied by, and its gradient divided by when it is reduced.
 
     As PyTorch's `GradScaler`, but for a whole step: every micro-batch of it has the same scale, and
@@ -24,6 +25,7 @@ class LossScale:
     good_steps: int = 0  # since it was changed
 
     def __post_init__(self) -> None:
+        """Refuse a scale that no run has."""
         if not 1 <= self.value < 2.0**127 or self.good_steps < 0:
             raise ValueError(f"loss scale of {self.value} after {self.good_steps} steps")
 
@@ -31,7 +33,15 @@ class LossScale:
         """Give divisors whose losses are the scale times larger."""
         return [{name: divisor / self.value for name, divisor in part.items()} for part in parts]
 
-    def grow(self) -> None:
+    def state(self) -> State:
+        """See the base class."""
+        return asdict(self)
+
+    def load(self, state: State) -> None:
+        """See the base class."""
+        vars(self).update(vars(LossScale(**state)))
+
+    def after_update(self, step: int) -> None:
         """Count a step whose gradient was finite."""
         self.good_steps += 1
         if self.good_steps == GROWTH_STEPS:

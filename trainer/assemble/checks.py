@@ -1,30 +1,22 @@
 """Check, before training, what a run is made of.
 
 That no part makes the step inexact; that a loss nobody has tested is a sum; that ranks begin the
-same, since replicas that begin apart stay apart, and no later step shows it; that a resumed run
-goes on with the same steps. A checkpoint keeps the contract that its steps obeyed and the
-fingerprint of their data.
+same, since replicas that begin apart stay apart, and no later step shows it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, Field
 from torch import nn
 
-from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
-from trainer.checkpoint.codec import decode
-from trainer.checkpoint.store import Loaded
-from trainer.config.run_config import contract, contract_diff
-from trainer.core.errors import ConfigError, DataError, NoCheckpointError
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import to_device
 from trainer.core.tensors import bits_of
 from trainer.core.world import World
@@ -32,7 +24,7 @@ from trainer.data.loader import Request
 from trainer.data.view import DataView
 from trainer.models.first_weights import FirstWeights, is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
-from trainer.plan.cut import Cost, IntArray
+from trainer.plan.cut import IntArray
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
@@ -209,119 +201,3 @@ def check_consistency(
                 "of rank 0; its constructor draws from a generator that `seed` does not govern, or "
                 "depends on the rank: draw with torch's generator, or from a fixed seed"
             )
-
-
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class _CutState(BaseModel):
-    cost: Cost | None = None
-    micro: _Count | None = None
-    steps: _Count | None = None
-    max_tokens: _Count | None = None
-    single_sample_cap: _Count | None = None
-    cap_after_failure: _Count | None = None
-
-
-class _Prepared(BaseModel):
-    accum: dict[str, Any]
-    cost: Cost | None = None
-    state: _CutState
-    tuning: dict[str, Any] | None
-    evaluation_tokens: Annotated[_Count, Field(ge=1)]
-    sync: tuple[str, _Count, str] | None = None
-
-
-class _Position(BaseModel, extra="forbid"):
-    step: _Count
-    epoch: _Count
-    offset: _Count
-    samples: _Count
-
-
-class _RunState(BaseModel):
-    """Types of what is read; there may be more."""
-
-    contract: dict[str, Any]
-    fingerprint: str
-    cursor: _Position
-    tokens: _Count
-    failures: _Count = 0
-    total_steps: _Count = 0
-    loss_scale: LossScale | None = None
-    wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
-    cut: _Prepared
-    held_out: str | None = None
-    ledger_from: Annotated[_Count, Field(ge=1)] | None = None
-    given: dict[str, Any] = {}
-
-
-def read_run_state(loaded: Loaded) -> dict[str, Any]:
-    """Read what a checkpoint, perhaps a stranger's, keeps beside weights and moments.
-
-    What `commands/train.py` writes comes back as it was, after types and ranges are checked.
-
-    Raises:
-        NoCheckpointError: it is not what a run of this version keeps.
-    """
-    try:
-        extra: dict[str, Any] = decode(loaded.meta["extra"], loaded.read)
-        state = _RunState.model_validate(extra)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = " ".join(repr(error).split())
-        raise NoCheckpointError(
-            f"{loaded.path}: not a training state of this version ({text:.80}): start a new run "
-            "from its weights with init="
-        ) from error
-    at = state.cursor
-    if at.step != loaded.step or max(at.epoch, state.failures) > at.step or at.offset > at.samples:
-        raise NoCheckpointError(
-            f"{loaded.path}: data position ({at}) does not match step {loaded.step}: start a new "
-            "run from its weights with init="
-        )
-    return extra
-
-
-def terms_of(
-    components: Components, loaded: Loaded | None, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Give what the steps of a run depend on: its contract, and its data.
-
-    `state` is that of the checkpoint, where there is one. The run's config.yaml was compared before
-    with what is typed; it cannot know the data, nor the cut of a model that normalises over it.
-
-    Raises:
-        DataError: the run was begun with other data, and may not change them.
-        ConfigError: the run was begun with other steps, and may not; one line per key.
-    """
-    found = {"precision": components.precision, "objective": components.chosen.component}
-    config = components.config.model_copy(update=found)
-    now = contract(config, coupling=components.coupling, ranks=components.world.size)
-    fingerprint, allow = components.train_set.fingerprint, config.resume_allow
-    if loaded is not None and state["fingerprint"] != fingerprint and "data" not in allow:
-        raise DataError(
-            "data: changed since the checkpoint was written, so the remaining steps would use "
-            "different samples: restore the data, or allow the change with resume_allow=[data]"
-        )
-    if loaded is not None and (faults := contract_diff(state["contract"], now, allow)):
-        raise ConfigError(*faults)
-    return {"contract": now, **_fingerprints(components), "given": dict(components.given)}
-
-
-def refuse_changed_data(components: Components, state: Mapping[str, Any]) -> None:
-    """Refuse to evaluate on data that are not those of the run any more.
-
-    Raises:
-        DataError: what it trained on, or held out, was other data.
-    """
-    changed = any(state.get(name) != found for name, found in _fingerprints(components).items())
-    if changed and "data" not in components.config.resume_allow:
-        raise DataError(
-            "data: changed since the checkpoint was written, so that samples it trained on may be "
-            "held out: restore the data, or evaluate all of other data with data.holdout=all"
-        )
-
-
-def _fingerprints(components: Components) -> dict[str, str | None]:
-    held_out = components.held_out and components.held_out.loader.dataset.fingerprint
-    return {"fingerprint": components.train_set.fingerprint, "held_out": held_out}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -33,6 +33,7 @@ from trainer.assemble.parallel import (
     planned_device,
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
+from trainer.assemble.terms import Terms
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig, stated_coupling
@@ -40,6 +41,7 @@ from trainer.core.coupling import Coupling, strictest
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.norms import model_coupling
+from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
@@ -146,16 +148,17 @@ class Components:
         self,
         *,
         on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
-        loss_scale: Mapping[str, Any] | None = None,
+        parts: Sequence[Stateful] = (),
     ) -> StepContext:
         """Compose the step, and build the optimizer; the model may not be replaced after it.
 
-        `loss_scale` is what a checkpoint of a run in fp16 has.
+        `parts` are the user's, which follow every update.
         """
         if self.config.compile and self.config.command != "verify":  # which runs copies, in float64
             compile_model(self.module, COMPILED_SHAPES)
         model = self.parallel.lay_out(self.module, self.call, self.world, self.weights)
         optimizer = self.make_optimizer(self.module)
+        scale = LossScale() if self.precision == "fp16" else None
         return StepContext(
             model=model,
             objective=self.objective,
@@ -172,7 +175,8 @@ class Components:
             schedule=self.schedule,
             total_steps=self.total_steps,
             clip_norm=self.config.clip_norm,
-            loss_scale=LossScale(**loss_scale or {}) if self.precision == "fp16" else None,
+            loss_scale=scale,
+            parts=[*([] if scale is None else [scale]), *parts],
             world=self.world,
             on_out_of_memory=on_out_of_memory,
         )
@@ -181,21 +185,21 @@ class Components:
 def assemble(
     config: RunConfig,
     world: World,
-    state: Mapping[str, Any] | None = None,
+    terms: Terms | None = None,
     stored: StoredWeights | None = None,
     *,
     with_values: bool = False,
 ) -> Components:
     """Build everything a run is made of. Collective.
 
-    `state` is that of the checkpoint that is read, where there is one; see `read_run_state`. The
-    model begins with the `stored` weights, or with those drawn from the seed. A plan for a machine
-    that is not here builds it without weights, unless `with_values`.
+    `terms` are those of the checkpoint that is read, where there is one. The model begins with the
+    `stored` weights, or with those drawn from the seed. A plan for a machine that is not here
+    builds it without weights, unless `with_values`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
-    batch, trust, state = config.batch, config.trust, state or {}
+    batch, trust, terms = config.batch, config.trust, terms or Terms()
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
     typed, spec = typed_objective(config), _optimizer(config)
@@ -212,7 +216,7 @@ def assemble(
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     mode, why = parallel_mode(config, world), None
     may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
-    given = arguments_from_data(config, train_set, state)
+    given = arguments_from_data(config, train_set, terms.given)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
     module, weights = build(in_shards=may_shard)
     if mode == "auto":
@@ -220,7 +224,7 @@ def assemble(
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
             module, weights = build()
-    precision = resolve_precision(config, world, module, state.get("contract"))
+    precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module)
     rows = vocabulary_of(module)
@@ -236,7 +240,7 @@ def assemble(
     setup = parallel_setup(
         *(config, world, module, mode, AUTOCAST.get(precision)),
         single_backward=strategy.single_backward,
-        begun=state.get("cut", {}).get("sync"),
+        begun=terms.sync,
     )
     return Components(
         config=config,

@@ -144,9 +144,9 @@ def check_components(config: RunConfig) -> None:
     """
     faults: list[str] = []
     waiting = [(path, attrgetter(path)(config), False) for path in COMPONENTS]
-    sees_hooks = config.command not in {"evaluate", "export"}
+    takes_steps = config.command not in {"evaluate", "export"}
     for key, each in config.listed():
-        waiting += [(key, each, False)] if sees_hooks or not key.startswith("hooks") else []
+        waiting += [(key, each, False)] if takes_steps or key.startswith("transforms") else []
     for key, component, inner in waiting:
         try:
             target = look_up(component, key, config.trust, inner=inner)

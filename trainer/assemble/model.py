@@ -44,11 +44,11 @@ STATE = 4  # weights, gradients and two moments: what training needs at the most
 
 
 def arguments_from_data(
-    config: RunConfig, data: DataView, state: Mapping[str, Any]
+    config: RunConfig, data: DataView, recorded: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Give what a model may take from the data; of a run that is read, what it took there."""
     known, typed = data.facts.vocab_size, config.model.params.get("vocab_size")
-    if recorded := state.get("given"):
+    if recorded:
         size = typed or recorded.get("vocab_size")
         if known and size and size < known:
             raise DataError(f"data: hold {known} different tokens; the run's model has {size}")

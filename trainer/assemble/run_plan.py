@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
-from pydantic import TypeAdapter
-
 from trainer.assemble.checks import check_parts, check_sums
 from trainer.assemble.components import Components
 from trainer.assemble.reads import check_reads
+from trainer.assemble.resumption import SavedCut
 from trainer.assemble.trials import Trials
 from trainer.assemble.tuning import (
     device_cost,
@@ -21,17 +19,16 @@ from trainer.assemble.tuning import (
     tune_run,
     workload_of,
 )
-from trainer.core.errors import NoCheckpointError
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import Cost, Cut, IntArray, Plan
+from trainer.plan.cut import Cut, IntArray, Plan
+from trainer.training.batches import Feed
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Tuning
 
-_CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
 
@@ -64,45 +61,48 @@ class RunPlan:
         return next((row.seconds_per_step for row in rows if row.chosen), None)
 
 
-def prepare_on_main(components: Components, saved: Mapping[str, Any] | None = None) -> RunPlan:
+def prepare_on_main(components: Components, saved: SavedCut | None = None) -> RunPlan:
     """Find the cut of a run on the main rank, and give every rank the same. Collective."""
     found: list[RunPlan] = []
 
     def find() -> dict[str, Any]:
         found.append(prepare(components, saved))
         return {
-            "cut": describe_cut(found[0]),
+            "cut": saved_cut(found[0]).state(),
             "trials": asdict(replace(found[0].trials, counts=None)),
         }
 
     answer = components.world.on_main(find)
-    return found[0] if found else prepare(components, answer["cut"], Trials(**answer["trials"]))
+    if found:
+        return found[0]
+    return prepare(components, SavedCut(**answer["cut"]), Trials(**answer["trials"]))
 
 
 def prepare(
-    components: Components, saved: Mapping[str, Any] | None = None, trials: Trials | None = None
+    components: Components, saved: SavedCut | None = None, trials: Trials | None = None
 ) -> RunPlan:
     """Find the cut of a run.
 
-    `saved` is `describe_cut` of a run that is resumed; it counts while `accum` is unchanged, so
-    that a resumed `auto` cuts as before, and every evaluation sums in the same order. `trials` are
-    those of the main rank; without them they run here.
+    `saved` is of a run that is resumed; it counts while `accum` is unchanged, so that a resumed
+    `auto` cuts as before, and every evaluation sums in the same order. `trials` are those of the
+    main rank; without them they run here.
 
     Raises:
         CannotRunFake: the model was built without weights, and needs more than shapes.
         Preempted: a signal ended the tuning.
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
+    saved = saved or SavedCut()
     check_parts(components)
     work = workload_of(components)
     trials = trials or Trials.run(components, padded_workload(components, work))
     trials.apply(components)
     components = _with_cost(components, trials.counts, saved)
     limit, is_here = memory_of_rank(components, work.resident_bytes)
-    batches, known = _sampled(components), _restored(components, saved)
+    batches, is_known = _sampled(components), saved.belongs_to(components)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
-    if known is not None:
-        cut, tuning, how = *known, "as before, from the checkpoint"
+    if is_known:
+        cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
     elif cut.needs_tuning:
         assert limit is not None  # a machine that is not here has what accum.memory says
         tuning = tune_run(components, work, trials.counts, limit, batches, is_here=is_here)
@@ -115,9 +115,7 @@ def prepare(
     plans = tuple(cut.cut(lengths, components.layout) for lengths in batches)
     for plan in plans:
         plan.check(components.layout)
-    tokens = max(plan.max_positions for plan in plans)
-    if known is not None and saved is not None:
-        tokens = saved["evaluation_tokens"]
+    tokens = saved.evaluation_tokens if is_known else max(plan.max_positions for plan in plans)
     predicted, warnings = tuning and tuning.predicted, list[str]()
     if components.world.is_main:
         if tuning is None:
@@ -144,48 +142,19 @@ def prepare(
     )
 
 
-def _with_cost(
-    components: Components, counts: ComputeCounts | None, saved: Mapping[str, Any] | None
-) -> Components:
+def _with_cost(components: Components, counts: ComputeCounts | None, saved: SavedCut) -> Components:
     """Give every cut the time model that the run began with, or that of the device.
 
     `accum=auto` times its own where it can.
     """
-    cost = device_cost(components, counts)
-    if saved is not None and saved["accum"] == components.config.accum.model_dump(include=_CUT_BY):
-        cost = Cost(**saved["cost"])
+    is_known = saved.belongs_to(components)
+    cost = saved.cost if is_known else device_cost(components, counts)
     return replace(components, layout=replace(components.layout, cost=cost))
 
 
-def describe_cut(run_plan: RunPlan) -> dict[str, Any]:
-    """Give what a resumed run needs to cut and to reduce as this one does, as JSON."""
-    components, setup = run_plan.components, run_plan.components.parallel
-    return {
-        "accum": components.config.accum.model_dump(include=_CUT_BY),
-        "cost": asdict(components.layout.cost),
-        "state": asdict(run_plan.cut),
-        "tuning": run_plan.tuning and asdict(run_plan.tuning),
-        "evaluation_tokens": components.held_out.max_tokens if components.held_out else 1,
-        "sync": [setup.mode, components.world.size, setup.sync.name] if setup.is_open else None,
-    }
-
-
-def _restored(
-    components: Components, saved: Mapping[str, Any] | None
-) -> tuple[Cut, Tuning | None] | None:
-    """Give the cut of a checkpoint, and what tuning had found; None where `accum` is another."""
-    if saved is None or saved["accum"] != components.config.accum.model_dump(include=_CUT_BY):
-        return None
-    state, tuning = dict(saved["state"]), TypeAdapter(Tuning | None)
-    try:
-        if state.get("cost") is not None:
-            state["cost"] = Cost(**state["cost"])
-        return replace(components.cut, **state), tuning.validate_python(saved["tuning"])
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise NoCheckpointError(
-            f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
-            "init="
-        ) from error
+def saved_cut(run_plan: RunPlan, feed: Feed | None = None) -> SavedCut:
+    """Give what a resumed run needs to cut as this one does, or its feed then."""
+    return SavedCut.of(run_plan.components, run_plan.cut, run_plan.tuning, feed)
 
 
 def _sampled(components: Components) -> list[IntArray]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.tensor_files import StoredTensor
+
 Json = Any
 """What `json` reads and writes."""
 
@@ -21,30 +23,39 @@ _TENSOR, _TUPLE, _FLOAT, _PAIRS = "$tensor", "$tuple", "$float", "$pairs"
 _MARKS = frozenset({_TENSOR, _TUPLE, _FLOAT, _PAIRS})
 
 
-def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:  # noqa: ANN401 - any state
-    """Turn a state into JSON, moving its tensors out.
+def encode(
+    value: Any,  # noqa: ANN401 - any state
+    name: str,
+    tensors: dict[str, Tensor],
+    known: dict[int, tuple[str, Tensor]] | None = None,
+) -> Json:
+    """Turn a state into JSON, moving its tensors out; one that occurs twice is stored once.
 
     Args:
         value: tensors, numbers, strings, `None`, and lists, tuples and mappings of them.
         name: where the value stands; its tensors are named below it, joined by dots.
         tensors: receives the tensors, uncopied.
+        known: by identity, tensors that occurred, with their names; none at first. They are kept,
+            since the identity of one that is gone may be another's.
 
     Raises:
         TypeError: something else occurs; the text says where.
         ValueError: two tensors would share a name.
     """
+    known = {} if known is None else known
     if isinstance(value, Tensor):
-        if name in tensors:
-            raise ValueError(f"{name}: two tensors would share this name")
-        tensors[name] = value.detach()
-        return {_TENSOR: name}
+        if id(value) not in known:
+            if name in tensors:
+                raise ValueError(f"{name}: two tensors would share this name")
+            tensors[name], known[id(value)] = value.detach(), (name, value)
+        return {_TENSOR: known[id(value)][0]}
     if isinstance(value, Mapping):
-        pairs = [(key, encode(item, f"{name}.{key}", tensors)) for key, item in value.items()]
+        pairs = [(key, encode(v, f"{name}.{key}", tensors, known)) for key, v in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        items = [encode(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     return _encode_plain(value, name)
 
@@ -70,6 +81,17 @@ def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any
     if mark == _PAIRS and isinstance(content, list):
         return {key: decode(item, read) for key, item in content}
     raise ValueError(f"{mark} has the invalid content {content!r}")
+
+
+def read_whole(value: Any) -> Any:  # noqa: ANN401 - any state
+    """Read every `StoredTensor` of a state that was decoded without reading any."""
+    if isinstance(value, StoredTensor):
+        return value[...].clone()
+    if isinstance(value, Mapping):
+        return {key: read_whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(read_whole, value))
+    return value
 
 
 def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state

@@ -17,7 +17,7 @@ from typing import Annotated, Any, final
 from pydantic import BaseModel, ConfigDict, Field
 
 FILE_NAME = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 MAX_BYTES = 256 << 20
 """A larger file is no manifest of ours, and is not read."""
@@ -53,7 +53,8 @@ class Manifest(BaseModel):
     format_version: int = FORMAT_VERSION
     step: _Size  # optimizer steps taken
     files: dict[_FileName, FileDigest]  # every file but the manifest itself
-    meta: dict[str, Any]  # everything that is not a tensor, as JSON
+    # By name of a part its `version`, and its `state` as JSON, which names its tensors
+    parts: dict[str, Any]
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -52,8 +52,11 @@ from trainer.core.world import World
 CHECKPOINTS = "checkpoints"
 """Folder in a run folder."""
 
-MODEL = "model."
-"""Begins the names of weights and buffers in a checkpoint."""
+MODEL = "model"
+"""Name of the part of a checkpoint that holds weights and buffers."""
+
+OPTIMIZER = "optimizer"
+"""Name of the part that holds the optimizer's state."""
 
 _logger = logging.getLogger(__name__)
 
@@ -70,21 +73,12 @@ class Loaded:
 
     step: int  # optimizer steps taken
     tensors: Mapping[str, StoredTensor]  # by name, unread
-    meta: Mapping[str, Any]  # everything else, as JSON
+    parts: Mapping[str, Any]  # by name, with what is no tensor, as in the manifest
     path: Path  # its folder
     messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.path}"
-
-    @property
-    def weights(self) -> dict[str, StoredTensor]:
-        """The model's weights and buffers by plain name, a tied one under its first."""
-        return {n.removeprefix(MODEL): t for n, t in self.tensors.items() if n.startswith(MODEL)}
-
-    def read(self, name: str) -> Tensor:
-        """Read a whole tensor."""
-        return self.tensors[name][...]
 
 
 def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
@@ -93,7 +87,7 @@ def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) 
     return Loaded(
         step=manifest.step,
         tensors=open_tensors(path / name for name in sorted(manifest.files)),
-        meta=manifest.meta,
+        parts=manifest.parts,
         path=path,
     )
 
@@ -122,14 +116,14 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
 
     def save(
-        self, step: int, files: FileTensors, meta: Mapping[str, Any], world: World = _ALONE
+        self, step: int, files: FileTensors, parts: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
         """Write a checkpoint; when this returns it survives a power cut. Collective.
 
         Args:
             step: optimizer steps taken.
             files: what `assign_files` gave on each rank.
-            meta: everything else, as JSON; the main rank's is stored.
+            parts: what `capture` gave beside tensors; the main rank's is stored.
             world: the ranks that save.
 
         Returns:
@@ -138,7 +132,7 @@ class CheckpointStore:
         Raises:
             SaveError: it could not be written, or the step has a checkpoint already. The older ones
                 are as they were, and nothing of this one is left.
-            TypeError: `meta` holds what is no JSON; likewise.
+            TypeError: `parts` holds what is no JSON; likewise.
             ValueError: it holds NaN or infinity; likewise.
         """
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
@@ -147,7 +141,7 @@ class CheckpointStore:
             manifest = Manifest(
                 step=step,
                 files={name: each for part in written for name, each in part.items()},
-                meta=dict(meta),
+                parts=dict(parts),
             )
             world.on_main(lambda: self._commit(unfinished, manifest))
         except (SaveError, TypeError, ValueError):
@@ -266,7 +260,7 @@ class CheckpointWriter:
         self._in_flight: Future[Path] | None = None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor], parts: Mapping[str, Any]
     ) -> Path | None:
         """Save the state as it is now, even where the write before it turns out to have failed.
 
@@ -276,7 +270,7 @@ class CheckpointWriter:
         """
         files = assign_files(tensors, self._world.rank)
         if self._thread is None:
-            return self._store.save(step, files, meta, self._world)
+            return self._store.save(step, files, parts, self._world)
         try:
             return self.wait()
         finally:
@@ -284,7 +278,7 @@ class CheckpointWriter:
                 file: {name: each.detach().to("cpu", copy=True) for name, each in inner.items()}
                 for file, inner in files.items()
             }
-            state = copied, copy.deepcopy(dict(meta)), self._world
+            state = copied, copy.deepcopy(dict(parts)), self._world
             self._in_flight = self._thread.submit(self._store.save, step, *state)
 
     @property

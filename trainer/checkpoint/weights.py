@@ -10,7 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -19,16 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer.checkpoint.codec import decode
+from trainer.checkpoint.codec import read_whole
 from trainer.checkpoint.manifest import FILE_NAME, DamagedError, OtherFormatError
-from trainer.checkpoint.state import find_ties, plain_name
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded, open_checkpoint
+from trainer.checkpoint.state import find_ties, plain_name, state_of
+from trainer.checkpoint.store import CHECKPOINTS, MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import clip, first_of
 from trainer.config.run_config import RunConfig
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import expanded, shown_path
+from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import fill
 from trainer.core.world import World
 
@@ -48,6 +49,15 @@ class StoredWeights:
     # Whether they go on, and so are those of the model as it is trained; else a model begins with
     # them before it is transformed.
     is_resumed: bool = False
+    # By plain name, what modules keep besides tensors, where they go on
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:
+        """Take those of the state of a model that goes on, whose tensors are unread."""
+        values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+        others = {name: read_whole(state[name]) for name in state.keys() - values.keys()}
+        return cls(values=values, source=source, loaded=loaded, is_resumed=True, others=others)
 
     def fault(self, model: nn.Module) -> str:
         """Say how they differ from a model in names, shapes and dtypes; empty where they fit it."""
@@ -80,30 +90,39 @@ class StoredWeights:
         for name, stored in found.items():
             if not state[name].is_meta:
                 fill(state[name], stored)
-        kept = self._kept()
-        others = {name: kept[plain_name(name)] for name in state if plain_name(name) in kept}
+        others = {n: self.others[plain_name(n)] for n in state if plain_name(n) in self.others}
         # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
         here = {name: state[name] for name in found if not state[name].is_meta}
         model.load_state_dict(here | others, strict=False)
         return {name: stored for name, stored in found.items() if state[name].is_meta}
 
-    def _kept(self) -> Mapping[str, Any]:
-        """Read what modules keep besides tensors, of a run that goes on."""
-        if self.loaded is None or not self.is_resumed:
-            return {}
-        try:
-            kept: Mapping[str, Any] = decode(self.loaded.meta["model"]["others"], self.loaded.read)
-            return dict(kept.items())
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise NoCheckpointError(
-                f"{self.source}: not a state of this version ({error!r:.80}): use init= for its "
-                "weights"
-            ) from error
+
+@final
+class ModelPart(Stateful):
+    """Weights, buffers, and what modules keep besides (`get_extra_state`), by plain name.
+
+    A run that goes on builds its model with them (`checkpoint_weights`).
+    """
+
+    loads_unread = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state(self) -> State:
+        """See the base class; tied weights are one tensor under several names."""
+        state = self._module.state_dict(keep_vars=True)
+        return {plain_name(name): value for name, value in state.items()}
+
+    def load(self, state: State) -> None:
+        """See the base class; all of it is checked before a weight changes."""
+        StoredWeights.of(state, "model").fill(self._module)
 
 
 def checkpoint_weights(loaded: Loaded) -> StoredWeights:
     """Give the weights of a run that goes on, or is read."""
-    return StoredWeights(values=loaded.weights, source=loaded.path, loaded=loaded, is_resumed=True)
+    state = state_of(loaded, MODEL, ModelPart.version)
+    return StoredWeights.of(state, loaded.path, loaded)
 
 
 def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> StoredWeights | None:
@@ -132,11 +151,16 @@ def open_weights(path: Path, world: World | None = None, step: int | None = None
     opened: list[StoredWeights] = []
     if (path / CHECKPOINTS).is_dir():
         newest = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
-        return StoredWeights(values=newest.weights, source=newest.path, loaded=newest)
+        return _begun_with(newest)
     if step is not None:
         raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
     world.on_all(lambda: opened.append(_open(path, world)))
     return opened[0]
+
+
+def _begun_with(loaded: Loaded) -> StoredWeights:
+    """Give the weights of a checkpoint for a new run."""
+    return replace(checkpoint_weights(loaded), is_resumed=False, others={})
 
 
 def _open(path: Path, world: World) -> StoredWeights:
@@ -145,7 +169,7 @@ def _open(path: Path, world: World) -> StoredWeights:
     try:
         if (path / FILE_NAME).is_file():
             loaded = open_checkpoint(path, world=world)
-            return StoredWeights(values=loaded.weights, source=loaded.path, loaded=loaded)
+            return _begun_with(loaded)
         files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]
         if (path / INDEX_FILE).is_file() and not files:
             index = json.loads((path / INDEX_FILE).read_bytes())["weight_map"]
@@ -210,16 +234,12 @@ def export(
 
     Raises:
         ConfigError: `to` is taken.
-        NoCheckpointError: its ties are none.
+        NoCheckpointError: it holds no model.
         SaveError: it could not be written; nothing is left of it.
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    weights = loaded.weights
-    try:
-        weights |= {alias: weights[name] for alias, name in loaded.meta["model"]["ties"].items()}
-    except (LookupError, TypeError, AttributeError) as error:
-        raise NoCheckpointError(f"{loaded.path}: damaged: a tied weight is missing") from error
+    weights = checkpoint_weights(loaded).values
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):

@@ -7,23 +7,21 @@ named.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.checks import (
-    check_consistency,
-    read_run_state,
-    refuse_changed_data,
-    terms_of,
-)
+from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model
 from trainer.assemble.parallel import ParallelSetup
+from trainer.assemble.resumption import SavedCut, check_terms, refuse_changed_data
 from trainer.assemble.run_plan import RunPlan, prepare, prepare_on_main
+from trainer.assemble.terms import Terms, read_terms
+from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, first_weights
 from trainer.config.messages import show
@@ -59,12 +57,12 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     """
     store = CheckpointStore(folder / CHECKPOINTS)
     loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
-    state = read_run_state(loaded)
+    terms = read_terms(loaded)
     if config.evaluates_all:
-        config = _for_any_data(config, state)
-    components = assemble(config, world, state, checkpoint_weights(loaded))
+        config = _for_any_data(config, terms)
+    components = assemble(config, world, terms, checkpoint_weights(loaded))
     if not config.evaluates_all:
-        refuse_changed_data(components, state)
+        refuse_changed_data(components, terms)
     check_consistency(world, components.data_views, components.module, components.weights)
     data = prepare_on_main(components).components.held_out
     if data is None:
@@ -73,7 +71,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
     def report() -> None:
         file = folder / evaluation_file(config)
-        what, record = _described(config, state, data)
+        what, record = _described(config, terms, data)
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         more = f" (written to {file.name})" if config.evaluates_all else ""
         _show(loaded, f"{what}: {figures}{more}")
@@ -84,18 +82,16 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     return 0
 
 
-def _for_any_data(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+def _for_any_data(config: RunConfig, terms: Terms) -> RunConfig:
     """Let data of any size be enough: they are cut and evaluated, and no step is taken."""
     batch = config.batch.model_copy(update={"tail": "keep"})
-    steps = state.get("total_steps") or config.steps
+    steps = terms.total_steps or config.steps
     return config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
 
 
-def _described(
-    config: RunConfig, state: Mapping[str, Any], data: HeldOut
-) -> tuple[str, dict[str, Any]]:
+def _described(config: RunConfig, terms: Terms, data: HeldOut) -> tuple[str, dict[str, Any]]:
     """Say which samples are evaluated, for the screen and for the record."""
-    section, before = to_plain(config)["data"], state["contract"]
+    section, before = to_plain(config)["data"], terms.contract
     keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
     is_own = all(before.get(key) == contract(config)[key] for key in keys)
     count, most = data.num_samples, len(data.lengths)
@@ -138,7 +134,7 @@ def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # no
     if "transformers" not in sys.modules:
         return None
     try:
-        given, stored = read_run_state(loaded).get("given", {}), checkpoint_weights(loaded)
+        given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
         module, _ = build_model(config, world, given, stored=stored)
     except ConfigError as error:  # what it was loaded from may be gone
         Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
@@ -164,25 +160,24 @@ def name_read(screen: Screen, loaded: Loaded | None) -> None:
 
 def assemble_resumed(
     config: RunConfig, world: World, *, with_values: bool = False
-) -> tuple[Components, Loaded | None, dict[str, Any]]:
+) -> tuple[Components, Loaded | None, SavedCut]:
     """Build a run as it begins, or goes on from the checkpoint that `resume` names.
 
-    Gives its parts, the checkpoint of its weights, where they are of one, and the state that it
-    goes on with; what a resumption refuses is refused. A plan leaves weights unread. `with_values`
-    is as for `assemble`.
+    Gives its components, the checkpoint of its weights, where they are of one, and the cut that
+    was saved; what a resumption refuses is refused. A plan leaves weights unread. `with_values` is
+    as for `assemble`.
     """
-    loaded, extra, stored = None, {}, None
+    loaded, terms, cut, stored = None, Terms(), SavedCut(), None
     if config.resume is not None:
         store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
         loaded = store.load(config.checkpoint_step, set_aside=False)
-        extra = read_run_state(loaded)
+        restore(loaded, {"terms": terms, "cut": cut})
     if config.command != "plan":
         # One process stands for all ranks.
         stored = first_weights(config, loaded, World(device=world.device))
-    components = assemble(config, world, extra, stored, with_values=with_values)
-    if loaded is not None:
-        terms_of(components, loaded, extra)
-    return components, loaded or (stored and stored.loaded), extra
+    components = assemble(config, world, terms, stored, with_values=with_values)
+    check_terms(components, terms)
+    return components, loaded or (stored and stored.loaded), cut
 
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -194,8 +189,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
-    components, loaded, extra = assemble_resumed(config, world)
-    run_plan = prepare(components, extra.get("cut"))
+    components, loaded, cut = assemble_resumed(config, world)
+    run_plan = prepare(components, cut)
     batch, feed = _of_all_ranks(run_plan)
     report = verify(components.step_context(), batch, feed, whole_fits=_whole_fits(run_plan))
     report = replace(report, notes=(*_asides(components), *report.notes))
@@ -239,7 +234,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         NotExactError: they differ; verify.json says so.
     """
     here = World(device=world.device)
-    components = assemble(config, world, {}, first_weights(config, None, here))
+    components = assemble(config, world, stored=first_weights(config, None, here))
     setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
     none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
     alone = replace(components, world=here, parallel=none, layout=layout)

@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from trainer.assemble.checks import check_consistency, read_run_state, terms_of
+from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import construct
-from trainer.assemble.run_plan import RunPlan, describe_cut, prepare, prepare_on_main
+from trainer.assemble.resumption import SavedCut, check_terms, own_parts, refuse_unsavable
+from trainer.assemble.run_plan import RunPlan, prepare, prepare_on_main, saved_cut
 from trainer.assemble.summary import describe
-from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, CheckpointWriter, Loaded
-from trainer.checkpoint.weights import StoredWeights, first_weights
+from trainer.assemble.terms import Terms, read_terms
+from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
+from trainer.checkpoint.store import (
+    CHECKPOINTS,
+    MODEL,
+    OPTIMIZER,
+    CheckpointStore,
+    CheckpointWriter,
+    Loaded,
+)
+from trainer.checkpoint.weights import ModelPart, StoredWeights, first_weights
 from trainer.commands.reading import assemble_resumed, name_read
 from trainer.config.rules import parse_time
-from trainer.config.run_config import RunConfig, config_hash, contract_diff, to_plain
+from trainer.config.run_config import RunConfig, contract_diff, to_plain
 from trainer.config.run_config import contract as contract_of
 from trainer.core.durable import write_record
 from trainer.core.errors import Preempted
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
-from trainer.core.rows import record_of
+from trainer.core.rows import Row, record_of
 from trainer.core.signals import UNBEGUN
+from trainer.core.stateful import Stateful
 from trainer.core.world import World
-from trainer.plan.order import Cursor
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record, environment
-from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
+from trainer.report.records import Record
+from trainer.report.reporter import Hook, Reporter, ReportPart, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
+from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.loop import Progress, Run, train
@@ -79,11 +88,11 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     Of ranks that are not there this process works out what the first would do.
     """
     try:
-        components, loaded, extra = assemble_resumed(config, world)
-        run_plan = prepare(components, extra.get("cut"))
+        components, loaded, cut = assemble_resumed(config, world)
+        run_plan = prepare(components, cut)
     except CannotRunFake:  # shapes do not do
-        components, loaded, extra = assemble_resumed(config, world, with_values=True)
-        run_plan = prepare(components, extra.get("cut"))
+        components, loaded, cut = assemble_resumed(config, world, with_values=True)
+        run_plan = prepare(components, cut)
     plan = record_of(rows := describe(run_plan))
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
@@ -99,30 +108,70 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     _end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
-    extra = {} if loaded is None else read_run_state(loaded)
-    components = _assemble(config, world, extra, stored := first_weights(config, loaded, world))
-    contract = terms_of(components, loaded, extra)
-    run_plan = prepare_on_main(components, extra.get("cut"))
+    before, cut, marks = _read_saved(loaded)
+    own, stored = own_parts(config), first_weights(config, loaded, world)
+    components = _assemble(config, world, before, stored)
+    terms, run_plan = check_terms(components, before), prepare_on_main(components, cut)
     components, plan = run_plan.components, record_of(rows := describe(run_plan))
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
-    context = _step_context(components, loaded, extra, contract, failed)
+    context = components.step_context(on_out_of_memory=failed, parts=[*own.values()])
+    feed = components.feed(run_plan.cut, world, components.source.order.start)
+    progress = Progress()
+    # More steps change no setting of the optimizer, and its groups may hold state.
+    is_same = not contract_diff(before.contract, terms.contract, allow=("steps", "epochs"))
+    live: dict[str, Stateful] = {
+        OPTIMIZER: OptimizerPart(components.module, context.optimizer, keeps_settings=not is_same),
+        "rng": GeneratorsPart(),
+        "data": feed,
+        "progress": progress,
+        **({} if context.loss_scale is None else {"loss_scale": context.loss_scale}),
+        **own,
+    }
+    _begin(components, loaded, live, own)
     world.on_main(lambda: _record_begin(folder, plan, components))
-    reporter = _reporter(config, folder, loaded, extra) if world.is_main else SilentReporter()
+    reporter: Reporter = (
+        _reporter(config, folder, loaded, marks, feed.cursor.step + 1)
+        if world.is_main
+        else SilentReporter()
+    )
     with closing(reporter), ExitStack() as opened:
-        run = _run(run_plan, context, store, reporter, stop, extra, contract)
+        parts: dict[str, Stateful] = {MODEL: ModelPart(components.module), **live}
+        parts |= {"terms": terms, "cut": saved_cut(run_plan, feed), "report": marks}
+        run = _run(run_plan, context, feed, store, reporter, stop, parts)
         opened.callback(run.checkpointer.release)
         opened.callback(run.feed.close)
-        progress = _progress(run, loaded, extra, folder)
-        if loaded is None and components.train_set.num_skipped:
-            reporter.passed_over(components.train_set.num_skipped, components.train_set.skipped)
-        reporter.start(rows, plan, name=config.name)
-        _name_weights(reporter, components, stored)
-        whole = BUILT_WHOLE * (components.is_sharded and components.weights is None)
-        for line in filter(None, (*components.parallel.reasons, whole, _growth(run, extra))):
-            reporter.line(line)
+        _recall(run, progress, folder, is_saved=loaded is not None)
+        _announce(reporter, components, rows, plan, stored, _growth(run, before))
         with tracing(world, config.profile, progress.step, folder, reporter.warn):
             train(run, progress)
         _end(components, run, progress, plan, folder, started)
+
+
+def _read_saved(loaded: Loaded | None) -> tuple[Terms, SavedCut, ReportPart]:
+    """Read what a checkpoint says before the run is built; all empty where there is none."""
+    terms, cut, marks = Terms(), SavedCut(), ReportPart()
+    if loaded is not None:
+        restore(loaded, {"terms": terms, "cut": cut, "report": marks})
+    return terms, cut, marks
+
+
+def _announce(
+    reporter: Reporter,
+    components: Components,
+    rows: Sequence[Row],
+    plan: Record,
+    stored: StoredWeights | None,
+    growth: str | None,
+) -> None:
+    """Show what is about to happen, and why the run is laid out as it is."""
+    data, config = components.train_set, components.config
+    if config.resume is None and data.num_skipped:
+        reporter.passed_over(data.num_skipped, data.skipped)
+    reporter.start(rows, plan, name=config.name)
+    _name_weights(reporter, components, stored)
+    whole = BUILT_WHOLE * (components.is_sharded and components.weights is None)
+    for line in filter(None, (*components.parallel.reasons, whole, growth)):
+        reporter.line(line)
 
 
 def _end_if_stopped(world: World, was_asked: bool) -> None:
@@ -132,12 +181,12 @@ def _end_if_stopped(world: World, was_asked: bool) -> None:
 
 
 def _assemble(
-    config: RunConfig, world: World, extra: Mapping[str, Any], stored: StoredWeights | None
+    config: RunConfig, world: World, terms: Terms, stored: StoredWeights | None
 ) -> Components:
     """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
     components: list[Components] = []
     with suppress(Preempted):
-        components.append(assemble(config, world, extra, stored))
+        components.append(assemble(config, world, terms, stored))
     _end_if_stopped(world, not components)
     found = components[0]
     check_consistency(world, found.data_views, found.module, found.weights)
@@ -152,22 +201,19 @@ def _record_begin(folder: Path, plan: Record, components: Components) -> None:
     write_record(folder / SPLITS_FILE, components.split.to_json(components.train_set, held_out))
 
 
-def _step_context(
+def _begin(
     components: Components,
     loaded: Loaded | None,
-    extra: Mapping[str, Any],
-    contract: Mapping[str, Any],
-    failed: FailedAllocation,
-) -> StepContext:
-    """Compose the step, with the state that it goes on with."""
-    scale = extra.get("loss_scale")
-    context = components.step_context(on_out_of_memory=failed, loss_scale=scale)
+    live: Mapping[str, Stateful],
+    own: Mapping[str, Stateful],
+) -> None:
+    """Give every part but the model, which has it, the state it begins, or goes on, with."""
+    for part in own.values():
+        part.begin(components.module)
+    refuse_unsavable(own)
     if loaded is not None:
-        # More steps change no setting of the optimizer, and its groups may hold state.
-        lengths = ("steps", "epochs")
-        is_same = not contract_diff(extra["contract"], contract["contract"], allow=lengths)
-        restore(loaded, components.module, context.optimizer, keeps_settings=not is_same)
-    return context
+        added = own if "parts" in components.config.resume_allow else {}
+        restore(loaded, live, may_lack={"loss_scale", *added})
 
 
 def _name_weights(reporter: Reporter, components: Components, stored: StoredWeights | None) -> None:
@@ -178,10 +224,10 @@ def _name_weights(reporter: Reporter, components: Components, stored: StoredWeig
     if taken is not None:
         for message in taken.messages:
             reporter.warn(message)
-        state, now = taken.meta.get("extra") or {}, contract_of(config)
-        before = state.get("contract") or {}
-        is_same_data = all(before.get(k) == now.get(k) for k in ("data._target_", "data.path"))
-        if is_same_data and state.get("fingerprint") != components.train_set.fingerprint:
+        before, now = read_terms(taken), contract_of(config)
+        keys = ("data._target_", "data.path")
+        is_same_data = all(before.contract.get(key) == now.get(key) for key in keys)
+        if is_same_data and before.fingerprint != components.train_set.fingerprint:
             reporter.warn(
                 "init: those weights were trained on another part of these data, so that samples "
                 "held out here may be ones they were trained on"
@@ -190,8 +236,9 @@ def _name_weights(reporter: Reporter, components: Components, stored: StoredWeig
 
 
 def _reporter(
-    config: RunConfig, folder: Path, loaded: Loaded | None, extra: Mapping[str, Any]
+    config: RunConfig, folder: Path, loaded: Loaded | None, marks: ReportPart, next_step: int
 ) -> RunReporter:
+    """Open the records of a run, and note in `marks` where they are."""
     hooks = {
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
@@ -205,51 +252,40 @@ def _reporter(
         to_plain(config),
         screen.warn,
         labels={**labels, "name": config.name},
-        run_id=extra.get("wandb"),
+        run_id=marks.wandb,
     )
-    return RunReporter(
+    reporter = RunReporter(
         folder,
         screen,
         log_every=config.log.every,
         resumed_step=None if loaded is None else loaded.step,
         keep_samples=config.log.samples,
-        ledger_from=extra.get("ledger_from"),
+        ledger_from=marks.ledger_from,
         hooks=hooks,
         wandb=wandb,
     )
+    marks.wandb = reporter.wandb_id or marks.wandb  # while W&B is off, too: it may be on again
+    marks.ledger_from = (marks.ledger_from or next_step) if config.log.samples else None
+    return reporter
 
 
 def _run(
     run_plan: RunPlan,
     context: StepContext,
+    feed: Feed,
     store: CheckpointStore,
     reporter: Reporter,
     stop: Callable[[], bool],
-    extra: Mapping[str, Any],
-    contract: Mapping[str, Any],
+    parts: Mapping[str, Stateful],
 ) -> Run:
     components, config = run_plan.components, run_plan.components.config
-    cursor = Cursor(**extra["cursor"]) if extra else components.source.order.start
-    feed = components.feed(run_plan.cut, components.world, cursor)
-    every = config.checkpoint.every
-    constants = {
-        **contract,
-        "cut": describe_cut(run_plan),
-        "config_hash": config_hash(contract["contract"]),
-        "environment": environment(),
-        "total_steps": context.total_steps,
-        "ledger_from": extra.get("ledger_from") or cursor.step + 1 if config.log.samples else None,
-        # While W&B is off, too, for a resumption that turns it on again.
-        "wandb": reporter.wandb_id or extra.get("wandb"),
-    }
+    every, world = config.checkpoint.every, components.world
     checkpointer = Checkpointer(
-        context=context,
-        feed=feed,
-        writer=CheckpointWriter(
-            store, components.world, asynchronous=config.checkpoint.asynchronous
-        ),
+        world=world,
+        module=components.module,
+        parts=parts,
+        writer=CheckpointWriter(store, world, asynchronous=config.checkpoint.asynchronous),
         reporter=reporter,
-        constants=constants,
         on_full=config.checkpoint.on_full,
         every_s=parse_time(every) if isinstance(every, str) else None,
     )
@@ -268,28 +304,24 @@ def _run(
     )
 
 
-def _progress(run: Run, loaded: Loaded | None, extra: Mapping[str, Any], folder: Path) -> Progress:
-    """Say how far the run came before this process, and what it evaluated there. Collective."""
+def _recall(run: Run, progress: Progress, folder: Path, *, is_saved: bool) -> None:
+    """Note how far the run came before this process, and what it evaluated there. Collective."""
     step = run.feed.cursor.step
     evaluation = run.context.world.on_main(lambda: evaluation_at(folder, step))
-    return Progress(
-        step=step,
-        total_tokens=extra.get("tokens", 0),
-        failures=extra.get("failures", 0),
-        evaluation=evaluation or {},
-        evaluated_at=None if evaluation is None else step,
-        saved_at=None if loaded is None else step,
-    )
+    progress.step, progress.has_terms = step, step > 0
+    progress.saved_at = step if is_saved else None
+    if evaluation is not None:
+        progress.evaluation, progress.evaluated_at = evaluation, step
 
 
-def _growth(run: Run, extra: Mapping[str, Any]) -> str | None:
+def _growth(run: Run, before: Terms) -> str | None:
     """Describe a schedule that was made for fewer steps than the run now has."""
     context, step = run.context, run.feed.cursor.step
-    before = extra.get("total_steps", context.total_steps)
-    if before == context.total_steps or step >= context.total_steps:
+    total = before.total_steps or context.total_steps
+    if total == context.total_steps or step >= context.total_steps:
         return None
     lr = context.lr * context.lr_scale(step) * context.schedule.factor(step, context.total_steps)
-    what = f"steps {before} -> {context.total_steps}: the schedule now spans them all"
+    what = f"steps {total} -> {context.total_steps}: the schedule now spans them all"
     return f"{what}: lr {lr:.2e} at step {step + 1}"
 
 

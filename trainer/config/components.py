@@ -221,7 +221,7 @@ COMPONENTS: Mapping[str, type[Component]] = {
 }
 """Where a config names a class, by dotted key."""
 
-LISTS: tuple[str, ...] = ("transforms", "hooks")
+LISTS: tuple[str, ...] = ("transforms", "parts", "hooks")
 """Where a config names several classes, in their order."""
 
 GROUPS: tuple[str, ...] = ("parallel", *COMPONENTS)

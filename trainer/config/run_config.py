@@ -48,7 +48,7 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
-_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm")
+_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm", "parts")
 
 
 class ParallelSection(Section):
@@ -143,6 +143,7 @@ class RunConfig(Section):
     log: Log
     nonfinite: Nonfinite
     hooks: tuple[Component, ...] = Field(strict=False)
+    parts: tuple[Component, ...] = Field(strict=False)
     wandb: Wandb
     outputs: Text
     init: Text | None

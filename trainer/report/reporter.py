@@ -7,13 +7,16 @@ from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
+
+from pydantic import Field
 
 from trainer.checkpoint.status import write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
+from trainer.core.stateful import Natural, SavedFields
 from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
@@ -34,6 +37,15 @@ class Hook(ABC):  # noqa: B024 - known by its methods
     def __subclasshook__(cls, kind: type) -> bool:
         """Whether a class has one, without inheritance."""
         return any(callable(getattr(kind, event, None)) for event in WATCHED)
+
+
+@final
+class ReportPart(SavedFields):
+    """What the records of a resumed run go on with."""
+
+    # Id of the W&B run
+    wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
+    ledger_from: Annotated[Natural, Field(ge=1)] | None = None  # first step of samples.jsonl
 
 
 @final

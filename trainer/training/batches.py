@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import final
+
+from pydantic import TypeAdapter
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
+from trainer.core.stateful import State, Stateful
 from trainer.core.world import World, rng_key
 from trainer.data.loader import AHEAD, Loader, Request
 from trainer.objectives.base import Objective, weights_of
@@ -67,7 +70,7 @@ class Source:
 
 @final
 @dataclass(eq=False)
-class Feed:
+class Feed(Stateful):
     """Gives the planned batches of a run from a cursor on, with this rank's micro-batches."""
 
     source: Source
@@ -84,6 +87,17 @@ class Feed:
         self._stream: Iterator[Fields] | None = None
         self._queue: deque[tuple[GlobalBatch, Plan]] = deque()
         self._last_bytes = 0
+
+    def state(self) -> State:
+        """See the base class."""
+        return asdict(self.cursor)
+
+    def load(self, state: State) -> None:
+        """See the base class; before the first batch is taken."""
+        cursor = TypeAdapter(Cursor).validate_python(dict(state))
+        if max(0, cursor.epoch) > cursor.step or not 0 <= cursor.offset <= cursor.samples:
+            raise ValueError(f"no steps lead to {cursor}")
+        self.cursor = cursor
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
+
+from torch import nn
 
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
-from trainer.checkpoint.store import MODEL, CheckpointWriter
+from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointWriter
 from trainer.core.errors import SaveError
+from trainer.core.stateful import Stateful
+from trainer.core.world import World
 from trainer.report.reporter import Reporter
-from trainer.training.batches import Feed
-from trainer.training.window import StepContext
 
 
 @final
@@ -22,12 +24,11 @@ from trainer.training.window import StepContext
 class Checkpointer:
     """Saves the state of a run."""
 
-    context: StepContext
-    feed: Feed
+    world: World
+    module: nn.Module
+    parts: Mapping[str, Stateful]  # what a checkpoint consists of, by name
     writer: CheckpointWriter
     reporter: Reporter
-    # What does not change over the run: contract, fingerprint, tuned constants
-    constants: Mapping[str, Any]
     # Whether a checkpoint that could not be written stops the run
     on_full: Literal["stop", "continue"] = "stop"
     # Seconds between checkpoints, by the main rank's clock; None counts steps alone
@@ -38,12 +39,12 @@ class Checkpointer:
     masks: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        named = self.context.model.module.named_buffers()
-        self.masks = not_finite({f"{MODEL}{plain_name(name)}": buffer for name, buffer in named})
+        named = self.module.named_buffers()
+        self.masks = not_finite({f"{MODEL}.{plain_name(name)}": buffer for name, buffer in named})
         self._saved_at = time.monotonic()
 
-    def save(self, tokens: int, failures: int, *, is_last: bool = False) -> None:
-        """Save the state after the last step. Collective.
+    def save(self, step: int, *, is_last: bool = False) -> None:
+        """Save the state after a step. Collective.
 
         With `is_last` the run ends here, and not well without this state on disk.
 
@@ -54,21 +55,16 @@ class Checkpointer:
         if is_last:
             self._attempt(self.writer.wait)
             self.on_full = "stop"
-        context, world, cursor = self.context, self.context.world, self.feed.cursor
-        world.note("saving")
-        self._attempt(lambda: world.on_main(self.reporter.flush))
-        extra = {
-            **self.constants,
-            "cursor": asdict(cursor),
-            "tokens": tokens,
-            "failures": failures,
-            "loss_scale": context.loss_scale and asdict(context.loss_scale),
-            "cut": {**self.constants["cut"], "state": asdict(self.feed.cut)},
+        self.world.note("saving")
+        self._attempt(lambda: self.world.on_main(self.reporter.flush))
+        tensors, states = capture(self.parts)
+        finite = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) and name not in self.masks
         }
-        tensors, meta = capture(context.model.module, context.optimizer, extra=extra)
-        finite = {name: tensor for name, tensor in tensors.items() if name not in self.masks}
-        world.on_all(lambda: assert_finite(finite))
-        self._attempt(lambda: self.writer.save(cursor.step, tensors, meta))
+        self.world.on_all(lambda: assert_finite(finite))
+        self._attempt(lambda: self.writer.save(step, tensors, states))
         self.is_due, self._saved_at = False, time.monotonic()
 
     def poll(self, claim: bool) -> bool:
@@ -78,11 +74,9 @@ class Checkpointer:
         `claim` holds on any rank travels along, and is returned.
         """
         passed_s = time.monotonic() - self._saved_at
-        is_due = (
-            self.context.world.is_main and self.every_s is not None and passed_s >= self.every_s
-        )
+        is_due = self.world.is_main and self.every_s is not None and passed_s >= self.every_s
         asked = [float(claim), float(self.writer.has_result), float(is_due)]
-        claims, news, due = self.context.world.sum_numbers(asked)
+        claims, news, due = self.world.sum_numbers(asked)
         self.is_due = due > 0
         if news:
             self._attempt(self.writer.wait)
@@ -106,7 +100,7 @@ class Checkpointer:
             path = write()
             if path is not None:
                 step = int(path.name.rpartition("-")[2])
-                self.context.world.on_main(lambda: self.reporter.checkpoint(step, path))
+                self.world.on_main(lambda: self.reporter.checkpoint(step, path))
         except SaveError as error:
             if self.on_full == "stop":
                 raise

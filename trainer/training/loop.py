@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, final
 
 from torch import Tensor
 
 from trainer.config.messages import first_of
-from trainer.core.errors import DataError, NonFiniteError, Preempted, TrainError
+from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
+from trainer.core.stateful import State, Stateful
 from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
@@ -45,11 +46,11 @@ class Run:
 
 @final
 @dataclass(kw_only=True)
-class Progress:
+class Progress(Stateful):
     """How far the loop has come."""
 
-    step: int  # optimizer steps taken, from the start of the run
-    total_tokens: int  # real input positions consumed, from the start of the run
+    step: int = 0  # optimizer steps taken, from the start of the run
+    total_tokens: int = 0  # real input positions consumed, from the start of the run
     tokens: int = 0  # likewise, in this process
     seconds: float = 0.0  # spent on steps in this process; evaluation and saving do not count
     loss: Tensor | None = None  # of the last step, 0-d; None where it had no loss term
@@ -66,7 +67,16 @@ class Progress:
     peak_bytes: int = 0  # the most memory that any rank has had in this process
 
     def __post_init__(self) -> None:
+        """Take it for granted that steps before this process had a loss term."""
         self.has_terms |= self.step > 0
+
+    def state(self) -> State:
+        """See the base class."""
+        return {"tokens": self.total_tokens, "failures": self.failures}
+
+    def load(self, state: State) -> None:
+        """See the base class."""
+        self.total_tokens, self.failures = int(state["tokens"]), int(state["failures"])
 
     def add(self, report: StepReport, seconds: float) -> None:
         """Count a step."""
@@ -123,6 +133,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = record_of(run.feed.source.order, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
+    _add_metrics(record, run.context.parts)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
     if names := run.context.model_state.news():
@@ -130,6 +141,14 @@ def _take_step(run: Run, progress: Progress) -> None:
             f"forward updates {first_of(names)} by the samples of its own rank; after every step "
             "all ranks take the values of rank 0"
         )
+
+
+def _add_metrics(record: dict[str, Any], parts: Sequence[Stateful]) -> None:
+    """Add what parts with state give to a step's record."""
+    for name, value in (pair for part in parts for pair in part.metrics().items()):
+        if name in record:
+            raise ConfigError(f"parts: metrics() gives {name}, which the step has already: rename")
+        record[name] = value
 
 
 def _refuse_no_terms(run: Run, progress: Progress) -> None:
@@ -174,7 +193,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
-    run.checkpointer.save(progress.total_tokens, progress.failures, is_last=is_last)
+    run.checkpointer.save(progress.step, is_last=is_last)
     progress.saved_at = progress.step
 
 

@@ -99,7 +99,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
         return report(skipped=_skip(context))
     if context.clip_norm is not None:
         context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
-    _update(context)
+    _update(context, batch.step)
     return report()
 
 
@@ -117,7 +117,7 @@ def _skip(context: StepContext) -> str:
     )
 
 
-def _update(context: StepContext) -> None:
+def _update(context: StepContext, step: int) -> None:
     """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
@@ -126,8 +126,9 @@ def _update(context: StepContext) -> None:
     ):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if context.loss_scale is not None:
-        context.loss_scale.grow()
+    with torch.no_grad():
+        for part in context.parts:
+            part.after_update(step)
 
 
 def _cut_for_replay(

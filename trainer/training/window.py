@@ -26,6 +26,7 @@ from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
+from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective
@@ -58,6 +59,7 @@ class StepContext:
     total_steps: int
     clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is
     loss_scale: LossScale | None = None  # of a run in fp16
+    parts: Sequence[Stateful] = ()  # those that follow every update, in order
     world: World
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None

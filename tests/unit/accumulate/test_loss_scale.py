@@ -17,7 +17,7 @@ from trainer.training.step import LOSS_SCALE, NOT_FINITE
 def scaled(value: float | None, **changes) -> Bench:
     bench = Bench(Fixed(micro=3), torch.float32, clip_norm=0.1, **changes)
     scale = None if value is None else LossScale(value)
-    bench.context = replace(bench.context, loss_scale=scale)
+    bench.context = replace(bench.context, loss_scale=scale, parts=[scale] if scale else [])
     return bench
 
 
@@ -64,9 +64,9 @@ def test_at_a_scale_of_one_it_is_the_step_that_fails():
 
 def test_it_doubles_after_many_good_steps_in_a_row():
     scale = LossScale(4.0, good_steps=GROWTH_STEPS - 1)
-    scale.grow()
+    scale.after_update(1)
     assert scale == LossScale(8.0)
-    scale.grow()
+    scale.after_update(1)
     assert scale.shrink()
     assert scale == LossScale(4.0)
     with pytest.raises(ValueError, match="loss scale"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tests.reliability import lab
 from trainer.assemble.components import Components, assemble
-from trainer.assemble.run_plan import describe_cut, prepare
+from trainer.assemble.resumption import check_terms
+from trainer.assemble.run_plan import prepare
+from trainer.assemble.terms import Terms
 from trainer.core.world import World
 from trainer.parallel.base import IN_FLIGHT
 
@@ -13,20 +15,21 @@ def test_sync_auto_stays_what_it_was_on_the_same_ranks():
     typed = ("command=plan", "parallel=hsdp", "parallel.ranks=4", "parallel.shard=2")
 
     def begun(*recorded: object, also: str = "seed=0") -> Components:
-        state = {"cut": {"sync": [*recorded] or None}}
-        return assemble(lab.config(*typed, also), World(size=4, local_size=4), state)
+        terms = Terms.model_validate({"sync": recorded or None})
+        return assemble(lab.config(*typed, also), World(size=4, local_size=4), terms)
 
     first = begun("hsdp", 4, "hierarchical")
     assert first.parallel.sync.name == "hierarchical"
     assert first.layout.lockstep
-    ready = prepare(first)
-    assert ready.components.parallel.why.startswith("sync=auto takes hierarchical as before: ")
-    assert describe_cut(ready)["sync"] == ["hsdp", 4, "hierarchical"]
+    assert prepare(first).components.parallel.why.startswith(
+        "sync=auto takes hierarchical as before: "
+    )
+    assert check_terms(first, Terms()).sync == ("hsdp", 4, "hierarchical")
     others = [(), ("hsdp", 2, "hierarchical"), ("fsdp", 4, "hierarchical"), ("hsdp", 4, "unknown")]
     assert {begun(*each).parallel.sync.name for each in others} == {"deferred"}
     asked = begun("hsdp", 4, "hierarchical", also="sync=deferred")
     assert asked.parallel.sync.name == "deferred"
-    assert describe_cut(prepare(asked))["sync"] is None
+    assert check_terms(asked, Terms()).sync is None
 
 
 def test_the_plan_of_whole_copies_counts_the_gradients_that_travel():

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.lib.nightly import nightly
-from tests.lib.support import restore_all
 from tests.reliability.lab import seed_everything
-from tests.reliability.support import put
+from tests.reliability.support import parts_of, put
 from trainer.checkpoint.codec import decode, encode
-from trainer.checkpoint.state import assert_finite, capture
+from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.weights import checkpoint_weights
 from trainer.core.errors import NoCheckpointError, NonFiniteError
+from trainer.core.stateful import SavedFields
 
 WIDTH = 6
 
@@ -78,6 +80,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 SHOWN = ("SGD", "two groups", "fused", "Muon", "LBFGS", "Adagrad")
 
 
+class Counter(SavedFields):
+    """A part of numbers and, perhaps, what no checkpoint can hold."""
+
+    count: int = 0
+    hooks: list[Any] = Field(default_factory=list)
+
+
 def build(kind: str, width: int = WIDTH) -> tuple[Net, Optimizer]:
     model = Net(width)
     return model, OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad])
@@ -98,9 +107,9 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
         optimizer.step(closure)
 
 
-def through_disk(folder: Path, model: nn.Module, optimizer: Optimizer, **extra: Any) -> Loaded:
+def through_disk(folder: Path, model: nn.Module, optimizer: Optimizer) -> Loaded:
     store = CheckpointStore(folder)
-    put(store, 3, *capture(model, optimizer, extra=extra))
+    put(store, 3, *capture(parts_of(model, optimizer)))
     return store.load()
 
 
@@ -112,12 +121,12 @@ def trained(kind: str, folder: Path) -> Loaded:
 
 
 def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    tensors, meta = capture(model, optimizer, extra={})
-    return {"tensors": {n: t.clone() for n, t in tensors.items()}, "meta": meta}
+    tensors, parts = capture(parts_of(model, optimizer))
+    return {"tensors": {n: t.clone() for n, t in tensors.items()}, "parts": parts}
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["meta"] == other["meta"]
+    assert one["parts"] == other["parts"]
     assert one["tensors"].keys() == other["tensors"].keys()
     for name, tensor in one["tensors"].items():
         assert tensor.dtype == other["tensors"][name].dtype, name
@@ -129,19 +138,21 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
     seed_everything(1)
     model, optimizer = build(kind)
     train(model, optimizer, 3)
-    loaded = through_disk(tmp_path, model, optimizer, cursor=(3, 1))
+    loaded = through_disk(tmp_path, model, optimizer)
     train(model, optimizer, 3)
     uninterrupted = everything(model, optimizer)
 
     seed_everything(2)
     model, optimizer = build(kind)
     train(model, optimizer, 1)
-    assert restore_all(loaded, model, optimizer) == {"cursor": (3, 1)}
-    before = {name: loaded.read(name).clone() for name in loaded.tensors}
+    restore(loaded, parts_of(model, optimizer))
+    before = {name: loaded.tensors[name][...].clone() for name in loaded.tensors}
     train(model, optimizer, 3)
     assert_same(everything(model, optimizer), uninterrupted)
     for name, tensor in before.items():
-        assert torch.equal(tensor, loaded.read(name)), f"{name}: training wrote into the checkpoint"
+        assert torch.equal(tensor, loaded.tensors[name][...]), (
+            f"{name}: training wrote into the checkpoint"
+        )
 
 
 def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
@@ -155,7 +166,7 @@ def test_moments_wider_than_their_parameters_keep_their_bits(tmp_path):
         }
     loaded = through_disk(tmp_path, model, optimizer)
     before = everything(model, optimizer)
-    restore_all(loaded, model, optimizer)
+    restore(loaded, parts_of(model, optimizer))
     assert_same(everything(model, optimizer), before)
     assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
 
@@ -164,13 +175,14 @@ def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_
     tmp_path,
 ):
     loaded = trained("two groups", tmp_path)
-    assert loaded.meta["model"]["ties"] == {"head.weight": "embed.weight"}
-    assert "embed.weight" in loaded.weights
-    assert "head.weight" not in loaded.weights
+    assert "model.embed.weight" in loaded.tensors
+    assert "model.head.weight" not in loaded.tensors
+    weights = checkpoint_weights(loaded).values
+    assert weights["head.weight"] is weights["embed.weight"]
     model, optimizer = build("two groups")
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    restore_all(loaded, model, optimizer)
+    restore(loaded, parts_of(model, optimizer))
     assert model.head.weight is model.embed.weight
     weight, strides = model.conv.weight, Net().conv.weight.stride()
     assert weight.stride() == optimizer.state[weight]["exp_avg"].stride() == strides
@@ -179,7 +191,7 @@ def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    restore_all(loaded, model, optimizer, keeps_settings=True)
+    restore(loaded, parts_of(model, optimizer, keeps_settings=True))
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
@@ -188,10 +200,10 @@ def test_state_follows_the_parameter_name_and_not_its_position(tmp_path):
     other = Net()
     trained_ones = [p for p in other.parameters() if p.requires_grad]
     turned = torch.optim.Adagrad(trained_ones[::-1], lr=0.01)
-    restore_all(loaded, other, turned)
+    restore(loaded, parts_of(other, turned))
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
-            saved = loaded.read(f"optimizer.{name}.sum")
+            saved = loaded.tensors[f"optimizer.state.{name}.sum"][...]
             assert torch.equal(turned.state[parameter]["sum"], saved)
 
 
@@ -199,7 +211,7 @@ def test_names_do_not_depend_on_compilation(tmp_path):
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
     loaded = through_disk(tmp_path, model, torch.optim.SGD(model.parameters()))
-    restore_all(loaded, compiled, torch.optim.SGD(compiled.parameters()))
+    restore(loaded, parts_of(compiled, torch.optim.SGD(compiled.parameters())))
     assert torch.equal(next(compiled.parameters()), model[0].weight)
 
 
@@ -225,15 +237,32 @@ def changed(**parts: nn.Module | None) -> tuple[nn.Module, Optimizer]:
 def test_a_checkpoint_that_does_not_fit_is_refused_with_names(other, text, tmp_path):
     loaded = through_disk(tmp_path, *build("SGD"))
     with pytest.raises(NoCheckpointError, match=text) as refusal:
-        restore_all(loaded, *other())
+        restore(loaded, parts_of(*other()))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_part_that_is_missing_of_another_version_or_of_other_types_is_one_line(tmp_path):
+    put(CheckpointStore(tmp_path), 1, *capture({"own": Counter(count=3)}))
+    loaded, part = CheckpointStore(tmp_path).load(), Counter()
+    restore(loaded, {"own": part, "new": Counter()}, may_lack={"new"})
+    assert part.count == 3
+    newer = type("Newer", (Counter,), {"version": 2})()
+    typed = type("Typed", (Counter,), {"__annotations__": {"count": dict}, "count": {}})()
+    for name, other, text in (
+        ("new", Counter(), "new is missing, and this run reads version 1: use init="),
+        ("own", newer, "own has version 1, and this run reads version 2: use init="),
+        ("own", typed, "own cannot be restored .*count"),
+    ):
+        with pytest.raises(NoCheckpointError, match=f"{loaded.path}: {text}") as refusal:
+            restore(loaded, {name: other})
+        assert "\n" not in str(refusal.value)
 
 
 def test_what_cannot_be_captured_is_named():
     with pytest.raises(ValueError, match=r"x\.1: two tensors"):
         encode({1: torch.zeros(1), "1": torch.zeros(1)}, "x", {})
-    with pytest.raises(TypeError, match=r"extra\.hooks\.0: a checkpoint cannot hold object"):
-        capture(*build("SGD"), extra={"hooks": [object()]})
+    with pytest.raises(TypeError, match=r"own\.hooks\.0: a checkpoint cannot hold object"):
+        capture({"own": Counter(hooks=[object()])})
 
 
 @pytest.mark.parametrize(
@@ -262,4 +291,4 @@ def test_any_tree_comes_back_from_json_as_it_was():
     text = json.dumps(encode(tree, "root", tensors), allow_nan=False)
     back = decode(json.loads(text), tensors.__getitem__)
     assert repr(back) == repr(tree)
-    assert len(tensors) == 2
+    assert len(tensors) == 1, "one that occurs twice is stored once"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.reliability.support import put
+from tests.reliability.support import parts_of, put
 from trainer.checkpoint.state import capture
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import export, open_weights
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for step in (1, 2):
         model = model_of(step)
-        put(store, step, *capture(model, torch.optim.SGD(model.parameters()), extra={}))
+        put(store, step, *capture(parts_of(model, torch.optim.SGD(model.parameters()))))
     return tmp_path / "run"
 
 

@@ -22,12 +22,11 @@ activation_checkpointing batch batch.global batch.normalizer batch.tail batch.un
 checkpoint.asynchronous checkpoint.every checkpoint.keep checkpoint.on_full clip_norm command
 compile data data.holdout data.max_length data.on_bad data.overlong data.split_seed deterministic
 device epochs eval.at_start eval.every eval.samples export.to hooks init log.every log.samples
-model name nonfinite.limit num_workers
-objective optimizer optimizer.groups optimizer.lr optimizer.weight_decay outputs parallel
-parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
-parallel.timeout_s precision profile resume resume_allow run scheduler scheduler.reference_batch
-scheduler.scale scheduler.warmup seed step steps sync transforms trust wandb.entity wandb.group
-wandb.mode wandb.project wandb.tags
+model name nonfinite.limit num_workers objective optimizer optimizer.groups optimizer.lr
+optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode parallel.ranks
+parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume resume_allow
+run scheduler scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps sync
+transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
 """
 
 OPTIONS = {

@@ -1,0 +1,41 @@
+"""Keep in a checkpoint what the steps of a run depend on; read before the run is built."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from pydantic import Field
+
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import Loaded
+from trainer.core.stateful import Natural, SavedFields
+
+
+@final
+class Terms(SavedFields):
+    """What the steps of a run depend on; empty where a run begins."""
+
+    contract: dict[str, Any] = Field(default_factory=dict)
+    config_hash: str = ""  # of the contract, for people who compare runs
+    fingerprint: str = ""  # of the data that are trained on
+    held_out: str | None = None  # of those that are held out
+    given: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what the model's constructor took from the data
+    total_steps: Natural = 0
+    # Layout, number of ranks, and what `sync=auto` took there
+    sync: tuple[str, Natural, str] | None = None
+    environment: dict[str, Any] = Field(
+        default_factory=dict
+    )  # what the run last ran on; nothing depends on it
+
+
+def read_terms(loaded: Loaded) -> Terms:
+    """Read the terms of a checkpoint.
+
+    Raises:
+        NoCheckpointError: it has none of this version.
+    """
+    terms = Terms()
+    restore(loaded, {"terms": terms})
+    return terms
