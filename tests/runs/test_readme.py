@@ -107,7 +107,7 @@ def test_the_classes_of_extending_run_together(monkeypatch):
     parts = {
         **{"model": "Conv", "data": "Rings", "objective": "Brier", "accum": "Pairs"},
         **{"accum.gradient": "Strategy", "scheduler": "InverseRoot", "optimizer": "SignSGD"},
-        "sync": "Every",
+        "sync": "Halves",
     }
     words = [f"{part}._target_=mine.{kind}" for part, kind in parts.items()]
     assert shell(shlex.join([*words, "hooks=[mine.Watch]", "name=own", *SHORT])) == 0
@@ -116,7 +116,7 @@ def test_the_classes_of_extending_run_together(monkeypatch):
     assert last["micro_batches"] == 4
     assert "right" in last
     lines = commands(EXTENDING.replace("\\\n", ""))
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         if "transformers" not in line[0]:
             assert shell(shlex.join(shortened(line))) == 0, line

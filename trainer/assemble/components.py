@@ -48,7 +48,6 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
 from trainer.data.view import DataView
-from trainer.models.attention import choose_flash
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
@@ -63,7 +62,7 @@ from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import StepContext
-from trainer.tune.layout import COMPILED_SHAPES, has_kernel, layout_for, packs
+from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -322,8 +321,6 @@ def _layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    is_taken = hasattr(module, "has_packed_kernel") and has_kernel(module, device, precision)
-    choose_flash(device, is_newest=is_taken)
     call = bind_run(module, precision, world)
     if not world.on_main(lambda: needs_mask(loader, module, call)):
         leave_out_mask(module)

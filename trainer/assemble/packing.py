@@ -91,7 +91,7 @@ def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
 
 def leave_out_mask(module: nn.Module) -> None:
     """Give a model no mask, from its next binding on."""
-    vars(module)[OMITTED] = {ATTENTION_MASK}
+    setattr(module, OMITTED, {ATTENTION_MASK, *getattr(module, OMITTED, ())})
     for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
         vars(part)[WARNS] = lambda *_: None
 

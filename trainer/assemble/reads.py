@@ -72,7 +72,7 @@ def _unread_fields(components: Components) -> list[str]:
     data, example = components.train_set, components.example
     with data.isolated_rng():
         brought = example if data.collate else data.read(0, seed=components.config.seed, epoch=0)
-    omitted = vars(components.module).get(OMITTED, ())
+    omitted = getattr(components.module, OMITTED, ())
     named = inspect.signature(components.module.forward).parameters.keys() - set(omitted)
     # `input_ids` are counted, also where nothing else reads them.
     unread = [n for n in brought if n in example and n not in named and n != INPUT_IDS]

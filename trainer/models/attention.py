@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -20,7 +19,6 @@ _CAUSAL: dict[str, Any] = (
 
 MOST_CHANNELS = 256  # of a head, in FlashAttention 2
 SHORT, BLOCK = 1024, 256  # tokens; the probabilities of longer documents are too large to save
-NEWER = {9: "FA3", 10: "FA4"}  # FlashAttention by the major version of the GPU that it is for
 
 
 @final
@@ -96,23 +94,6 @@ def _has_flash(device: torch.device) -> bool:
     is_built = torch.backends.cuda.is_flash_attention_available
     found = torch.cuda.is_available()
     return not found or (is_built() and torch.cuda.get_device_capability(device) >= (8, 0))
-
-
-def choose_flash(device: torch.device, *, is_newest: bool) -> None:
-    """Have PyTorch call FlashAttention 3 or 4 where it is installed, or 2, in the whole process.
-
-    It does not by itself, since they raise where something is asked that they lack, as dropout is:
-    the newest are only for models that `has_varlen_kernel` takes.
-    """
-    flash: Any = torch.nn.attention
-    if not hasattr(flash, "restore_flash_attention_impl"):
-        return
-    if flash.current_flash_attention_impl() is not None:  # by an earlier run of a sweep
-        flash.restore_flash_attention_impl()
-    if is_newest and torch.cuda.is_available():
-        name = NEWER.get(torch.cuda.get_device_capability(device)[0])
-        with suppress(ImportError, RuntimeError, ValueError):  # none, or of another release
-            flash.activate_flash_attention_impl(name)
 
 
 def causal_attention(

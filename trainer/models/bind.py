@@ -19,8 +19,8 @@ from trainer.models.output_layer import ModelRun, declares_logits
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What a forward's matrix products compute in, where it is not what the weights are in."""
-OMITTED = "_trainer_omitted"
-"""Attribute of a module that names fields its calls leave out; that of a copy has it too."""
+OMITTED = "omitted_fields"
+"""Attribute of a module that names fields its calls leave out."""
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -42,7 +42,7 @@ def bind(
     # `torch.compile(module)` gives a wrapper whose own forward takes anything.
     written = getattr(module, "_orig_mod", module)
     parameters = inspect.signature(written.forward).parameters.values()
-    omitted = vars(written).get(OMITTED, ())
+    omitted = getattr(written, OMITTED, ())
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = tuple(p.name for p in parameters if p.kind in NAMED)
     single = NAMED | {inspect.Parameter.POSITIONAL_ONLY}

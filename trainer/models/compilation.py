@@ -22,8 +22,8 @@ from trainer.models.recompute import blocks_of
 
 GRAPHS = 4  # of a length: for one sample and for several, each in training and in evaluation
 
-COMPILED = "_trainer_compiled"
-"""Attribute of a model that is compiled: by which backend; that of a copy has it too."""
+COMPILED = "compiled_by"
+"""Attribute of a model that is compiled: by which backend."""
 
 
 def compile_model(model: nn.Module, max_lengths: int, backend: str = "inductor") -> None:

@@ -16,8 +16,8 @@ from trainer.core.micro_batch import Fields
 from trainer.models.attention import computed_in
 from trainer.models.compilation import COMPILED
 
-IS_LAST = "_trainer_is_last"
-"""Attribute of an output layer that gives the logits of its model; that of a copy has it too."""
+IS_LAST = "gives_logits"
+"""Attribute of an output layer whose outputs are the logits of its model, as a trial found."""
 
 
 @final

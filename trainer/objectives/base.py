@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,6 +36,26 @@ from trainer.core.rows import Described
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
+
+
+@runtime_checkable
+class LayeredCall(Protocol):
+    """A call of a model that can leave the output layer out, as that of a step can."""
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
+        """Call the model as it is."""
+
+    @property
+    def output_layer(self) -> Any:  # noqa: ANN401 - of any class
+        """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
+
+    @property
+    def compiled_by(self) -> str | None:
+        """The backend that compiles the model now."""
+
+    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
+        """Call the model with what goes into that layer in place of the logits."""
+
 
 STEP_KEYS = {
     *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),

@@ -15,6 +15,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
     IGNORED,
+    LayeredCall,
     ModelCall,
     Objective,
     Sums,
@@ -62,17 +63,22 @@ class NextToken(Objective):
             ConfigError: the model's logits do not belong to the labels.
         """
         targets = shifted_labels(fields)
-        layer = getattr(model, "output_layer", None)
-        if layer is None or self.z_loss or 4 * targets.numel() * len(layer.weight) < LEAST_BYTES:
-            return self._from_logits(logits_from(model, fields), targets)
-        hidden = logits_from(model.without_output_layer, fields)  # type: ignore[attr-defined]
+        if isinstance(model, LayeredCall) and (layer := model.output_layer) is not None:
+            logits_bytes = 4 * targets.numel() * len(layer.weight)
+            if logits_bytes >= LEAST_BYTES and not self.z_loss:
+                return self._in_chunks(model, fields, targets)
+        return self._from_logits(logits_from(model, fields), targets)
+
+    def _in_chunks(self, model: LayeredCall, fields: Fields, targets: Tensor) -> Sums:
+        """Sum from what goes into the output layer, without the logits of all positions."""
+        layer, hidden = model.output_layer, logits_from(model.without_output_layer, fields)
         _check_shapes(hidden, targets)
         entropy, hits = linear_cross_entropy(
             hidden.flatten(0, -2),
             (layer.weight, layer.bias),  # in shards it is whole only once the model ran
             targets.flatten(),
             label_smoothing=self.label_smoothing,
-            backend=model.compiled_by,  # type: ignore[attr-defined]
+            backend=model.compiled_by,
         )
         metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
         return Sums(losses={"cross_entropy": entropy}, metrics=metrics)

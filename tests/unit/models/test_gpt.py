@@ -169,31 +169,6 @@ def rows_with_filler():
         yield lengths, pack(samples, {"input_ids"}, time, str)
 
 
-def test_blocks_compiled_one_by_one_share_a_graph_for_all_packed_rows():
-    model, plain, graphs = make(TINY), make(TINY), []
-
-    def counted(graph, _):
-        graphs.append(graph)
-        return graph
-
-    for block in model.blocks:
-        block.compile(backend=counted, fullgraph=True, dynamic=True)
-    for _, fields in rows_with_filler():
-        with without_torchs_warnings():
-            packed = bind(model)(fields)
-        torch.testing.assert_close(packed, bind(plain)(fields), **CLOSE)
-    assert len(graphs) == 1
-
-
-@FAMILIES
-def test_filler_that_is_one_long_segment_is_refused(options):
-    model = make(options)
-    _, fields = next(rows_with_filler())
-    one = fields["cu_seqlens"][[0, 1, 2, 3, -1]]
-    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 is less than the 44 tokens"):
-        bind(model)({**fields, "cu_seqlens": one, "max_seqlen": torch.empty(44, 0)})
-
-
 def test_the_kernel_for_packed_rows_is_traced_whole_as_the_installed_pytorch_takes_it():
     with torch.device("meta"):
         attention = Attention(16, 2, 0.0, bias=False).bfloat16()
