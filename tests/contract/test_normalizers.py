@@ -108,9 +108,8 @@ def test_a_step_without_any_weight_of_a_loss_changes_nothing_and_is_named(settin
 
 def micro_batch(weights: dict[str, int], size: int) -> MicroBatch:
     numbers = {name: float(weight) for name, weight in weights.items()}
-    return MicroBatch(
-        fields={}, ids=tuple(range(size)), weights=numbers, num_tokens=0, num_positions=0, rng_key=0
-    )
+    ids, counts = tuple(range(size)), {"num_tokens": 0, "num_positions": 0}
+    return MicroBatch(fields={}, ids=ids, positions=ids, weights=numbers, rng_key=0, **counts)
 
 
 WEIGHTS = st.fixed_dictionaries({"a": st.integers(0, 50), "b": st.integers(0, 50)})
@@ -127,10 +126,10 @@ def test_divisors_are_those_of_the_whole_batch_however_it_is_cut(owned, shuffle)
         sum(len(p.ids) for p in parts),
     )
     for kind in ("tokens", "samples"):
-        total, [expected] = divisors(kind, ("a", "b"), [whole], World())
-        found, each = divisors(kind, ("a", "b"), shuffled, World())
-        assert found == total
-        assert each == [expected] * len(parts)
-    _, each = divisors("micro_batches", ("a", "b"), parts, World())
+        one = divisors(kind, ("a", "b"), [whole], World())
+        found = divisors(kind, ("a", "b"), shuffled, World())
+        assert (found.weights, found.whole) == (one.weights, one.whole)
+        assert found.each == [one.whole] * len(parts)
+    each = divisors("micro_batches", ("a", "b"), parts, World()).each
     for part, divisor in zip(parts, each, strict=True):
         assert divisor == {name: w * len(parts) for name, w in part.weights.items()}

@@ -213,7 +213,7 @@ OWN = (
 )
 OPTIONS = {
     "accum/pairs": "_target_: mine.Pairs\nsize: 2\n",
-    "accum/gradient/back": "_target_: mine.Backwards\nscale: 1.0\n",
+    "accum/gradient/back": "_target_: mine.Scaled\nscale: 1.0\n",
 }
 
 
@@ -231,7 +231,7 @@ def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
     assert read_json(whole.folder / "plan.json")["model"] == "mine.DoubleNet"
     assert "eval_squared" not in entries(whole)[-1], "one loss term is the loss"
     named = "accum._target_=mine.Pairs accum.size=2"
-    twice = "accum.gradient._target_=mine.Backwards accum.gradient.scale=2"
+    twice = "accum.gradient._target_=mine.Scaled accum.gradient.scale=2"
     pairs, both = go(f"{OWN} {named}"), go(f"{OWN} {named} {twice}")
     assert_same_gradient(pairs, whole)
     assert curve(both, "loss")[0] == pytest.approx(2 * curve(whole, "loss")[0], rel=EXACT)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.accumulate.base import GradientStrategy, divided, seed_draws
+from trainer.accumulate.base import Computed, GradientStrategy, divided
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Cut, Plan
 
@@ -81,15 +81,11 @@ class Pairs(Cut):  # two samples at a time, in sample order, on one rank
 
 
 class Strategy(GradientStrategy):  # what the built-in `sum` does
-    def backward(self, model, objective, micro_batches, divisors):
-        total = torch.zeros((), dtype=torch.float64)
-        for i, m in enumerate(micro_batches):
-            seed_draws(m.rng_key, torch.device("cpu"))
-            with model.micro_batch(is_last=i == len(micro_batches) - 1):
-                loss = divided(objective.sums(model.call, m.fields).losses, divisors[i])
-                loss.backward()
-            total += loss.detach()
-        return total
+    def micro_batch(self, model, objective, micro_batch, divisors, rows):
+        sums = objective.sums(model.call, micro_batch.fields)
+        loss = divided(sums.losses, divisors)
+        loss.backward()
+        return Computed(loss=loss, metrics=sums.metrics)
 
 
 class Slow:  # gives a signal time to come between two steps

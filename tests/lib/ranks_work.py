@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tests.lib.looks import looks_of_a_step
 from tests.lib.support import VOCABULARY, Bench, RaggedText, replicated
 from tests.reliability.allocations import Struck
-from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.base import GradientStrategy, StepDivisors
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import SaveError, TrainError
 from trainer.core.world import World
@@ -179,10 +179,13 @@ class Poisoned(GradientStrategy):
 
     done = False
 
-    def backward(self, model, objective, micro_batches, divisors):
-        loss = Sum().backward(model, objective, micro_batches, divisors)
+    def micro_batch(self, *given):
+        return Sum().micro_batch(*given)
+
+    def walk(self, *given, **how):
+        found = super().walk(*given, **how)
         self.done, first = True, not self.done
-        return loss * float("nan") if first else loss
+        return replace(found, loss=found.loss * float("nan")) if first else found
 
 
 class Moving(BlockLM):
@@ -405,9 +408,11 @@ def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]
     """
     bench = bench_of(world, Case(Fixed(micro=4), mode, dtype=torch.float32, spare=True))
     context, batch = bench.context, bench.feed.next()
-    parts = [dict.fromkeys(context.terms, 1.0)] * len(batch.micro_batches)
+    one = dict.fromkeys(context.terms, 1.0)
+    parts = StepDivisors(weights=one, whole=one, each=[one] * len(batch.micro_batches))
     context.model.begin(context.sync)
-    context.strategy.backward(context.model, context.objective, batch.micro_batches, parts)
+    own = (context.model, context.objective, batch.micro_batches)
+    context.strategy.walk(*own, parts, {}, is_last=True)
     used = [name != "idle" for name, _ in bench.module.named_parameters()]
     if mode == "ddp" and world.rank:
         context.model.drop_gradients()

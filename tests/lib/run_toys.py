@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.tune_support import FullAt
-from trainer.accumulate.base import GradientStrategy, divided, seed_draws
+from trainer.accumulate.base import Computed, GradientStrategy, divided
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Row, RunFacts, row
 from trainer.objectives.base import Objective, Sums, logits_of
@@ -293,37 +293,32 @@ class Pairs(Cut):
         return [*super().describe(facts), row("pairs", words, neighbours=self.size)]
 
 
-class Backwards(GradientStrategy):
-    """A gradient strategy of one's own: the micro-batches in reverse order."""
+class Scaled(GradientStrategy):
+    """A gradient strategy of one's own: the loss of `sum`, so many times."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def backward(self, model, objective, micro_batches, divisors):
-        total = torch.zeros((), dtype=torch.float64)
-        for index in reversed(range(len(micro_batches))):
-            seed_draws(micro_batches[index].rng_key, torch.device("cpu"))
-            with model.micro_batch(is_last=index == 0):
-                sums = objective.sums(model.call, micro_batches[index].fields)
-                loss = self.scale * divided(sums.losses, divisors[index])
-                loss.backward()
-            total += loss.detach()
-        return total
+    def micro_batch(self, model, objective, micro_batch, divisors, rows):
+        sums = objective.sums(model.call, micro_batch.fields)
+        loss = self.scale * divided(sums.losses, divisors)
+        loss.backward()
+        return Computed(loss=loss)
 
 
-class Cramped(Backwards):
+class Cramped(Scaled):
     """Runs as on a device with so many bytes for tensors, from some step on."""
 
     def __init__(self, limit: int, after: int = 0) -> None:
         super().__init__()
         self.limit, self.after, self.calls = limit, after, 0
 
-    def backward(self, model, objective, micro_batches, divisors):
+    def walk(self, *given, **how):
         self.calls += 1
         if self.calls <= self.after:
-            return super().backward(model, objective, micro_batches, divisors)
+            return super().walk(*given, **how)
         with PeakBytes() as peak, FullAt(peak, self.limit):
-            return super().backward(model, objective, micro_batches, divisors)
+            return super().walk(*given, **how)
 
 
 class Put(Net):

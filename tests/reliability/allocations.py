@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.reliability import toys
-from trainer.accumulate.base import Divisors, GradientStrategy
+from trainer.accumulate.base import Computed, GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.core.micro_batch import MicroBatch
 from trainer.objectives.base import Objective, Sums
 from trainer.parallel.base import Parallel
 
@@ -86,23 +85,20 @@ class Struck(GradientStrategy):
         self.points = [point.split(":") for point in points]
         self.attempts = 0
 
-    def backward(
-        self,
-        model: Parallel,
-        objective: Objective,
-        micro_batches: Sequence[MicroBatch],
-        divisors: Sequence[Divisors],
-    ) -> Tensor:
+    def micro_batch(self, *given: Any) -> Computed:
+        return Sum().micro_batch(*given)
+
+    def walk(self, model: Parallel, objective: Objective, *given: Any, **how: Any) -> Computed:
         self.attempts += 1
         place = [str(model.world.rank), str(self.attempts)]
         here = [point[2:] for point in self.points if point[:2] == place]
         if not here:
-            return Sum().backward(model, objective, micro_batches, divisors)
+            return super().walk(model, objective, *given, **how)
         number, phase = here[0]
         if phase == BEYOND_SAVING:
             model.reduce = _raising  # type: ignore[method-assign]
         with _striking(model.module, objective, int(number), phase) as struck:
-            return Sum().backward(model, struck, micro_batches, divisors)
+            return super().walk(model, struck, *given, **how)
 
 
 def _raising(*_: object) -> None:

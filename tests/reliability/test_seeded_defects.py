@@ -25,8 +25,9 @@ from tests.reliability.test_full_disk import (
     test_a_preempted_run_that_cannot_save_does_not_say_it_did as preempted,
 )
 from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings_of
-from trainer.accumulate import rollback
+from trainer.accumulate import base, rollback
 from trainer.accumulate import sum as summing
+from trainer.accumulate.base import Computed
 from trainer.assemble import run_plan
 from trainer.checkpoint import state, store
 from trainer.commands import train
@@ -141,6 +142,11 @@ def leave_gradients(model: Any) -> None:
             parameter.grad.fill_(1e-3)
 
 
+def averaged(found: Computed, count: int) -> Computed:
+    """Divide the loss, and not the gradient, by the micro-batches."""
+    return replace(found, loss=found.loss / count)
+
+
 def again(following: Callable[[Feed], Any]) -> Callable[[Feed], Any]:
     """Train the first batch in the second step, too."""
     seen: list[Any] = []
@@ -216,10 +222,10 @@ DEFECTS: Mapping[str, Defect] = {
     ),
     "the tail is scaled like a full batch": (tail, summing, "divided", like_full),
     "micro-batches are averaged": (
-        *(weighed, summing.Sum, "backward"),
-        lambda backward: (
-            lambda self, model, objective, micro_batches, *more: (
-                backward(self, model, objective, micro_batches, *more) / len(micro_batches)
+        *(weighed, summing.Sum, "walk"),
+        lambda walk: (
+            lambda self, model, objective, micro_batches, *more, **how: averaged(
+                walk(self, model, objective, micro_batches, *more, **how), len(micro_batches)
             )
         ),
     ),
@@ -254,7 +260,7 @@ def test_a_seeded_defect_is_caught(defect, tmp_path, monkeypatch):
 def test_draws_that_are_neither_keyed_nor_restored_are_caught(tmp_path, monkeypatch):
     # Either alone is enough: what is keyed to its micro-batch does not depend on the state.
     monkeypatch.setattr(state, "_restore_random_states", nothing)
-    monkeypatch.setattr(summing, "seed_draws", nothing)
+    monkeypatch.setattr(base, "seed_draws", nothing)
     with pytest.raises(AssertionError):
         stopped("model.dropout=0.2")(tmp_path)
 

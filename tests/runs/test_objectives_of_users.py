@@ -125,7 +125,7 @@ def test_a_strategy_may_compute_its_loss_without_the_objective():
     ids=["no backward", "none", "vector"],
 )
 def test_a_strategy_that_does_not_do_its_part_is_refused_by_name(strategy, words):
-    with pytest.raises(ConfigError, match=f"accum.gradient: backward of OwnLoss {words}"):
+    with pytest.raises(ConfigError, match=f"accum.gradient: .*OwnLoss {words}"):
         bench(Fixed(micro=3), strategy=strategy).step()
 
 

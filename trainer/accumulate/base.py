@@ -1,8 +1,8 @@
-"""Define gradient strategies: each owns the loop over the micro-batches of one step.
+"""Define gradient strategies: what is done with each micro-batch, in one pass over them or several.
 
-It leaves this rank's share of the step's gradient in `.grad`. It never divides by a count of its
-own, runs no collective of its own making, and does not catch allocation failures: agreeing over
-ranks, reducing, replaying and skipping are the step's, in one place.
+A strategy leaves this rank's share of the step's gradient in `.grad`. Everything around it is the
+step's, in one place: devices, seeds, sync, empty slots, running out of memory, agreeing over ranks,
+bringing rows of samples from one pass to the next, reducing, replaying and skipping.
 
 To add one, subclass `GradientStrategy` and name the class in a YAML file of `accum/gradient`.
 """
@@ -12,16 +12,21 @@ from __future__ import annotations
 import functools
 import operator
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn, cast, final
 
 import torch
 from torch import Tensor
 
 from trainer.core.coupling import Kind
-from trainer.core.micro_batch import MicroBatch
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import MicroBatch, to_device
 from trainer.core.rows import Described
 from trainer.data import samples
+from trainer.models.check import refuse_sparse_gradients, unmoved
 from trainer.objectives.base import Objective, at_least_single
 from trainer.parallel.base import Parallel
 
@@ -29,8 +34,158 @@ Divisors = Mapping[str, float]
 """What each named loss sum of one micro-batch is divided by."""
 
 
-class GradientStrategy(Described, ABC):
-    """How the gradients of micro-batches become the step's gradient."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDivisors:
+    """What the named sums of one step are divided by."""
+
+    weights: Divisors  # of every term in the global batch, by which metrics are divided
+    whole: Divisors  # of sums over the whole global batch
+    each: Sequence[Divisors]  # of this rank's micro-batches
+
+    def over(self, scale: float) -> StepDivisors:
+        """Give divisors whose losses are `scale` times larger."""
+        whole, *each = (
+            {name: divisor / scale for name, divisor in part.items()}
+            for part in (self.whole, *self.each)
+        )
+        return StepDivisors(weights=self.weights, whole=whole, each=each)
+
+
+Rows = Mapping[str, Tensor]
+"""Tensors by name whose first dimension is samples."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What a pass gives: for one micro-batch or, from `combine`, for the whole global batch."""
+
+    # Share of the step's loss, 0-d and divided; in the last pass alone
+    loss: Tensor | None = None
+    # Named 0-d sums, those that the objective gives in training; in the last pass alone
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)  # one row for each sample, for the next pass
+
+
+class Pass(ABC):
+    """One walk over the micro-batches of a step.
+
+    It may be walked again on the same micro-batches: every random draw is keyed to its micro-batch,
+    so a replay, and a later pass, draw the same. It runs no collective, divides by nothing but the
+    divisors it is given, and does not catch allocation failures.
+    """
+
+    records_gradients: ClassVar[bool] = True
+    """Whether micro-batches run with a graph. A pass without one writes no `.grad`."""
+
+    def combine(self, objective: Objective, rows: Rows, divisors: Divisors) -> Computed:
+        """Work on what the pass before gave, before the first micro-batch of this one.
+
+        Every rank does the same, on the same rows. By default they are handed on.
+
+        Args:
+            objective: gives the named sums.
+            rows: of the whole global batch over all ranks, `(global batch, ...)`, in sample order.
+            divisors: of sums over the whole global batch.
+
+        Returns:
+            The loss and metrics of the whole global batch, which count once, and rows of which
+            each micro-batch gets its own samples'.
+        """
+        return Computed(rows=rows)
+
+    @abstractmethod
+    def micro_batch(
+        self,
+        model: Parallel,
+        objective: Objective,
+        micro_batch: MicroBatch,
+        divisors: Divisors,
+        rows: Rows,
+    ) -> Computed:
+        """Compute one micro-batch; with gradients, call `backward()` on its share.
+
+        Args:
+            model: laid out over ranks; `model.call(fields)` runs it.
+            objective: gives the named sums.
+            micro_batch: on its device.
+            divisors: what its sums are divided by, of the whole global batch over all ranks.
+            rows: what `combine` gave for its samples; none in the first pass.
+        """
+
+    def walk(
+        self,
+        model: Parallel,
+        objective: Objective,
+        micro_batches: Sequence[MicroBatch],
+        divisors: StepDivisors,
+        rows: Rows,
+        *,
+        is_last: bool,
+    ) -> Computed:
+        """Compute every micro-batch, on its device, under its seed and within its sync.
+
+        Args:
+            model: laid out over ranks.
+            objective: gives the named sums.
+            micro_batches: this rank's, in order.
+            divisors: of the step.
+            rows: of the whole global batch, from the pass before; none in the first.
+            is_last: whether this is the last pass of the step, which gives its loss.
+
+        Returns:
+            This rank's share of the loss, in float64, and of the metrics; or its samples' rows.
+
+        Raises:
+            ConfigError: the pass returns something else.
+        """
+        device, found = model.world.device, list[Computed]()
+        total, loss = torch.zeros((), dtype=torch.float64, device=device), None
+        if rows:
+            whole = _checked(self.combine(objective, rows, divisors.whole), self, "combine")
+            rows, loss = whole.rows, whole.loss
+            if model.world.is_main:  # all ranks computed the same
+                total += 0.0 if loss is None else loss.detach()
+                found.append(Computed(metrics=whole.metrics))
+        for index, micro_batch in enumerate(micro_batches):
+            seed_draws(micro_batch.rng_key, device)
+            # In lockstep a rank with fewer micro-batches fills up with some of no samples.
+            aside = nullcontext() if micro_batch.ids else unmoved(model.module)
+            ends = is_last and index == len(micro_batches) - 1
+            with self._recording(model, is_last=ends), aside:
+                given = _checked(
+                    self.micro_batch(
+                        model,
+                        objective,
+                        replace(micro_batch, fields=to_device(micro_batch.fields, device)),
+                        divisors.each[index],
+                        {n: r[list(micro_batch.positions)] for n, r in rows.items()},
+                    ),
+                    self,
+                    "micro_batch",
+                    num_samples=len(micro_batch.ids),
+                )
+                if index == 0:  # all of its micro-batches take the same way
+                    refuse_sparse_gradients(model.module)
+            if given.loss is not None:
+                # In float64: of thousands of shares a float32 sum would lose three digits.
+                loss = given.loss.detach()
+                total += loss
+            found.append(replace(given, loss=None))  # whose graph would stay
+        if is_last and loss is None and micro_batches:
+            _refuse(self, "micro_batch", None)
+        return Computed(loss=total, metrics=_sums(found), rows=_joined(found))
+
+    def _recording(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[Any]:
+        if self.records_gradients:
+            return model.micro_batch(is_last=is_last)
+        model.world.rank_progress.next_micro_batch()
+        return torch.no_grad()
+
+
+class GradientStrategy(Pass, Described):
+    """How the gradients of micro-batches become the step's gradient: passes, the last its own."""
 
     couplings: ClassVar[frozenset[Kind]] = frozenset({"none", "group", "micro_batch"})
     """The couplings of an objective that it is exact for."""
@@ -38,31 +193,13 @@ class GradientStrategy(Described, ABC):
     single_backward: ClassVar[bool] = False
     """Whether a micro-batch has one backward, so that the last may send gradients as it goes on."""
 
-    @abstractmethod
-    def backward(
-        self,
-        model: Parallel,
-        objective: Objective,
-        micro_batches: Sequence[MicroBatch],
-        divisors: Sequence[Divisors],
-    ) -> Tensor:
-        """Accumulate the gradient of `sum_k S_k / D_k` over this rank's micro-batches.
+    before: ClassVar[tuple[Pass, ...]] = ()
+    """Passes before this one, in order; what each gives as `rows` reaches the next one."""
 
-        For every micro-batch, within `model.micro_batch`: run the objective, divide its sums and
-        call `backward()` on them. A step that leaves no parameter a gradient is refused.
-
-        May be called again on the same micro-batches: every random draw is keyed to its
-        micro-batch, so a replay gives the same bits.
-
-        Args:
-            model: the model, laid out over ranks.
-            objective: gives the named sums.
-            micro_batches: this rank's, in order; may be walked more than once.
-            divisors: one per micro-batch, of the whole global batch over all ranks.
-
-        Returns:
-            This rank's share of the step's loss, detached, a 0-d tensor.
-        """
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """All passes of a step, in order."""
+        return (*self.before, self)
 
 
 def seed_draws(key: int, device: torch.device) -> None:
@@ -73,7 +210,7 @@ def seed_draws(key: int, device: torch.device) -> None:
 
 
 def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
-    """Turn the named sums of one micro-batch into its share of the step's loss, 0-d.
+    """Turn named sums into their share of the step's loss, 0-d.
 
     A term without a single weight in the global batch has a sum of zero and adds zero. Sums in half
     precision are widened, where a quotient by small divisors may not fit.
@@ -84,3 +221,53 @@ def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
     """Add 0-d tensors, in order."""
     return functools.reduce(operator.add, terms)
+
+
+def _sums(found: Sequence[Computed]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for name, value in (item for each in found for item in each.metrics.items()):
+        sums[name] = sums[name] + value if name in sums else value
+    return sums
+
+
+def _joined(found: Sequence[Computed]) -> Rows:
+    rows = defaultdict[str, list[Tensor]](list)
+    for name, value in (item for each in found for item in each.rows.items()):
+        rows[name].append(value.detach())
+    return {name: torch.cat(values) for name, values in rows.items()}
+
+
+def at_positions(rows: Rows, micro_batches: Sequence[MicroBatch], num_samples: int) -> Rows:
+    """Put the rows of a rank's samples to their places in the global batch, among zeros.
+
+    So that a plain sum over ranks gathers them, however many each rank has, and their order does
+    not depend on the cut. It sends twice what a gathering would.
+    """
+    places = torch.tensor([i for m in micro_batches for i in m.positions])
+    whole = {name: own.new_zeros((num_samples, *own.shape[1:])) for name, own in rows.items()}
+    for name, tensor in whole.items():
+        tensor[places] = rows[name]
+    return whole
+
+
+def _checked(given: object, each: Pass, method: str, num_samples: int | None = None) -> Computed:
+    """Refuse what a pass of the user's own may not return."""
+    if not isinstance(given, Computed):
+        _refuse(each, method, given)
+    loss = cast(object, given.loss)
+    if loss is not None and (not isinstance(loss, Tensor) or loss.ndim):
+        _refuse(each, method, loss)
+    for name, rows in cast(Mapping[str, object], given.rows).items():
+        if num_samples is not None and (not isinstance(rows, Tensor) or len(rows) != num_samples):
+            raise ConfigError(
+                f"accum.gradient: {method} of {type(each).__name__}, rows {name}: give a tensor "
+                f"with one row for each of the {num_samples} samples"
+            )
+    return given
+
+
+def _refuse(each: Pass, method: str, given: object) -> NoReturn:
+    raise ConfigError(
+        f"accum.gradient: {method} of {type(each).__name__} returned a {type(given).__name__}; "
+        "return Computed(loss=...) with a share of the step's loss, a 0-d tensor"
+    )

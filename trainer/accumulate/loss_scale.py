@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
-from trainer.accumulate.base import Divisors
 from trainer.core.stateful import State, Stateful
 
 GROWTH_STEPS = 2000  # without a gradient that is not finite, after which the scale is doubled
@@ -28,10 +26,6 @@ class LossScale(Stateful):
         """Refuse a scale that no run has."""
         if not 1 <= self.value < 2.0**127 or self.good_steps < 0:
             raise ValueError(f"loss scale of {self.value} after {self.good_steps} steps")
-
-    def scaled(self, parts: Sequence[Divisors]) -> list[Divisors]:
-        """Give divisors whose losses are the scale times larger."""
-        return [{name: divisor / self.value for name, divisor in part.items()} for part in parts]
 
     def state(self) -> State:
         """See the base class."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from trainer.accumulate.base import Divisors
+from trainer.accumulate.base import StepDivisors
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World
 
@@ -14,7 +14,7 @@ Kind = Literal["tokens", "samples", "micro_batches"]
 
 def divisors(
     kind: Kind, terms: Sequence[str], micro_batches: Sequence[MicroBatch], world: World
-) -> tuple[dict[str, float], list[Divisors]]:
+) -> StepDivisors:
     """Compute the divisors of every micro-batch of one step. Collective: one small vector.
 
     * `tokens`: the named weights of the whole global batch over all ranks. With it the gradient
@@ -24,19 +24,20 @@ def divisors(
       of means. It depends on the cut; for comparison only.
 
     `terms` are every name that the objective weighs, equal on all ranks.
-
-    Returns:
-        The weight of every term in the global batch, and one mapping from term to divisor per
-        micro-batch.
     """
     local = [sum(m.weights[name] for m in micro_batches) for name in terms]
-    *weights, samples, count = world.sum_numbers(
+    *sums, samples, count = world.sum_numbers(
         [*local, float(sum(len(m.ids) for m in micro_batches)), float(len(micro_batches))]
     )
-    whole = dict(zip(terms, weights, strict=True))
-    if kind == "micro_batches":
-        return whole, [{name: m.weights[name] * count for name in terms} for m in micro_batches]
-    divisor = whole
+    weights = whole = dict(zip(terms, sums, strict=True))
     if kind == "samples":
-        divisor = {name: samples if weight else 0.0 for name, weight in whole.items()}
-    return whole, [divisor] * len(micro_batches)
+        whole = {name: samples if weight else 0.0 for name, weight in weights.items()}
+    each = [whole] * len(micro_batches)
+    if kind == "micro_batches":
+        each = [{name: m.weights[name] * count for name in terms} for m in micro_batches]
+    return StepDivisors(weights=weights, whole=whole, each=each)
+
+
+def reference_kind(kind: Kind) -> Kind:
+    """Name the normalizer of the whole-batch step that one approximates: mostly itself."""
+    return "tokens" if kind == "micro_batches" else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -20,12 +20,11 @@ class MicroBatch:
 
     fields: Fields  # collated tensors by name
     ids: tuple[int, ...]  # of its samples in the training set
+    positions: tuple[int, ...]  # of its samples in the global batch
     weights: Mapping[str, float]  # named data-only denominators, each a Python float
     num_tokens: int  # real input positions
     num_positions: int  # computed positions, padding counted
     rng_key: int  # seed of every random draw of its forward
-    # Sums of the objective's metrics, which a strategy writes down as it computes them.
-    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 def to_device(fields: Fields, device: torch.device) -> Fields:

@@ -233,6 +233,7 @@ class Feed(Stateful):
             MicroBatch(
                 fields=fields,
                 ids=request.ids,
+                positions=tuple(slot.tolist()),
                 weights=weights_of(self.source.objective, fields),
                 num_tokens=int(plan.lengths[slot].sum()),
                 num_positions=plan.positions(rank, index),

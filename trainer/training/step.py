@@ -4,6 +4,9 @@ Between gathering and reducing no collective runs, so a rank may run out of memo
 that is not finite. The hosts agree on the outcome, and only then are gradients reduced; else the
 same global batch is replayed in smaller micro-batches, or the step is skipped, on all ranks.
 
+A gradient strategy of several passes computes and agrees in each, and after ranks have agreed on
+one they exchange what it gave for the next.
+
 Where the cut is a part of what is computed (`coupling.fixes_cut`: a mean of means, statistics over
 a micro-batch), smaller micro-batches would make another step. There the same ones are tried once
 more, since what failed may have been another's memory or fragmentation, and then the run ends.
@@ -19,17 +22,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import (
     AT_BEGINNING,
+    NOT_BEGUN,
     StepContext,
     agree,
-    check_names,
     compute,
+    count,
+    exchange,
     gather,
     reduce,
 )
@@ -76,15 +80,17 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     with no_replay(AT_BEGINNING):
         context.snapshot.take()
     while True:
-        check_names(context, batch.micro_batches)
-        totals, by_micro_batch = divisors(
-            context.normalizer, context.terms, batch.micro_batches, context.world
-        )
+        divisors = count(context, batch.micro_batches)
         report = partial(StepReport, batch=batch, lr=context.lr * scale * factor, replays=replays)
-        if not any(totals[name] for name in context.losses):
+        if not any(divisors.weights[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
         gather(context, batch.step)
-        agreed = agree(context, compute(context, batch, by_micro_batch), totals)
+        agreed = NOT_BEGUN
+        for each in context.strategy.passes:  # one, but where a loss is over the whole batch
+            rows = exchange(context, agreed)
+            agreed = agree(context, compute(context, batch, each, divisors, rows), divisors)
+            if agreed.loss is None:
+                break
         if agreed.loss is not None:
             break
         _roll_back(context)

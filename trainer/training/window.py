@@ -17,10 +17,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import Divisors, GradientStrategy, sum_of
+from trainer.accumulate.base import (
+    GradientStrategy,
+    Pass,
+    Rows,
+    StepDivisors,
+    at_positions,
+)
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
-from trainer.accumulate.normalizer import Kind
+from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
@@ -86,14 +92,36 @@ class StepContext:
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What micro-batches gave: those of this rank or, once agreed on, of all ranks."""
+    """What a pass gave: the micro-batches of this rank or, once agreed on, of all ranks."""
 
     loss: Tensor | None  # this rank's share, or the step's, 0-d; None where an allocation failed
     used: Sequence[bool]  # which parameters have a gradient
     moved: Sequence[bool]  # which of the model state forwards wrote
     # By name, 0-d: sums over this rank's micro-batches, or means over the step
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    # Of a pass before the last, `(global batch, ...)`: zeros but for this rank's samples
+    rows: Rows = field(default_factory=dict)
     peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
+
+
+NOT_BEGUN = Outcome(None, (), ())
+"""What there is before the first pass of a step."""
+
+
+def count(context: StepContext, micro_batches: Sequence[MicroBatch]) -> StepDivisors:
+    """Count what the sums of a step are divided by, over all ranks. Collective.
+
+    Raises:
+        ConfigError: a micro-batch weighs other names than the first sample that was weighed.
+    """
+    for names in (m.weights.keys() for m in micro_batches):
+        if names != set(context.terms):
+            raise ConfigError(
+                f"objective: `weights` of {type(context.objective).__name__} gives "
+                f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
+                "time, 0 where none counts"
+            )
+    return divisors(context.normalizer, context.terms, micro_batches, context.world)
 
 
 def gather(context: StepContext, step: int) -> None:
@@ -103,38 +131,45 @@ def gather(context: StepContext, step: int) -> None:
         context.model.begin(context.sync)
 
 
-def compute(context: StepContext, batch: PlannedBatch, parts: Sequence[Divisors]) -> Outcome:
-    """Run every micro-batch of this rank, and make room for the reduction.
+def compute(
+    context: StepContext,
+    batch: PlannedBatch,
+    each: Pass,
+    divisors: StepDivisors,
+    rows: Rows,
+) -> Outcome:
+    """Walk a pass over the micro-batches of this rank; the last makes room for the reduction.
+
+    Args:
+        context: of the run.
+        batch: with this rank's micro-batches.
+        each: one pass of the strategy.
+        divisors: of the step.
+        rows: of the whole global batch, from the pass before; none in the first.
 
     Raises:
-        ConfigError: the strategy returns no 0-d tensor.
+        ConfigError: the pass returns no loss, or what it may not.
         DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
     """
     context.world.note("compute")
-    model, device = context.model, context.world.device
-    micro_batches, scale = batch.micro_batches, context.loss_scale
-    parts = parts if scale is None else scale.scaled(parts)
+    model, scale = context.model, context.loss_scale
+    divisors = divisors if scale is None else divisors.over(scale.value)
     with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
         context.model_state.watch()
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
-        casts = nullcontext() if context.sync.lockstep else context.casts.once(device.type)
-        with casts:
-            share = context.strategy.backward(model, context.objective, micro_batches, parts)
-        given: object = share  # whatever a strategy of the user's own returns
-        if not isinstance(given, Tensor) or given.ndim:
-            raise ConfigError(
-                f"accum.gradient: backward of {type(context.strategy).__name__} returned a "
-                f"{type(given).__name__}; return this rank's share of the step's loss, a 0-d tensor"
-            )
+        device, is_last = context.world.device.type, each is context.strategy
+        with nullcontext() if context.sync.lockstep else context.casts.once(device):
+            own = (model, context.objective, batch.micro_batches)
+            found = each.walk(*own, divisors, rows, is_last=is_last)
         context.model_state.refuse_late()
+        if not is_last:
+            whole = at_positions(found.rows, batch.micro_batches, batch.plan.num_samples)
+            return Outcome(found.loss, *_nothing(context), rows=whole)
         used, moved = model.used(), context.model_state.moved()
         model.make_room()
-        found = {
-            name: sum_of([m.metrics[name] for m in micro_batches if name in m.metrics])
-            for name in {name for m in micro_batches for name in m.metrics}
-        }
-        share = share.detach() if scale is None else share.detach() / scale.value
-        return Outcome(share, used, moved, found)
+        assert found.loss is not None
+        loss = found.loss if scale is None else found.loss / scale.value
+        return Outcome(loss, used, moved, found.metrics)
     if context.sync.lockstep and context.world.size > 1:
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={context.sync.name} reduces in every "
@@ -142,10 +177,54 @@ def compute(context: StepContext, batch: PlannedBatch, parts: Sequence[Divisors]
         )
     model.drop_gradients()
     release_memory()
-    return Outcome(None, [False] * len(model.parameters), context.model_state.unmoved())
+    return Outcome(None, *_nothing(context))
 
 
-def agree(context: StepContext, mine: Outcome, weights: Divisors) -> Outcome:
+def _nothing(context: StepContext) -> tuple[Sequence[bool], Sequence[bool]]:
+    """Say that no parameter is used, and no state moved."""
+    return [False] * len(context.model.parameters), context.model_state.unmoved()
+
+
+def exchange(context: StepContext, mine: Outcome) -> Rows:
+    """Give every rank the rows of the whole global batch, once all have theirs. Collective.
+
+    None before the first pass.
+
+    Raises:
+        ConfigError: ranks, or micro-batches, gave rows of different names, shapes or dtypes.
+        DoesNotFitError: memory ran out, too late for a replay.
+    """
+    if mine is NOT_BEGUN:
+        return {}
+    # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
+    context.snapshot.restore()
+    world = context.world
+    if world.size == 1:
+        return mine.rows
+    world.note("reduce")
+    forms = [
+        [name, list(rows.shape), str(rows.dtype).removeprefix("torch.")]
+        for name, rows in sorted(mine.rows.items())
+    ]
+    given = [each for each in world.collect(forms) if each]  # a rank may have no micro-batch
+    if any(each != given[0] for each in given):
+        raise ConfigError(
+            f"accum.gradient: {type(context.strategy).__name__}: ranks gave rows of different "
+            f"names, shapes or dtypes: {given}"
+        )
+    with no_replay("between two passes: set a smaller accum.micro=N"):
+        whole = {
+            name: mine.rows[name]
+            if mine.rows
+            else torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
+            for name, shape, dtype in given[0]
+        }
+        for rows in whole.values():
+            world.sum(rows)
+    return whole
+
+
+def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcome:
     """Tell all ranks what came out. Collective: a small vector of hosts, and one of devices.
 
     What decides on how the step goes on is known to the hosts, which need not wait for their
@@ -171,7 +250,9 @@ def agree(context: StepContext, mine: Outcome, weights: Divisors) -> Outcome:
                 numbers[place] = number
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
-        mine = Outcome(numbers[0], used, moved, sums, int(max(ranks[-world.size :])))
+        peak = int(max(ranks[-world.size :]))
+        mine = Outcome(numbers[0], used, moved, sums, mine.rows, peak)
+    weights = divisors.weights
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
 
@@ -185,8 +266,8 @@ def reduce(context: StepContext, agreed: Outcome) -> None:
     """
     if not any(agreed.used):
         raise ConfigError(
-            f"accum.gradient: backward of {type(context.strategy).__name__} left no gradient: call "
-            ".backward() on the normalised loss of every micro-batch, within model.micro_batch"
+            f"accum.gradient: {type(context.strategy).__name__} left no gradient: call .backward() "
+            "on the normalised loss of every micro-batch, in `micro_batch`"
         )
     context.world.note("reduce")
     with no_replay("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
@@ -207,18 +288,3 @@ def remedies(context: StepContext, batch: PlannedBatch) -> str:
     if context.coupling.fixes_cut:
         remedy = "lower accum.micro"
     return remedy + ", or type sync=deferred" * context.deferred_fits
-
-
-def check_names(context: StepContext, micro_batches: Sequence[MicroBatch]) -> None:
-    """Compare the names that the objective weighs with those of the first sample it weighed.
-
-    Raises:
-        ConfigError: a micro-batch has others.
-    """
-    for names in (m.weights.keys() for m in micro_batches):
-        if names != set(context.terms):
-            raise ConfigError(
-                f"objective: `weights` of {type(context.objective).__name__} gives "
-                f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
-                "time, 0 where none counts"
-            )

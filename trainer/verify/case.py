@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.accumulate.base import GradientStrategy
-from trainer.accumulate.normalizer import Kind, divisors
+from trainer.accumulate.base import GradientStrategy, Rows, StepDivisors, at_positions
+from trainer.accumulate.normalizer import Kind, divisors, reference_kind
 from trainer.accumulate.rollback import own_generators
+from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -203,6 +204,7 @@ class Case:
         return MicroBatch(
             fields=fields,
             ids=ids,
+            positions=tuple(positions.tolist()),
             weights=weights_of(self.context.objective, fields),
             num_tokens=int(lengths.sum()),
             num_positions=length if plan.packed else length * len(ids),
@@ -221,9 +223,11 @@ class Case:
         # What must stay together does, and a short last group stays last.
         mixed = np.concatenate([mixed, positions[len(mixed) :]])
         groups = np.split(mixed, range(self.size, len(mixed), self.size))
-        # A mean of means has no reference of its own; what it approximates is the mean.
-        kind: Kind = "samples" if self.context.normalizer == "samples" else "tokens"
-        return self.gradient([self.load(group) for group in groups], kind)
+        # A whole batch in one piece needs no second pass.
+        is_batch = self.context.objective.coupling.kind == "batch"
+        strategy = Sum() if is_batch and len(groups) == 1 else None
+        kind = reference_kind(self.context.normalizer)
+        return self.gradient([self.load(group) for group in groups], kind, strategy)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
         """Compare two gradients by the precision of this case, and by its rounding."""
@@ -284,8 +288,8 @@ class Case:
                 run.context,
                 [self.cast(m) for m in micro_batches or self.batch.micro_batches],
             )
-            _, parts = divisors(kind or context.normalizer, context.terms, cast, context.world)
-            (strategy or context.strategy).backward(context.model, context.objective, cast, parts)
+            found = divisors(kind or context.normalizer, context.terms, cast, context.world)
+            self._walk(context, strategy or context.strategy, cast, found)
             # Tensors that modules hold and have not registered, but for computed ones.
             self.plain.update(
                 f"{name}.{key}".lstrip(".")
@@ -295,3 +299,21 @@ class Case:
             )
             named = run.module.named_parameters()
             return {name: p.grad.detach() for name, p in named if p.grad is not None}
+
+    def _walk(
+        self,
+        context: StepContext,
+        strategy: GradientStrategy,
+        micro_batches: Sequence[MicroBatch],
+        divisors: StepDivisors,
+    ) -> None:
+        """Run all passes of a step, whose samples are all here."""
+        own = (context.model, context.objective, micro_batches)
+        num_samples = len({i for m in micro_batches for i in m.positions})
+        rows: Rows = {}
+        context.snapshot.take()
+        for each in strategy.passes:
+            context.snapshot.restore()
+            is_last = each is strategy
+            found = each.walk(*own, divisors, rows, is_last=is_last)
+            rows = at_positions(found.rows, micro_batches, num_samples)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.accumulate.normalizer import Kind
+from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.report.records import Verdict
@@ -58,7 +58,7 @@ def diagnose(
         traces_whole: whether what every module gives for the whole batch fits into memory.
     """
     errors, culprits, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
-    kind: Kind = "tokens" if context.normalizer == "micro_batches" else context.normalizer
+    kind = reference_kind(context.normalizer)
     if (low := low_precision(context.model.module)) is not None:
         text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
@@ -66,7 +66,7 @@ def diagnose(
             "precision=bf16"
         )
         culprits.append(("parameters", Reason(text)))
-    if context.normalizer == "micro_batches" and not errors.is_exact:
+    if kind != context.normalizer and not errors.is_exact:
         errors = case.errors(case.gradient(kind=kind), expected)
         name, remedy = "batch.normalizer=micro_batches", "use batch.normalizer=tokens"
         text = f"a mean of means: a token's weight depends on its micro-batch; {remedy}"
@@ -81,8 +81,8 @@ def diagnose(
         return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
-        is_summable = context.objective.coupling.kind in Sum.couplings
-        if is_summable and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
+        may_sum = context.objective.coupling.kind in Sum.couplings
+        if may_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
             name = type(context.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors

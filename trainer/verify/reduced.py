@@ -8,13 +8,14 @@ twice or averaged moves it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.accumulate.base import Rows, at_positions
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import MicroBatch
@@ -23,7 +24,7 @@ from trainer.models.bind import bind
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import StepContext
+from trainer.training.window import Outcome, StepContext, exchange
 from trainer.verify.case import Case, copied
 from trainer.verify.comparison import EXACT, Gradient
 
@@ -72,13 +73,16 @@ def compare_reduced(
         micro_batches = [case.load(each) for each in pairs * (2 if len(pairs) == 1 else 1)]
         if context.sync.lockstep:  # all ranks have as many
             micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
+        micro_batches = _renumbered(micro_batches)
         try:
             expected = case.gradient(micro_batches)
         except Exception as fault:  # a model that fixes its precision may raise anything
             if isinstance(fault, TrainError):
                 raise
             continue
-        found = _reduced(case, micro_batches[world.rank :: world.size], lay_out, world)
+        num_samples = len({i for m in micro_batches for i in m.positions})
+        mine = micro_batches[world.rank :: world.size]
+        found = _reduced(case, mine, lay_out, world, num_samples)
         norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
         error = (_project(found) - _project(expected)).abs() / norm.clamp(torch.finfo(dtype).tiny)
         return ReducedError(
@@ -90,14 +94,32 @@ def compare_reduced(
     return None
 
 
-def _reduced(case: Case, mine: Sequence[MicroBatch], lay_out: LayOut, world: World) -> Gradient:
+def _renumbered(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Let a few samples of a step be a step of their own."""
+    positions = sorted({i for m in micro_batches for i in m.positions})
+    places = {position: place for place, position in enumerate(positions)}
+    return [replace(m, positions=tuple(places[i] for i in m.positions)) for m in micro_batches]
+
+
+def _reduced(
+    case: Case, mine: Sequence[MicroBatch], lay_out: LayOut, world: World, num_samples: int
+) -> Gradient:
     """Compute this rank's micro-batches, and reduce the gradient as a step does. Collective."""
     with case.running() as run:
         module, context = run.module, run.context
         model, cast = lay_out(module, bind(module)), [run.cast(m) for m in mine]
-        _, parts = divisors(context.normalizer, context.terms, cast, world)
+        context = replace(context, model=model, world=world)
+        parts = divisors(context.normalizer, context.terms, cast, world)
+        rows: Rows = {}
         model.begin(context.sync)
-        context.strategy.backward(model, context.objective, cast, parts)
+        context.snapshot.take()
+        for each in context.strategy.passes:
+            is_last = each is context.strategy
+            own = (model, context.objective, cast)
+            given = each.walk(*own, parts, rows, is_last=is_last).rows
+            if not is_last:
+                mine_there = at_positions(given, cast, num_samples)
+                rows = exchange(context, Outcome(None, (), (), rows=mine_there))
         used = [count > 0 for count in world.sum_numbers([float(u) for u in model.used()])]
         model.make_room()
         model.reduce(used)

@@ -34,11 +34,11 @@ def test_it_changes_no_bit_of_loss_metrics_norm_and_update():
 class Overflows(Sum):
     """Leaves a gradient as fp16 would that ends at 65,504."""
 
-    def backward(self, model, objective, micro_batches, divisors):
-        share = super().backward(model, objective, micro_batches, divisors)
+    def walk(self, model, *given, **how):
+        found = super().walk(model, *given, **how)
         for parameter in model.parameters:
             parameter.grad[parameter.grad.abs() > 65504] = torch.inf
-        return share
+        return found
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_halves_the_scale_until_it_is_one():
@@ -55,8 +55,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_halves_the_scale_until
 
 def test_at_a_scale_of_one_it_is_the_step_that_fails():
     class Nan(Sum):
-        def backward(self, *args):
-            return super().backward(*args) * torch.nan
+        def walk(self, *given, **how):
+            found = super().walk(*given, **how)
+            return replace(found, loss=found.loss * torch.nan)
 
     bench = scaled(2.0, strategy=Nan())
     assert [bench.step().skipped for _ in range(3)] == [LOSS_SCALE, NOT_FINITE, NOT_FINITE]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.lib.support import VOCABULARY, Bench
+from trainer.accumulate.base import Computed, Pass
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import DataError
 from trainer.models.bind import bind
@@ -76,20 +77,26 @@ class Normed(Plain):
         nn.utils.parametrizations.spectral_norm(self.head)
 
 
+class Look(Pass):
+    """Looks at every micro-batch without gradients."""
+
+    records_gradients = False
+
+    def micro_batch(self, model: Any, objective: Any, micro_batch: Any, *rest: Any) -> Computed:
+        objective.sums(model.call, micro_batch.fields)
+        return Computed()
+
+
 class TwoPasses(Sum):
     """Looks at every micro-batch without gradients first."""
 
-    def backward(self, model: Any, objective: Any, micro_batches: Any, *rest: Any) -> Tensor:
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                objective.sums(model.call, micro_batch.fields)
-        return super().backward(model, objective, micro_batches, *rest)
+    before = (Look(),)
 
 
 class Each(Sum):
     """Casts in every call: the outermost context ends with each, as without `Casts.once`."""
 
-    def backward(self, model: Any, *rest: Any) -> Tensor:
+    def walk(self, model: Any, *rest: Any, **how: Any) -> Computed:
         call = model.call
 
         def alone(fields: Any) -> Any:
@@ -100,9 +107,9 @@ class Each(Sum):
 
         alone.module = model.module  # type: ignore[attr-defined]
         model.call = alone
-        share = super().backward(model, *rest)
+        found = super().walk(model, *rest, **how)
         model.call = call
-        return share
+        return found
 
 
 class Rescaled(Plain):
@@ -129,16 +136,16 @@ class Sharpness(Sum):
         with torch.no_grad():
             weight += by
 
-    def backward(self, model: Any, objective: Any, *rest: Any) -> Tensor:
-        super().backward(model, objective, *rest)
+    def walk(self, model: Any, objective: Any, *rest: Any, **how: Any) -> Computed:
+        super().walk(model, objective, *rest, **how)
         collectives = [p.grad for p in model.parameters]
         for weight, move in zip(model.parameters, collectives, strict=True):
             self.moved(weight, move)
             weight.grad = None
-        share = super().backward(model, objective, *rest)
+        found = super().walk(model, objective, *rest, **how)
         for weight, move in zip(model.parameters, collectives, strict=True):
             self.moved(weight, -move)
-        return share
+        return found
 
 
 class EachSharpness(Sharpness, Each):
@@ -168,8 +175,8 @@ def bench(model: Any, strategy: Any, **others: Any) -> Bench:
     return Bench(Fixed(micro=4), torch.float32, **settings)
 
 
-def test_a_weight_is_cast_once_a_step_and_again_after_the_update():
-    for strategy, count in ((Sum(), 1), (TwoPasses(), 1), (Each(), 4)):
+def test_a_weight_is_cast_once_a_pass_and_again_after_the_update():
+    for strategy, count in ((Sum(), 1), (TwoPasses(), 2), (Each(), 4)):
         made = bench(Plain, strategy)
         with Counts(made.module.inner.weight) as casts:
             made.step()

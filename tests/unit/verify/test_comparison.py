@@ -38,12 +38,15 @@ class Faulty(GradientStrategy):
     fault: float = 0.0
     offset: float = 0.0
 
-    def backward(self, model, objective, micro_batches, divisors):
-        loss = Sum().backward(model, objective, micro_batches, divisors)
+    def micro_batch(self, *given):
+        return Sum().micro_batch(*given)
+
+    def walk(self, model, objective, micro_batches, *given, **how):
+        found = super().walk(model, objective, micro_batches, *given, **how)
         gradient = dict(model.module.named_parameters())[self.name].grad
         gradient *= 1 + self.fault * (len(micro_batches) - 1)
         gradient += self.offset * (len(micro_batches) > 1)
-        return loss
+        return found
 
 
 class Spanning(nn.Module):
