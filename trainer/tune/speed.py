@@ -32,7 +32,7 @@ Prepare = Callable[[Shape], Callable[[], None]]
 """Makes the data of a shape ready, and gives what computes it and nothing else."""
 
 # Timings per shape: the quickest counts, since a disturbance only ever adds time
-FEWEST, MOST = 3, 8
+FEWEST, MOST = 2, 8
 NEAR_BEST = 0.03  # times that differ by less count as equal
 CONTENDER = 1.25  # a size whose time per token is this much above the best is not timed again
 # Time per token over the best, beyond which a larger size no longer lies on the fitted line
@@ -189,7 +189,6 @@ def measure(
         meter: seconds that a shape takes; the clock's unless given.
     """
     timings = Timings(prepare=prepare, sizes=sizes, clock=clock, meter=meter or clock)
-    # The first run of all sets libraries up, so that the first size is run twice.
     for shape in (*sizes[:1], *sizes[:1], *others[:1], *sizes[1:], *others[1:]):
         if timings.taken and not timings.is_promising(shape, budget):
             continue
@@ -198,6 +197,8 @@ def measure(
         if guard.failed:
             timings.failed = shape
             return timings
+        # The very first run sets libraries up, and counts only where no second one follows.
+        timings.taken[shape] = timings.taken[shape][-1:]
     for _ in range(MOST if len(timings.rates) > 1 else 0):
         for shape in timings.undecided():
             budget_s = budget(min(timings.rates.values()))

@@ -6,12 +6,10 @@ sequence, or have a length of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -40,7 +38,7 @@ LayOut = Callable[[nn.Module], Parallel]
 Dim = tuple[str, int]
 """A field's name, and which of its dimensions."""
 
-SAMPLES = (16, 256)  # looked at first, and where something in them has a length of its own
+SAMPLES = 16  # looked at, to tell which dimensions follow the length
 
 
 @final
@@ -225,41 +223,31 @@ class Dims:
     """The dimensions, but the first, that are not the same in every sample."""
 
     # Those with one entry per token; None where samples of one length cannot tell
-    sequence: frozenset[Dim] | None = None
-    # Those with a length of their own: lengths of samples, ascending, and the most entries of any
-    # sample up to each
-    own: Mapping[Dim, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    sequence: tuple[Dim, ...] | None = None
+    # Those with a length of their own: the most entries of the samples that were looked at
+    own: Mapping[Dim, int] = field(default_factory=dict)
 
 
 def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
-    """Look at samples of every length: at a few, and at more where these have lengths of their own.
+    """Look at a few samples, from the shortest to the longest.
 
     `lengths` are those of all data; `load` gives one sample, collated alone, or None for a bad one.
     """
     ascending = lengths.argsort(kind="stable")
-    dims = Dims()
-    for most in SAMPLES:
-        places = np.unique(np.linspace(0, len(ascending) - 1, most).round().astype(np.int64))
-        ids = ascending[places].tolist()
-        seen = [(int(lengths[i]), fields) for i in ids if (fields := load(i)) is not None]
-        dims = _compare(seen) if seen else dims
-        if not dims.own:
-            break
-    return dims
-
-
-def _compare(seen: Sequence[tuple[int, Fields]]) -> Dims:
-    """Compare samples, the shortest first; a dimension of features is the same in all."""
-    lengths = tuple(length for length, _ in seen)
-    sequence, own = set[Dim](), dict[Dim, tuple[Sequence[int], Sequence[int]]]()
-    for name in sorted(set.intersection(*(set(fields) for _, fields in seen))):
+    places = np.unique(np.linspace(0, len(ascending) - 1, SAMPLES).round().astype(np.int64))
+    ids = ascending[places].tolist()
+    seen = [(int(lengths[i]), fields) for i in ids if (fields := load(i)) is not None]
+    tokens = tuple(length for length, _ in seen)
+    sequence, own = list[Dim](), dict[Dim, int]()
+    names = set.intersection(*(set(fields) for _, fields in seen)) if seen else set[str]()
+    for name in sorted(names):  # the tuning cache goes by what this prints as
         shapes = [tuple(fields[name].shape) for _, fields in seen]
         for dim, sizes in enumerate(zip(*shapes, strict=False)):
-            if dim and sizes == lengths:
-                sequence.add((name, dim))
+            if dim and sizes == tokens:
+                sequence.append((name, dim))
             elif dim and len(set(sizes)) > 1:
-                own[name, dim] = lengths, tuple(accumulate(sizes, max))
-    return Dims(frozenset(sequence) if len(set(lengths)) > 1 else None, own)
+                own[name, dim] = max(sizes)
+    return Dims(tuple(sequence) if len(set(tokens)) > 1 else None, own)
 
 
 @final
@@ -271,7 +259,7 @@ class Tiled:
     sequence. An example that says where packed documents begin is one row, and so is what is made
     of it. Where it is not known which dimensions have one entry per token, as in data whose samples
     are all of one length, it is every one of `length` entries. What has a length of its own gets
-    the most that it has in samples so long.
+    the most that was seen.
     """
 
     example: Fields  # collated, at least one sample
@@ -307,7 +295,6 @@ class Tiled:
         """Count what a dimension has in samples of up to `length` tokens."""
         size, sequence = self.example[name].shape[dim], self.dims.sequence
         if (name, dim) in self.dims.own:
-            lengths, most = self.dims.own[name, dim]
-            return most[max(0, bisect_right(lengths, length) - 1)]
+            return self.dims.own[name, dim]
         follows = size == self.length > 1 if sequence is None else (name, dim) in sequence
         return length if follows else size

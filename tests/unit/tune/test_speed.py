@@ -107,7 +107,7 @@ def test_rounds_are_interleaved_and_the_quickest_run_of_a_shape_counts():
     assert seconds == pytest.approx({s: machine.seconds(s) for s in (*SIZES, *OTHERS)})
     first_round = machine.ran[1 + len(seconds) : 1 + 2 * len(seconds)]
     assert len(set(first_round)) == len(first_round)
-    assert max(map(machine.ran.count, SIZES[1:])) == FEWEST, "as soon as two agree"
+    assert max(map(machine.ran.count, SIZES[1:])) == 3, "two agree"
 
 
 def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_not():
@@ -116,7 +116,7 @@ def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_n
     found = machine.measure(budget_s=600)
     assert FEWEST < max(map(machine.ran.count, SIZES)) <= MOST
     assert found.rates[SIZES[0]] > 1.3 * found.rates[SIZES[5]]
-    assert machine.ran.count(SIZES[0]) <= FEWEST
+    assert machine.ran.count(SIZES[0]) <= FEWEST + 1, "and once to set up"
     assert found.noise > NEAR_BEST >= Machine().measure().noise
 
 
@@ -126,7 +126,7 @@ def test_timing_keeps_to_its_budget_and_compares_nothing_without_two_sizes(budge
     timed = machine.measure(budget_s)
     assert SIZES[0] in timed.seconds
     assert machine.now <= max(budget_s, machine.seconds(SIZES[0]))
-    assert math.isinf(timed.noise) == (budget_s < 2.0)
+    assert math.isinf(timed.noise) == (budget_s < 0.3)
 
 
 def test_what_makes_a_shape_ready_as_a_compiler_does_takes_no_time_of_the_budget():
