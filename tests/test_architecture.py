@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.walk import files_naming, files_of_a_sample
+
 CHECKOUT = Path(__file__).parent.parent
 FILES = {
     str(path.relative_to(CHECKOUT)): path.read_text()
@@ -62,3 +64,8 @@ def test_what_has_no_place_is_nowhere(pattern, examples, allowed):
 def test_few_of_hydras_private_names_are_used():
     lines = [line for text in FILES.values() for line in text.splitlines()]
     assert len([line for line in lines if "hydra._internal" in line]) <= 4
+
+
+def test_a_value_and_a_sample_pass_few_files():
+    assert len(files_naming("global_batch")) <= 8, "from the config to the optimizer"
+    assert len(files_of_a_sample()) <= 16, "in one step, from reading to loss"

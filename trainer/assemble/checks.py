@@ -57,7 +57,7 @@ def check_parts(components: Components) -> None:
             f"{coupling.key or 'accum'}: {coupling.why}, and "
             f"accum={config.accum.name or config.accum.target} chooses its size: type "
             f"accum=fixed accum.micro=N{coupling.accepts} "
-            f"(N={config.batch.global_batch} is the whole step at once)"
+            f"(N={components.source.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
 

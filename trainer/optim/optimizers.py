@@ -234,4 +234,5 @@ def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
     wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     plain: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
-    return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__} | plain)
+    about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {"step": step} | about | plain)

@@ -100,7 +100,7 @@ class Order:
         size, largest = self.sizes.size(step), self.sizes.largest
         if not 1 <= size <= largest:
             text = f"`size` gave {size} for step {step}; give 1 to `largest`, {largest}"
-            raise ConfigError(f"batch.global={self.sizes.global_batch}: {text}")
+            raise ConfigError(f"batch.global={largest}: {text}")
         return size
 
     @property
