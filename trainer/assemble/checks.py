@@ -50,6 +50,9 @@ def check_parts(components: Components) -> None:
             f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists {kind} "
             "in its `couplings`"
         )
+    if kind == "batch" and config.batch.normalizer == "micro_batches":
+        text = "a loss over the whole batch has no means of micro-batches"
+        raise ConfigError(f"batch.normalizer=micro_batches: {text}: type batch.normalizer=tokens")
     if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
         cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
     if coupling.kind not in cut.couplings:
