@@ -250,10 +250,21 @@ def test_a_saved_buffer_whose_shape_changes_is_refused_and_a_cache_is_not():
     state = ModelState(module, World(size=2))
     state.watch()
     module.cache = torch.zeros(2)
-    assert list(state.moved()) == [False]
+    state.check()
     module.seen = torch.zeros(2)
     with pytest.raises(ConfigError, match="seen changes its shape in forward"):
-        state.moved()
+        state.check()
+
+
+def test_a_frozen_parameter_that_a_forward_writes_is_refused_on_several_ranks():
+    module = Writing()
+    for size in (1, 2):
+        state = ModelState(module, World(size=size))
+        state.watch()
+        module(torch.ones(2, 2))
+        says = pytest.raises(ConfigError, match=r"into blocks\.1\.book")
+        with says if size > 1 else nullcontext():
+            state.check()
 
 
 def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layout():
@@ -261,7 +272,7 @@ def test_a_buffer_that_moves_is_refused_where_bits_are_to_be_those_of_every_layo
     module.register_buffer("seen", torch.zeros(1))
     state = ModelState(module, World(), is_ordered=True)
     state.watch()
-    state.copy_from_main(state.moved())
-    module.seen.add_(1)
+    state.check()
+    module.seen.data.add_(1)
     with pytest.raises(ConfigError, match="deterministic=layout: forward updates seen"):
-        state.copy_from_main(state.moved())
+        state.check()

@@ -246,26 +246,19 @@ def test_evaluation_visits_every_held_out_sample_once_and_is_exact(ranks, mode):
             assert metrics == pytest.approx(expected, rel=1e-12)
 
 
-MOVES = [f"books.{name}" for name in ("begun", "calls", "mean", "replaced", "silent")] + [
-    f"pool.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")
-]
-
-
 def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks):
     pairs = (("ddp", "deferred"), ("fsdp", "deferred"), ("fsdp", "immediate"))
     cases = [Case(Fixed(micro=2), *pair, steps=2) for pair in pairs]
     first, *others = ranks.run(3, moved_each, cases)
     for number in range(len(cases)):
-        state, news = first[number]
-        assert news == [MOVES, []]
+        state = first[number]
         # In lockstep the main rank has a micro-batch without samples, of which there is no mean.
         assert np.isfinite(state["books.mean"]).all()
         assert state["books.mean"].any()
         cached = [state.pop("books.cache").size]
         for other in others:
-            theirs, answer = other[number]
+            theirs = other[number]
             cached.append(theirs.pop("books.cache").size)
-            assert answer == news
             assert theirs.keys() == state.keys()
             assert all(np.array_equal(theirs[name], state[name]) for name in state)
         assert len(set(cached)) > 1

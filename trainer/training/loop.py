@@ -9,7 +9,6 @@ from typing import Any, NoReturn, final
 
 from torch import Tensor
 
-from trainer.config.messages import first_of
 from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import plural
 from trainer.core.out_of_memory import peak_bytes
@@ -136,11 +135,6 @@ def _take_step(run: Run, progress: Progress) -> None:
     _add_metrics(record, run.context.parts)
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
-    if names := run.context.model_state.news():
-        run.reporter.warn(
-            f"forward updates {first_of(names)} by the samples of its own rank; after every step "
-            "all ranks take the values of rank 0"
-        )
 
 
 def _add_metrics(record: dict[str, Any], parts: Sequence[Stateful]) -> None:

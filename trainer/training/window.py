@@ -96,7 +96,6 @@ class Outcome:
 
     loss: Tensor | None  # this rank's share, or the step's, 0-d; None where an allocation failed
     used: Sequence[bool]  # which parameters have a gradient
-    moved: Sequence[bool]  # which of the model state forwards wrote
     # By name, 0-d: sums over this rank's micro-batches, or means over the step
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     # Of a pass before the last, `(global batch, ...)`: zeros but for this rank's samples
@@ -104,7 +103,7 @@ class Outcome:
     peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
 
 
-NOT_BEGUN = Outcome(None, (), ())
+NOT_BEGUN = Outcome(None, ())
 """What there is before the first pass of a step."""
 
 
@@ -161,15 +160,15 @@ def compute(
         with nullcontext() if context.sync.lockstep else context.casts.once(device):
             own = (model, context.objective, batch.micro_batches)
             found = each.walk(*own, divisors, rows, is_last=is_last)
-        context.model_state.refuse_late()
+        context.model_state.check()
         if not is_last:
             whole = at_positions(found.rows, batch.micro_batches, batch.plan.num_samples)
-            return Outcome(found.loss, *_nothing(context), rows=whole)
-        used, moved = model.used(), context.model_state.moved()
+            return Outcome(found.loss, _nothing(context), rows=whole)
+        used = model.used()
         model.make_room()
         assert found.loss is not None
         loss = found.loss if scale is None else found.loss / scale.value
-        return Outcome(loss, used, moved, found.metrics)
+        return Outcome(loss, used, found.metrics)
     if context.sync.lockstep and context.world.size > 1:
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and sync={context.sync.name} reduces in every "
@@ -177,12 +176,12 @@ def compute(
         )
     model.drop_gradients()
     release_memory()
-    return Outcome(None, *_nothing(context))
+    return Outcome(None, _nothing(context))
 
 
-def _nothing(context: StepContext) -> tuple[Sequence[bool], Sequence[bool]]:
-    """Say that no parameter is used, and no state moved."""
-    return [False] * len(context.model.parameters), context.model_state.unmoved()
+def _nothing(context: StepContext) -> list[bool]:
+    """Say that no parameter is used."""
+    return [False] * len(context.model.parameters)
 
 
 def exchange(context: StepContext, mine: Outcome) -> Rows:
@@ -235,7 +234,7 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
     world.note("agree")
     if world.size > 1:
         # A rank without micro-batches does not know which metrics the others were given.
-        flags = [*mine.used, *mine.moved, *(n in mine.metrics for n in names)]
+        flags = [*mine.used, *(n in mine.metrics for n in names)]
         peaks = [0] * world.size  # each rank's own
         peaks[world.rank] = peak_bytes(world.device)
         given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
@@ -243,7 +242,7 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
         if failures:
             return replace(mine, loss=None)
         counts = iter([count > 0 for count in ranks])
-        used, moved = [next(counts) for _ in mine.used], [next(counts) for _ in mine.moved]
+        used = [next(counts) for _ in mine.used]
         numbers = torch.zeros(1 + len(names), dtype=torch.float64, device=world.device)
         for place, number in enumerate((mine.loss, *map(mine.metrics.get, names))):
             if number is not None:
@@ -251,7 +250,7 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
         peak = int(max(ranks[-world.size :]))
-        mine = Outcome(numbers[0], used, moved, sums, mine.rows, peak)
+        mine = Outcome(numbers[0], used, sums, mine.rows, peak)
     weights = divisors.weights
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)
@@ -275,7 +274,7 @@ def reduce(context: StepContext, agreed: Outcome) -> None:
         if context.loss_scale is not None:
             factor = torch.full((), 1 / context.loss_scale.value, device=context.world.device)
             context.model.scale_gradients(factor)
-        context.model_state.copy_from_main(agreed.moved)
+        context.model_state.copy_from_main()
 
 
 def remedies(context: StepContext, batch: PlannedBatch) -> str:

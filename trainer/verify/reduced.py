@@ -119,7 +119,7 @@ def _reduced(
             given = each.walk(*own, parts, rows, is_last=is_last).rows
             if not is_last:
                 mine_there = at_positions(given, cast, num_samples)
-                rows = exchange(context, Outcome(None, (), (), rows=mine_there))
+                rows = exchange(context, Outcome(None, (), rows=mine_there))
         used = [count > 0 for count in world.sum_numbers([float(u) for u in model.used()])]
         model.make_room()
         model.reduce(used)
