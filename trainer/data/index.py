@@ -14,20 +14,18 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.core.durable import make_own_folder, read_json
+from trainer.core.durable import make_own_folder
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import expanded
 from trainer.data.samples import KeyArray
@@ -50,18 +48,6 @@ Build = Callable[[Add], Sequence[str]]
 """Adds all documents of a corpus, and says why records were left out."""
 
 _log = logging.getLogger(__name__)
-
-
-class _About(BaseModel):
-    """What `index.json` holds, whoever wrote it."""
-
-    model_config = ConfigDict(strict=True)
-
-    key: str
-    num_skipped: Annotated[int, Field(ge=0)]
-    skipped: Annotated[list[str], Field(max_length=LISTED_SKIPS)]
-    documents: str
-    arrays: str
 
 
 @final
@@ -171,22 +157,19 @@ def _write(path: Path, key: str, build: Build) -> None:
 def _open(path: Path, key: str) -> Index:
     """Map and check an index; a DataError where it is gone, damaged, or that of another corpus."""
     try:
-        files = [path / name for name in ("documents.bin", "offsets.bin", "groups.bin")]
-        if not all(stat.S_ISREG(file.lstat().st_mode) for file in files):  # a pipe would never end
-            raise OSError("its files are no regular ones")
-        about = _About.model_validate(read_json(path / "index.json"))
+        about = json.loads((path / "index.json").read_bytes())
         blob = np.asarray(np.memmap(path / "documents.bin", np.uint8, mode="r"))
         offsets = np.asarray(np.memmap(path / "offsets.bin", "<i8", mode="r"))
         groups = np.asarray(np.memmap(path / "groups.bin", "<u8", mode="r"))
         is_whole = (
-            (about.key, about.arrays) == (key, _sha256(offsets, groups))
+            (about["key"], about["arrays"]) == (key, _sha256(offsets, groups))
             and (len(groups), int(offsets[0]), int(offsets[-1])) == (len(offsets) - 1, 0, len(blob))
-            and (len(blob) > CHECKED_BYTES or about.documents == _sha256(blob))
+            and (len(blob) > CHECKED_BYTES or about["documents"] == _sha256(blob))
         )
-        digest = hashlib.sha256((about.arrays + about.documents).encode()).hexdigest()
-        skipped = about.num_skipped, tuple(about.skipped)
+        digest = hashlib.sha256((about["arrays"] + about["documents"]).encode()).hexdigest()
+        skipped = about["num_skipped"], tuple(about["skipped"])
         index = Index(path, key, blob, offsets, groups, digest, *skipped)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"data: the index {path} cannot be read ({error}); run again") from error
     if not is_whole:
         raise DataError(f"data: the index {path} is damaged; run again")

@@ -248,7 +248,7 @@ class Heavy(Ragged):
         return super().__getitem__(i) | {"image": torch.zeros(3000, 8), "pid": os.getpid()}
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("at", [0, 5])
 def test_a_worker_that_is_killed_at_any_moment_is_a_data_error_and_raises_nothing_elsewhere(
     loader_of, at
 ):
