@@ -28,8 +28,8 @@ from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings
 from trainer.accumulate import base, rollback
 from trainer.accumulate import sum as summing
 from trainer.accumulate.base import Computed
-from trainer.assemble import run_plan
-from trainer.checkpoint import state, store
+from trainer.assemble import resumption
+from trainer.checkpoint import state, store, weights
 from trainer.commands import train
 from trainer.core import durable
 from trainer.data.view import DataView
@@ -179,24 +179,22 @@ Defect = tuple[Harness, Any, str, Callable[[Any], Any]]
 """A harness that must fail, and whose attribute is replaced by what, made of what it was."""
 
 DEFECTS: Mapping[str, Defect] = {
-    "moments are not restored": (stopped(), state, "_restore_optimizer", lambda _: nothing),
+    "moments are not restored": (stopped(), state.OptimizerPart, "load", lambda _: nothing),
     "buffers are not restored": (
-        *(stopped(), state, "load_model"),
-        lambda load: (
-            lambda model, found, *more: load(model, {**found, "calls": torch.zeros(())}, *more)
-        ),
+        *(stopped(), weights.StoredWeights, "fill"),
+        lambda fill: lambda self, model: (fill(self, model), model.calls.zero_())[0],
     ),
     "the cursor is off by one": (
-        *(stopped(at=(2,)), train, "Cursor"),
-        lambda cursor: lambda **at: cursor(**at | {"offset": at["offset"] + 1}),
+        *(stopped(at=(2,)), Feed, "load"),
+        lambda load: lambda feed, at: load(feed, {**at, "offset": at["offset"] - 1}),
     ),
     "the clock begins again": (
-        *(stopped(), train, "Cursor"),
-        lambda cursor: lambda **at: cursor(**at | {"step": 0}),
+        *(stopped(at=(2,)), Feed, "load"),
+        lambda load: lambda feed, at: load(feed, {**at, "step": 0}),
     ),
     "tokens are counted anew": (
-        *(stopped(), loop.Progress, "__init__"),
-        lambda init: lambda self, **fields: init(self, **fields | {"total_tokens": 0}),
+        *(stopped(), loop.Progress, "load"),
+        lambda load: lambda self, state: load(self, {**state, "tokens": 0}),
     ),
     "metrics are not cut": (killed, metrics, "truncate_after", lambda _: nothing),
     "the evaluation is forgotten": (
@@ -204,7 +202,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
     ),
     "the cut is forgotten": (
-        *(stopped("data.faults=['5:oom']", at=(4,)), run_plan, "_restored"),
+        *(stopped("data.faults=['5:oom']", at=(4,)), resumption.SavedCut, "belongs_to"),
         lambda _: nothing,
     ),
     "a step that is not finite counts": (
@@ -259,7 +257,7 @@ def test_a_seeded_defect_is_caught(defect, tmp_path, monkeypatch):
 
 def test_draws_that_are_neither_keyed_nor_restored_are_caught(tmp_path, monkeypatch):
     # Either alone is enough: what is keyed to its micro-batch does not depend on the state.
-    monkeypatch.setattr(state, "_restore_random_states", nothing)
+    monkeypatch.setattr(state.GeneratorsPart, "load", nothing)
     monkeypatch.setattr(base, "seed_draws", nothing)
     with pytest.raises(AssertionError):
         stopped("model.dropout=0.2")(tmp_path)
