@@ -78,7 +78,7 @@ class ModelState:
             if self._before and not torch.equal(bits_of(entries[name]), self._before[place]):
                 raise ConfigError(
                     f"deterministic=layout: forward updates {full_name} from the samples of each "
-                    "rank: use GroupNorm or LayerNorm instead of BatchNorm, or deterministic=true"
+                    "rank: use GroupNorm or LayerNorm in its place, or deterministic=true"
                 )
 
     def copy_from_main(self) -> None:
