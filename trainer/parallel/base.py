@@ -125,8 +125,7 @@ class Parallel(ABC):
         if is_left or not self._is_complete:
             raise ConfigError(
                 f"accum.gradient: under sync={self._sync.name} a part of the gradient is not "
-                "reduced: call every backward() within model.micro_batch(is_last=...), which is "
-                "True for the last micro-batch alone"
+                "reduced: call every backward() in `micro_batch` of the strategy's last pass"
             )
 
     def gradients(self) -> list[Tensor]:
