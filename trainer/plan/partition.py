@@ -27,9 +27,6 @@ import numpy.typing as npt
 
 from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan, per_slot
 
-# Many ranks of few samples are dealt and cut in a few operations for all of them at once
-MANY_RANKS = 64  # below, rank by rank is as fast
-FEW_SAMPLES = 64  # of a rank: the work of `starts_of_all` grows with the square
 # Lengths among which `ladder` chooses; more would cost time and save no padding to speak of
 MAX_CANDIDATES = 256
 
@@ -56,7 +53,10 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         ranks = _cut_in_lockstep(longest_first, padded, layout.world_size, cost, cap, limit)
     else:
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
-        ranks = _cut_apart([longest_first[share] for share in shares], padded, cost, cap, limit)
+        ranks = [
+            split(own, cut_sorted(padded[own], cap, cost, limit))
+            for own in (longest_first[share] for share in shares)
+        ]
     return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
 
 
@@ -153,34 +153,7 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
     return tuple(int(tops[index]) for index in reversed(chosen))
 
 
-def _cut_apart(
-    shares: Sequence[IntArray], padded: IntArray, cost: Cost, cap: int, max_micro: int
-) -> list[tuple[IntArray, ...]]:
-    """Cut the samples of each rank, longest first, as `cut_sorted` does."""
-    sizes = np.array([len(share) for share in shares])
-    if len(shares) < MANY_RANKS or max(sizes) > FEW_SAMPLES:
-        return [split(own, cut_sorted(padded[own], cap, cost, max_micro)) for own in shares]
-    is_sample = np.arange(max(sizes)) < sizes[:, None]
-    samples, table = np.concatenate(shares), np.ones(is_sample.shape, dtype=np.int64)
-    table[is_sample] = padded[samples]
-    most = np.maximum(1, np.minimum(cap // table, max_micro))
-    is_start = starts_of_all(cost.per_sample(table), most, sizes, cost.fixed)
-    rank, place = np.nonzero(is_start)
-    lengths = table[rank, place]
-    is_equal = (lengths[1:] == lengths[:-1]) & (rank[1:] == rank[:-1])
-    shortest = table[np.arange(len(shares)), sizes - 1]
-    is_constant = (table[:, 0] == shortest) & (sizes > 0)
-    for row in np.flatnonzero(is_constant | np.isin(np.arange(len(shares)), rank[1:][is_equal])):
-        own, starts = table[row, : sizes[row]], np.flatnonzero(is_start[row])
-        is_start[row] = False
-        is_start[row, cut_sorted(own, cap, cost, max_micro, starts)] = True
-    slots = iter(split(samples, np.flatnonzero(is_start[is_sample])))
-    return [tuple(islice(slots, count)) for count in is_start.sum(axis=1).tolist()]
-
-
-def cut_sorted(
-    lengths: IntArray, cap: int, cost: Cost, max_micro: int, found: IntArray | None = None
-) -> IntArray:
+def cut_sorted(lengths: IntArray, cap: int, cost: Cost, max_micro: int) -> IntArray:
     """Cut samples sorted longest first into consecutive micro-batches at the least total cost.
 
         V(i) = min over 1 <= k <= K_i of  fixed + k c(s_i) + V(i + k),    V(n) = 0
@@ -193,8 +166,7 @@ def cut_sorted(
     cap, where scanning the window costs `O(n cap / s)`.
 
     Gives where each micro-batch begins, `(num_micro_batches,)`. Those of one padded length, which
-    cost the same however they share their samples, are as even as they can be. `found` are such
-    starts before they are evened.
+    cost the same however they share their samples, are as even as they can be.
     """
     num_samples = len(lengths)
     if num_samples == 0:
@@ -202,12 +174,9 @@ def cut_sorted(
     most = np.maximum(1, np.minimum(cap // lengths, max_micro))
     if lengths[0] == lengths[-1]:
         return even_starts(num_samples, -(-num_samples // int(most[0])))
-    if found is not None:
-        starts = found.tolist()
-    else:
-        ends, starts = _cheapest_ends(cost.per_sample(lengths), most, cost.fixed), [0]
-        while (end := ends[starts[-1]]) < num_samples:
-            starts.append(end)
+    ends, starts = _cheapest_ends(cost.per_sample(lengths), most, cost.fixed), [0]
+    while (end := ends[starts[-1]]) < num_samples:
+        starts.append(end)
     return np.asarray(_evened(starts, lengths.tolist()), dtype=np.int64)
 
 
@@ -265,8 +234,6 @@ def deal_by_cost(costs: FloatArray, world_size: int) -> list[IntArray]:
     and at most `mean + (1 - 1/W) max`. Karmarkar-Karp costs ten times as much and is not measurably
     better. Gives each rank's indices, ascending.
     """
-    if world_size >= MANY_RANKS:
-        return deal_in_blocks(costs, world_size)
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0.0, rank) for rank in range(world_size)]
     for index, cost in enumerate(costs.tolist()):
@@ -312,47 +279,3 @@ def split(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray
     """Split samples at the given starts, the first 0; empty where starts coincide or lie behind."""
     bounds = [*map(int, starts), len(samples)]
     return tuple(samples[begin:end] for begin, end in pairwise(bounds))
-
-
-def deal_in_blocks(costs: FloatArray, world_size: int) -> list[IntArray]:
-    """Deal as `deal_by_cost` does, bit for bit, in blocks of up to one sample for each rank.
-
-    The next samples go to ranks in the order of their loads, as long as none of these is above what
-    an earlier one of the block has come to.
-    """
-    loads, owner, begin = np.zeros(world_size), np.empty(len(costs), dtype=np.int64), 0
-    while begin < len(costs):
-        order = np.argsort(loads, kind="stable")[: len(costs) - begin]
-        after = loads[order] + costs[begin : begin + len(order)]
-        late = np.flatnonzero(loads[order[1:]] >= np.minimum.accumulate(after)[:-1])
-        order = order[: late[0] + 1] if len(late) else order
-        loads[order] = after[: len(order)]
-        owner[begin : begin + len(order)] = order
-        begin += len(order)
-    by_rank = np.argsort(owner, kind="stable")
-    return np.split(by_rank, np.searchsorted(owner[by_rank], np.arange(1, world_size)))
-
-
-def starts_of_all(
-    costs: FloatArray, most: IntArray, sizes: IntArray, fixed: float
-) -> npt.NDArray[np.bool_]:
-    """Mark where the micro-batches of all ranks begin, by the recursion of `cut_sorted`.
-
-    Of ends that cost the same the nearest is taken. All but `sizes`, `(ranks,)`, are `(ranks,
-    samples)`: costs and how many a micro-batch that begins there may have, of each rank's samples.
-    """
-    rows, count = np.arange(len(costs)), costs.shape[1]
-    value, ends = np.zeros((len(costs), count + 1)), np.empty(costs.shape, dtype=np.int64)
-    for begin in range(count - 1, -1, -1):
-        size = np.arange(1, count - begin + 1)
-        total = fixed + size * costs[:, begin, None] + value[:, begin + 1 :]
-        total[size > np.minimum(most[:, begin], sizes - begin)[:, None]] = np.inf
-        best = total.argmin(axis=1)
-        ends[:, begin] = begin + 1 + best
-        value[:, begin] = np.where(begin < sizes, total[rows, best], 0.0)
-    starts, place = np.zeros(costs.shape, dtype=bool), np.zeros_like(rows)
-    while (is_open := place < sizes[rows]).any():
-        rows, place = rows[is_open], place[is_open]
-        starts[rows, place] = True
-        place = ends[rows, place]
-    return starts
