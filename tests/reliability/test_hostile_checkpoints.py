@@ -39,7 +39,6 @@ from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import Stateful
 from trainer.report.metrics import evaluation_at
-from trainer.report.reporter import ReportPart
 from trainer.report.wandb import WandbMirror
 
 SLOTS = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
@@ -266,7 +265,6 @@ def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(tmp_path):
 NOWHERE: list[tuple[type[Stateful], dict[str, Any]]] = [
     *((SavedCut, {"evaluation_tokens": n}) for n in (0, -1, "many")),
     *((SavedCut, each) for each in ({"tuning": -1}, {"cost": None})),
-    *((ReportPart, {"wandb": text}) for text in ("../../elsewhere", "a\n", 7)),
     *((Terms, each) for each in ({"contract": None}, {"total_steps": -1}, {"sync": ["hsdp", 4]})),
     *((LossScale, {"value": value}) for value in (0.5, float("nan"), "large")),
 ]

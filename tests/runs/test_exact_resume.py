@@ -21,7 +21,6 @@ from tests.lib.run_support import (
     on,
     overrides,
     read_json,
-    saved,
     shell,
     steps,
 )
@@ -73,18 +72,6 @@ def test_a_stopped_run_says_how_to_go_on_and_then_where_and_no_more(capsys):
     assert "now spans" not in screen
     assert read_json(run / "result.json")["step"] == 6
     assert read_json(run / "status.json")["state"] == "completed"
-
-
-def test_a_run_goes_on_in_the_same_run_of_wandb_though_its_folder_is_gone():
-    run = stopped("steps=6 wandb.mode=offline", at=2)
-    run_id = (run.folder / "wandb" / "id").read_text()
-    assert saved(run, "report")["wandb"] == run_id
-    shutil.rmtree(run.folder / "wandb")
-    without = on(run, "wandb.mode=disabled")
-    assert not (run.folder / "wandb").exists()
-    assert saved(without, "report")["wandb"] == run_id
-    more = on(run, "steps=8 wandb.mode=offline")
-    assert (run.folder / "wandb" / "id").read_text() == saved(more, "report")["wandb"] == run_id
 
 
 def test_steps_may_grow_and_the_new_schedule_is_said(capsys):

@@ -42,7 +42,7 @@ from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
-from trainer.report.reporter import Hook, Reporter, ReportPart, RunReporter, SilentReporter
+from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish, to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.report.wandb import WandbMirror
@@ -108,7 +108,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     _end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
-    before, cut, marks = _read_saved(loaded)
+    before, cut = _read_saved(loaded)
     own, stored = own_parts(config), first_weights(config, loaded, world)
     components = _assemble(config, world, before, stored)
     terms, run_plan = check_terms(components, before), prepare_on_main(components, cut)
@@ -129,14 +129,10 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     }
     _begin(components, loaded, live, own)
     world.on_main(lambda: _record_begin(folder, plan, components))
-    reporter: Reporter = (
-        _reporter(config, folder, loaded, marks, feed.cursor.step + 1)
-        if world.is_main
-        else SilentReporter()
-    )
+    reporter: Reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
         parts: dict[str, Stateful] = {MODEL: ModelPart(components.module), **live}
-        parts |= {"terms": terms, "cut": saved_cut(run_plan, feed), "report": marks}
+        parts |= {"terms": terms, "cut": saved_cut(run_plan, feed)}
         run = _run(run_plan, context, feed, store, reporter, stop, parts)
         opened.callback(run.checkpointer.release)
         opened.callback(run.feed.close)
@@ -147,12 +143,12 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
         _end(components, run, progress, plan, folder, started)
 
 
-def _read_saved(loaded: Loaded | None) -> tuple[Terms, SavedCut, ReportPart]:
+def _read_saved(loaded: Loaded | None) -> tuple[Terms, SavedCut]:
     """Read what a checkpoint says before the run is built; all empty where there is none."""
-    terms, cut, marks = Terms(), SavedCut(), ReportPart()
+    terms, cut = Terms(), SavedCut()
     if loaded is not None:
-        restore(loaded, {"terms": terms, "cut": cut, "report": marks})
-    return terms, cut, marks
+        restore(loaded, {"terms": terms, "cut": cut})
+    return terms, cut
 
 
 def _announce(
@@ -235,10 +231,8 @@ def _name_weights(reporter: Reporter, components: Components, stored: StoredWeig
     reporter.line(f"init: weights of {taken or config.init}")
 
 
-def _reporter(
-    config: RunConfig, folder: Path, loaded: Loaded | None, marks: ReportPart, next_step: int
-) -> RunReporter:
-    """Open the records of a run, and note in `marks` where they are."""
+def _reporter(config: RunConfig, folder: Path, loaded: Loaded | None) -> RunReporter:
+    """Open the records of a run."""
     hooks = {
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
@@ -252,21 +246,16 @@ def _reporter(
         to_plain(config),
         screen.warn,
         labels={**labels, "name": config.name},
-        run_id=marks.wandb,
     )
-    reporter = RunReporter(
+    return RunReporter(
         folder,
         screen,
         log_every=config.log.every,
         resumed_step=None if loaded is None else loaded.step,
         keep_samples=config.log.samples,
-        ledger_from=marks.ledger_from,
         hooks=hooks,
         wandb=wandb,
     )
-    marks.wandb = reporter.wandb_id or marks.wandb  # while W&B is off, too: it may be on again
-    marks.ledger_from = (marks.ledger_from or next_step) if config.log.samples else None
-    return reporter
 
 
 def _run(

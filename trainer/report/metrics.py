@@ -6,14 +6,12 @@ Numbers that JSON does not know (NaN, infinities) are written as null.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from trainer.config.messages import first_of
 from trainer.core.durable import as_save_error
 from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
 
@@ -31,12 +29,10 @@ class MetricsLog:
 
     Args:
         folder: the run folder.
-        warn: called once when a line could not be written, and once where lines of steps before
-            `resumed_step` are missing.
+        warn: called once when a line could not be written.
         resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
             which cuts all that one without a checkpoint left there.
         keep_samples: whether to write samples.jsonl.
-        ledger_from: first step that samples.jsonl has until then; None where none was written.
 
     Raises:
         SaveError: a log cannot be cut.
@@ -49,17 +45,10 @@ class MetricsLog:
         *,
         resumed_step: int | None = None,
         keep_samples: bool = False,
-        ledger_from: int | None = None,
     ) -> None:
-        lacking = []
-        for name, first in ((METRICS_FILE, 1), (SAMPLES_FILE, ledger_from)):
+        for name in (METRICS_FILE, SAMPLES_FILE):
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
-                if first is not None and (gaps := _gaps(folder / name, first, resumed_step or 0)):
-                    lacking.append(f"{name} lacks steps {first_of(gaps)}")
-        if lacking:
-            text = "lines were damaged or deleted; the run goes on without them"
-            warn(f"{', '.join(lacking)}: {text}")
         self._metrics = Journal(folder / METRICS_FILE, warn)
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         # A step whose numbers, by name, are there once they have been copied.
@@ -129,14 +118,6 @@ class MetricsLog:
         entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
         self._metrics.write(entry)
         return entry
-
-
-def _gaps(path: Path, first: int, last: int) -> list[str]:
-    """List the steps without a whole line of their own as ranges: `3`, `5 to 7`."""
-    there = sorted({e["step"] for e in read(path) if EVAL_SECONDS not in e and e["step"] >= first})
-    ends = pairwise([first - 1, *there, last + 1])
-    gaps = [(before + 1, after - 1) for before, after in ends if after - before > 1]
-    return [f"{begin} to {end}" if end > begin else str(begin) for begin, end in gaps]
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:

@@ -7,16 +7,13 @@ from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, final
-
-from pydantic import Field
+from typing import Any, final
 
 from trainer.checkpoint.status import write_status
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
-from trainer.core.stateful import Natural, SavedFields
 from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
@@ -40,15 +37,6 @@ class Hook(ABC):  # noqa: B024 - known by its methods
 
 
 @final
-class ReportPart(SavedFields):
-    """What the records of a resumed run go on with."""
-
-    # Id of the W&B run
-    wandb: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]{1,256}\z")] | None = None
-    ledger_from: Annotated[Natural, Field(ge=1)] | None = None  # first step of samples.jsonl
-
-
-@final
 class RunReporter:
     """Reports a run into its folder, onto the screen, to W&B and to the user's hooks.
 
@@ -61,7 +49,6 @@ class RunReporter:
         log_every: optimizer steps from one printed line to the next.
         resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
         keep_samples: whether to write samples.jsonl.
-        ledger_from: first step that samples.jsonl has until then; None where none was written.
         hooks: by the name the user gave them.
         wandb: the mirror; None mirrors nothing.
     """
@@ -74,7 +61,6 @@ class RunReporter:
         log_every: int = 1,
         resumed_step: int | None = None,
         keep_samples: bool = False,
-        ledger_from: int | None = None,
         hooks: Mapping[str, object] | None = None,
         wandb: WandbMirror | None = None,
     ) -> None:
@@ -88,11 +74,9 @@ class RunReporter:
             screen.warn,
             resumed_step=resumed_step,
             keep_samples=keep_samples,
-            ledger_from=ledger_from,
         )
         self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
         self._wandb.start()
-        self.wandb_id = self._wandb.run_id  # None where none is mirrored
         self.line, self.warn = screen.line, screen.warn
 
     def start(self, rows: Sequence[Row], plan: Record, *, name: str | None = None) -> None:
@@ -203,8 +187,6 @@ class RunReporter:
 @final
 class SilentReporter:
     """Shows and writes nothing: for every rank but the first."""
-
-    wandb_id = None
 
     def _pass(self, *_: object, **__: object) -> None:
         """Do nothing."""

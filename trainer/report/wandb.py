@@ -42,7 +42,6 @@ class WandbMirror:
         config: plain values without secrets, as config.yaml has them.
         warn: called with one line when something does not work.
         labels: `project`, `entity`, `group`, `tags`, `name`; None leaves one to W&B.
-        run_id: of W&B's run, where the folder has lost its own; None on the mirror: there is none.
     """
 
     def __init__(
@@ -53,24 +52,23 @@ class WandbMirror:
         warn: Callable[[str], None],
         *,
         labels: Mapping[str, Any] | None = None,
-        run_id: str | None = None,
     ) -> None:
         self._mode, self._folder, self._warn = mode, folder.absolute(), warn
         self._labels = {"config": config, **(labels or {})}
         self._summary: Mapping[str, Any] | None = None
         self._is_over, self._is_imported = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self.run_id: str | None = None
+        self._run_id: str | None = None  # none is mirrored
         if mode == "disabled":
             return
         path = self._folder / "wandb" / "id"
         try:
             make_folders(path.parent)
             if not path.exists():
-                write_file_atomic(path, (run_id or secrets.token_hex(4)).encode())
+                write_file_atomic(path, secrets.token_hex(4).encode())
             found = path.read_text(errors="replace").strip()
             if re.fullmatch(r"[\w-]+", found, re.ASCII):
-                self.run_id = found
+                self._run_id = found
             else:
                 warn(f"W&B is off ({path} holds no run id: delete it)")
         except OSError as error:
@@ -82,7 +80,7 @@ class WandbMirror:
         Waits until wandb is imported (0.5 s), not until it has started: a loading process forked
         in the midst of an import can never import that module, whose lock nobody releases.
         """
-        if self.run_id is None:
+        if self._run_id is None:
             return
         follower = Follower(self._folder / METRICS_FILE)
         work = threading.Thread(target=self._mirror, args=(follower,), name=THREAD, daemon=True)
@@ -143,7 +141,7 @@ class WandbMirror:
             save_code=False,
             reinit="create_new",  # a sweep has several runs in a process, a notebook its own
         )
-        given = {"dir": str(self._folder), "id": self.run_id, "resume": "allow"}
+        given = {"dir": str(self._folder), "id": self._run_id, "resume": "allow"}
         given |= {**self._labels, "job_type": "train", "settings": settings}
         if self._mode == "online":
             why = "no API key: run `wandb login` once"

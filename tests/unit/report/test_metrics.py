@@ -63,34 +63,6 @@ def test_entries_are_written_at_once_and_numbers_that_json_does_not_know_are_nul
     ]
 
 
-def test_lines_that_are_missing_before_the_checkpoint_are_warned_of_once_with_their_steps(tmp_path):
-    def warnings(first: int | None = None) -> list[str]:
-        found: list[str] = []
-        MetricsLog(tmp_path, found.append, resumed_step=9, ledger_from=first)
-        return found
-
-    metrics, ledger = tmp_path / METRICS_FILE, tmp_path / SAMPLES_FILE
-    log = MetricsLog(tmp_path, pytest.fail, keep_samples=True)
-    for step in range(1, 11):
-        log.step(record(step=step))
-        if step > 4:
-            log.consumed(step, [step])
-    log.evaluation(3, {"loss": 1.0}, 0.5)
-    assert warnings(5) == warnings() == []
-    content = metrics.read_bytes().splitlines(keepends=True)
-    for index in (2, 4, 5):
-        content[index] = bytes([content[index][0] ^ 1]) + content[index][1:]
-    metrics.write_bytes(b"".join(content))
-    ledger.write_bytes(b"")
-    (warning,) = warnings(5)
-    assert warning.startswith(
-        "metrics.jsonl lacks steps 3, 5 to 6, samples.jsonl lacks steps 5 to 9: lines were damaged"
-    )
-    metrics.unlink()
-    (warning,) = warnings()
-    assert warning.startswith("metrics.jsonl lacks steps 1 to 9: ")
-
-
 @given(
     steps=st.lists(st.integers(1, 30), max_size=20).map(sorted),
     last=st.integers(0, 30),
