@@ -63,5 +63,4 @@ def open_data(config: RunConfig, world: World) -> DataSource:
     )
     if config.evaluates_all:
         return source.open_all(world)
-    # `train` and `plan` show what is found on both sides.
-    return source.open(world, compares=config.command in {"train", "plan"})
+    return source.open(world)
