@@ -158,8 +158,7 @@ def _construct(
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-    fault = "" if stored is None else stored.fault(module)
-    is_before = stored is not None and not fault and not stored.is_resumed
+    is_before = stored is not None and not stored.is_resumed and not stored.fault(module)
     found = stored.fill(module) if stored is not None and is_before else {}
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)

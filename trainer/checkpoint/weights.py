@@ -6,6 +6,7 @@ each of its names, as `load_state_dict` wants them. Hugging Face models write th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
@@ -30,12 +31,13 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import expanded, shown_path
 from trainer.core.stateful import State, Stateful
-from trainer.core.tensors import fill
+from trainer.core.tensors import bits_of, fill, is_sharded
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+FROZEN = "frozen parameters"  # of the model's state: SHA-256 by name; no parameter is named so
 
 
 @final
@@ -51,13 +53,23 @@ class StoredWeights:
     is_resumed: bool = False
     # By plain name, what modules keep besides tensors, where they go on
     others: Mapping[str, Any] = field(default_factory=dict)
+    # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:
         """Take those of the state of a model that goes on, whose tensors are unread."""
         values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
         others = {name: read_whole(state[name]) for name in state.keys() - values.keys()}
-        return cls(values=values, source=source, loaded=loaded, is_resumed=True, others=others)
+        frozen = others.pop(FROZEN, {})
+        return cls(
+            values=values,
+            source=source,
+            loaded=loaded,
+            is_resumed=True,
+            others=others,
+            frozen=frozen,
+        )
 
     def fault(self, model: nn.Module) -> str:
         """Say how they differ from a model in names, shapes and dtypes; empty where they fit it."""
@@ -71,7 +83,15 @@ class StoredWeights:
         for alias, name in find_ties(expected).items():
             if one := found.get(name) or found.get(alias):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        faults = _differences(found, expected)
+        given = {n: t for n, t in expected.items() if n in self.frozen and n not in found}
+        faults = _differences(found, {n: t for n, t in expected.items() if n not in given})
+        # What is drawn on the meta device is drawn by the same class and seed.
+        here = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
+        if changed := [n for n, tensor in here.items() if digest_of(tensor) != self.frozen[n]]:
+            faults.append(
+                f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
+                "than the run had; name the weights that it began with"
+            )
         return {n: found[plain_name(n)] for n in named if plain_name(n) in found}, "; ".join(faults)
 
     @torch.no_grad()
@@ -106,17 +126,44 @@ class ModelPart(Stateful):
 
     loads_unread = True
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, frozen: Mapping[str, str] | None = None) -> None:
+        self._module, self._frozen = module, frozen or {}
+
+    @classmethod
+    def of(cls, module: nn.Module, stored: StoredWeights | None) -> ModelPart:
+        """Take a model before its first step, and what its weights were read from. Collective.
+
+        Frozen parameters are not stored where the constructor gives them again: it drew them, or
+        loaded them itself. Those that came by `init=` are.
+        """
+        frozen = {
+            plain_name(name): parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+        if stored is None:
+            return cls(module, {name: digest_of(tensor) for name, tensor in frozen.items()})
+        known = stored.frozen if stored.is_resumed else {}
+        return cls(module, {name: known[name] for name in frozen if name in known})
 
     def state(self) -> State:
-        """See the base class; tied weights are one tensor under several names."""
+        """See the base class; tied weights are one tensor under several names. Collective."""
         state = self._module.state_dict(keep_vars=True)
-        return {plain_name(name): value for name, value in state.items()}
+        found = {plain_name(name): value for name, value in state.items()}
+        # Something else than the optimizer may write to them, as to a teacher's weights.
+        frozen = {n: digest for n, digest in self._frozen.items() if digest_of(found[n]) == digest}
+        found = {name: value for name, value in found.items() if name not in frozen}
+        return {**found, FROZEN: frozen} if frozen else found
 
     def load(self, state: State) -> None:
         """See the base class; all of it is checked before a weight changes."""
         StoredWeights.of(state, "model").fill(self._module)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Hash the values of a tensor, with SHA-256. Collective where it is in shards."""
+    whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return hashlib.sha256(bits_of(whole).cpu().numpy().data).hexdigest()
 
 
 def checkpoint_weights(loaded: Loaded) -> StoredWeights:
@@ -222,7 +269,7 @@ def export(
     loaded: Loaded,
     to: Path,
     config: Mapping[str, Any],
-    model: Any = None,  # noqa: ANN401
+    model: nn.Module | None = None,
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
@@ -230,7 +277,8 @@ def export(
         loaded: the checkpoint.
         to: a folder that does not exist, or is empty; returned.
         config: becomes `config.json`.
-        model: of Hugging Face, with these weights; it writes itself, for its `from_pretrained`.
+        model: with these weights, which gives those that are not stored; one of Hugging Face
+            writes itself, for its `from_pretrained`.
 
     Raises:
         ConfigError: `to` is taken.
@@ -239,17 +287,22 @@ def export(
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    weights = checkpoint_weights(loaded).values
+    stored = checkpoint_weights(loaded)
+    weights: dict[str, Any] = dict(stored.values)
+    if model is not None:
+        own = {plain_name(name): value for name, value in model.state_dict().items()}
+        weights |= {name: own[name] for name in stored.frozen}
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
             durable.make_folders(to.parent)
             durable.make_folder(unfinished)
-            if model is None:
+            writes_itself = getattr(model, "save_pretrained", None)
+            if writes_itself is None:
                 write_tensors(unfinished / WEIGHTS_FILE, weights)
                 durable.write_json(unfinished / CONFIG_FILE, config)
             else:
-                model.save_pretrained(unfinished, max_shard_size="1000TB")  # in one file
+                writes_itself(unfinished, max_shard_size="1000TB")  # in one file
             if to.is_dir():
                 durable.discard(to)
             durable.publish(unfinished, to)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.instantiate import look_up
@@ -122,24 +124,24 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     }
     if config.transforms:
         description["transforms"] = to_plain(config)["transforms"]
-    hugging_face = _hugging_face(config, loaded, world)
-    to = export(loaded, expanded(config.export.to), description, hugging_face)
+    to = export(loaded, expanded(config.export.to), description, _built(config, loaded, world))
     _show(loaded, f"weights written to {to}")
     return 0
 
 
-def _hugging_face(config: RunConfig, loaded: Loaded, world: World) -> Any:  # noqa: ANN401
-    """Build the model with its weights where it is one of transformers; else give None."""
+def _built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
+    """Build the model where weights are not stored, or it may be one of transformers; else None."""
     look_up(config.model, "model", config.trust)  # imports what makes it
-    if "transformers" not in sys.modules:
+    given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
+    if "transformers" not in sys.modules and not stored.frozen:
         return None
     try:
-        given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
-        module, _ = build_model(config, world, given, stored=stored)
+        return build_model(config, world, given, stored=stored)[0]
     except ConfigError as error:  # what it was loaded from may be gone
+        if stored.frozen:
+            raise
         Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
         return None
-    return module if hasattr(module, "save_pretrained") else None
 
 
 def _show(loaded: Loaded, text: str) -> None:

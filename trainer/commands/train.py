@@ -131,7 +131,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     world.on_main(lambda: _record_begin(folder, plan, components))
     reporter: Reporter = _reporter(config, folder, loaded) if world.is_main else SilentReporter()
     with closing(reporter), ExitStack() as opened:
-        parts: dict[str, Stateful] = {MODEL: ModelPart(components.module), **live}
+        parts: dict[str, Stateful] = {MODEL: ModelPart.of(components.module, stored), **live}
         parts |= {"terms": terms, "cut": saved_cut(run_plan, feed)}
         run = _run(run_plan, context, feed, store, reporter, stop, parts)
         opened.callback(run.checkpointer.release)

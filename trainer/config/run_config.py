@@ -334,7 +334,9 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     if config.command == "evaluate" and not config.evaluates_all:
         roots |= {"data", "seed"}  # by which samples are held out
     faults = []
-    for key, before, now in _changes(old, contract(config), config.resume_allow):
+    # Another path to the base of a model: what it gives is compared with what the run had.
+    allow = {*config.resume_allow, "model.path"}
+    for key, before, now in _changes(old, contract(config), allow):
         remedy = "leave it out"
         if key.startswith("data."):
             remedy += "; all of other data: data.path=OTHER data.holdout=all"
