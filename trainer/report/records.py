@@ -24,11 +24,6 @@ Record = Mapping[str, Any]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
-# What a repository, perhaps a stranger's, sets for `git status` to start a program: a monitor of
-# files, a filter of their contents, a transport to fetch what is missing.
-_STARTS = re.compile(
-    r"core\.(fsmonitor|sshcommand|gitproxy)|filter\.|extensions\.partialclone|remote\..*\.promisor"
-)
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 
 
@@ -92,23 +87,23 @@ def environment() -> dict[str, Any]:
     }
 
 
-def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Name the commit checked out in a folder.
+def git_revision(folder: Path) -> dict[str, str] | None:
+    """Name the `commit` checked out in a folder; None where git, which may hang, names none.
 
-    Returns:
-        `commit`, and `dirty`: whether tracked files differ, those of submodules aside; None if
-        that took too long, or where the repository's own settings may start programs. None
-        outside a repository, in one without a commit, or without git.
+    Whether files differ is not asked: `git status` starts programs that the repository, perhaps a
+    stranger's, names.
     """
-    commit = _git(folder, "rev-parse", "HEAD")  # starts nothing
-    settings = commit and _git(folder, "config", "--list", "--name-only", "--show-scope")
-    named = [line.split("\t", 1) for line in (settings or "").splitlines()]
-    own = [name for scope, name in named if scope not in ("system", "global", "command")]
-    is_harmless = not any(map(_STARTS.match, own))
-    flags = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
-    changes = _git(folder, "status", *flags) if settings and is_harmless else None
-    dirty = None if changes is None else bool(changes)
-    return None if commit is None else {"commit": commit, "dirty": dirty}
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            check=False,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"commit": answer.stdout.decode().strip()} if answer.returncode == 0 else None
 
 
 def num_cores() -> int:
@@ -131,19 +126,3 @@ def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
     return None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Ask git, which may be missing, may hang on a network drive, and must ask nobody."""
-    try:
-        answer = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
-            check=False,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=GIT_TIMEOUT_S,
-            env=os.environ | {"GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.decode(errors="replace").strip() if answer.returncode == 0 else None

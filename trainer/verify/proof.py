@@ -15,7 +15,6 @@ import torch
 from trainer.config.messages import clip, first_of
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
-from trainer.objectives.base import IGNORED
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import StepContext
@@ -213,11 +212,6 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) ->
         yield "the gradients agree by coincidence: other micro-batches or batches would differ"
     if not any(any(m.weights.values()) for m in case.batch.micro_batches):
         yield "no sample of this batch has a loss term, so nothing is checked: try another seed"
-    if _hides_shift(case):
-        yield (
-            "no row of this batch has a label at its first position, so a wrong label shift "
-            "(objective.causal), which drops that position, would not be noticed"
-        )
     if case.plain:
         yield (
             f"{first_of(sorted(case.plain))}: a tensor in a plain attribute is neither saved in "
@@ -229,12 +223,3 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) ->
             f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
             "error is relative to the largest gradient"
         )
-
-
-def _hides_shift(case: Case) -> bool:
-    """Whether a loss that shifts labels wrongly would look right."""
-    if case.context.objective.sums_samples:
-        return False
-    labels = [m.fields["labels"] for m in case.batch.micro_batches if "labels" in m.fields]
-    rows = [each for each in labels if each.dim() > 1]
-    return bool(rows) and all((row[:, 0] == IGNORED).all() for row in rows)
