@@ -6,6 +6,7 @@ stand anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -32,6 +33,8 @@ _WORDS: Mapping[str, Sequence[str]] = {
     "--cfg": ("job", "hydra", "all"),
 }
 """What some flags take."""
+
+_NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 
 
 @final
@@ -65,6 +68,9 @@ def split(argv: Sequence[str]) -> CommandLine:
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
+        if fault := _typed_apart(token, waiting):
+            faults.append(fault)
+            continue
         name, equals, value = token.partition("=")
         flag = _SHORT.get(name, name)
         if flag in _VALUED or (flag in _SWITCHES and not equals):
@@ -81,6 +87,30 @@ def split(argv: Sequence[str]) -> CommandLine:
     if faults:
         raise ConfigError(*faults)
     return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
+
+
+def _typed_apart(token: str, waiting: list[str]) -> str:
+    """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
+
+    Takes the words behind the token; empty where the token stands for itself.
+    """
+    words, after = [token], waiting[-1] if waiting else "--"
+    name, equals, value = token.partition("=")
+    is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
+    if not equals and after.startswith("=") and token not in COMMANDS:
+        words += [waiting.pop() for _ in range(2 if after == "=" and len(waiting) > 1 else 1)]
+    elif not value and (equals or is_flag) and not _NO_VALUE.match(after) and after not in COMMANDS:
+        words.append(waiting.pop())
+    else:
+        return ""
+    from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
+    from trainer.config.validate import hint_for  # noqa: PLC0415
+
+    key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
+    hint = hint_for(key, KEYS).replace("?", f"={value}?")
+    if is_flag and not equals:
+        return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
+    return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")
 
 
 def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str]) -> list[str]:

@@ -200,6 +200,13 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
 """What other trainers call a setting, where no letters say it."""
 
 
+def hint_for(key: str, offers: Collection[str]) -> str:
+    """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
+    name = key.rpartition(".")[2]
+    meant = next((ours for ours, names in _ELSEWHERE.items() if name in names), None)
+    return f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
+
+
 def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     """Say what is meant by a key that is none."""
     owner, name = owner_of(key), key.rpartition(".")[2]
@@ -209,8 +216,7 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
     offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
-    meant = next((ours for ours, names in _ELSEWHERE.items() if name in names), None)
-    hint = f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
+    hint = hint_for(key, offers)
     if not hint and owner:
         names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
         hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from multiprocessing.connection import wait
 from typing import Any, final
 
 import torch
@@ -41,7 +44,8 @@ from trainer.data.samples import (
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
-AHEAD = 2  # requests that a worker loads at least before they are asked for
+DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
+AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
 @final
@@ -139,8 +143,8 @@ class Loader:
     def stream(self, requests: Iterator[Request], ahead: int = AHEAD) -> Generator[Fields]:
         """Load micro-batches in the order of their requests.
 
-        Workers draw `ahead` requests each, in this process, before those are asked for. A stream
-        that begins ends the one before it.
+        Workers draw `ahead` requests each, in this process, before those are asked for; without
+        workers a thread draws `AHEAD`, if it may. A stream that begins ends the one before it.
 
         Yields:
             The fields of each.
@@ -150,7 +154,7 @@ class Loader:
             Exception: PyTorch's loader failed for another reason.
         """
         if self.num_workers == 0:
-            yield from map(self.load, requests)
+            yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)
             return
         self._sampler.requests = requests
         try:
@@ -164,14 +168,39 @@ class Loader:
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
         except Exception as error:
-            # What a worker leaves behind that is gone, as where the host's memory ran out.
-            is_gone = isinstance(error, OSError | EOFError | RuntimeError)
-            if isinstance(error, TrainError) or is_out_of_memory(error) or not is_gone:
+            is_gone = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+            if isinstance(error, TrainError) or not (is_gone or self._deaths()):
                 raise
             raise DataError(
-                f"data: a DataLoader worker died: {described(error)}; num_workers=0 loads in the "
-                "main process"
+                f"data: a DataLoader worker died: {self._deaths() or described(error)}; "
+                "num_workers=0 loads in the main process"
             ) from error
+
+    def _deaths(self) -> str:
+        """Say how loading processes ended that were to go on."""
+        running = self._running
+        sentinels = {} if running is None else {w.sentinel: w for w in running._workers}
+        dead = [sentinels[each] for each in wait([*sentinels], DYING_S)]
+        for worker in dead:
+            worker.join()
+        codes = [worker.exitcode for worker in dead]
+        if -signal.SIGKILL in codes:
+            return "it was killed (SIGKILL), as happens when the host's memory runs out"
+        return f"it ended with exit code {codes[0]}" if codes else ""
+
+    def _ahead(self, requests: Iterator[Request]) -> Iterator[Fields]:
+        """Load in a thread."""
+        waiting: deque[Future[Fields]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            try:
+                for request in requests:
+                    waiting.append(thread.submit(self.load, request))
+                    if len(waiting) > AHEAD:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _running(self) -> Any:  # noqa: ANN401 - a class of PyTorch's own

@@ -134,7 +134,7 @@ def _attempt(
 ) -> _Found | None:
     """Sum over this rank's samples; None when an allocation failed.
 
-    Workers load the next micro-batches meanwhile. Sums stay on the device until the last.
+    The next micro-batches are loaded meanwhile. Sums stay on the device until the last.
     """
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
