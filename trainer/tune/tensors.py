@@ -48,6 +48,11 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
         self._totals, self._at_peak = Counter[str](), dict[str, int]()
         self._live = self._peak = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let models compile while it is entered, and count what their graphs allocate."""
+        return True
+
     @property
     def estimate(self) -> MemoryEstimate:
         """The peak since the last `reset`, by part."""

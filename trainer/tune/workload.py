@@ -59,7 +59,9 @@ class Workload:
     bind: Callable[[nn.Module], ModelCall] = bind
     # Where the model computes
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    compiled: bool = False  # whether the model is timed compiled
+    # Whether the model is timed compiled, and its memory predicted so; where it recomputes, whose
+    # graphs cannot run fake, memory is predicted uncompiled
+    compiled: bool = False
     weights: FirstWeights | None = None  # what parameters on the meta device begin with
     # When gradients are reduced, where the model is laid out
     sync: SyncPolicy = field(default_factory=Deferred)
