@@ -63,4 +63,5 @@ def open_data(config: RunConfig, world: World) -> DataSource:
     )
     if config.evaluates_all:
         return source.open_all(world)
-    return source.open(world)
+    # `train` and `plan` show what is found on both sides.
+    return source.open(world, compares=config.command in {"train", "plan"})

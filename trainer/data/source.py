@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from trainer.core.errors import ConfigError, DataError
@@ -11,7 +12,7 @@ from trainer.core.world import World
 from trainer.data.bad_samples import readable
 from trainer.data.joined import Joined
 from trainer.data.samples import HELD_OUT, TRAIN
-from trainer.data.split import Split, split_warnings
+from trainer.data.split import Overlap, Split, find_overlap, have_equal_contents, split_warnings
 from trainer.data.view import DataView, split_by_seed
 
 HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
@@ -42,11 +43,12 @@ class SourceSpec:
     skips: bool  # leave samples out that cannot be read, which the class does not
     seed: int  # the run's; what samples draw while they are looked for
 
-    def open(self, world: World) -> DataSource:
+    def open(self, world: World, *, compares: bool) -> DataSource:
         """Build the data, once where they give their parts, and hold a share out. Collective.
 
         Args:
             world: all ranks.
+            compares: look for samples on both sides.
 
         Raises:
             ConfigError: an argument of the data set is wrong.
@@ -64,6 +66,9 @@ class SourceSpec:
         split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
         if not len(rest) or self.holdout == 0:
             return DataSource(train=train, held_out=None, split=split)
+        if compares:
+            found = world.on_main(lambda: asdict(find_overlap(train, rest)))
+            split = replace(split, overlap=Overlap(**found))
         split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
         return DataSource(train=train, held_out=rest, split=split)
 
@@ -80,7 +85,7 @@ class SourceSpec:
         built, rule = self._by_argument() if self.takes_split else named_parts(self)
         views, warnings = [DataView(each) for each in built], tuple[str, ...]()
         rule = views[0].facts.split_rule or rule
-        if self.takes_split and world.on_main(lambda: views[0].equals(views[1])):
+        if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
             text = (
                 f"data: both parts of {self.name} are the same {len(views[0])} samples, so "
                 f"data.holdout={self.holdout:g} of them is held out; for none, type data.holdout=0"

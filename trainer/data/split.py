@@ -1,23 +1,46 @@
-"""Say how training and held-out samples were parted.
+"""Say how training and held-out samples were parted, and find what is in both.
 
 Nothing here chooses samples: `view.split_by_seed` does, or the data set itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 import numpy as np
 
-from trainer.data.view import DataView
+from trainer.core.format import plural
+from trainer.data.files import progress
+from trainer.data.view import DataView, feed_sample
 
 LISTED_IDS = 100_000
 """Most held-out ids that are listed."""
 
+COMPARED = 512
+"""Most held-out samples that are looked for in training; of those three times as many are read."""
+
+COMPARED_S = 5.0
+"""Most seconds that reading one part may take for it; of slow samples fewer are compared."""
+
+SHARED_SHARE = 0.1
+"""Share of held-out samples that may be trained on, too, before it is a warning."""
+
 FAR = 0.05
 """How far the share held out may be from the one asked for, beyond a factor of two."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What comparing samples of both parts by their contents found."""
+
+    held_out: int  # samples of the held-out part that were looked for
+    training: int  # samples of the training part that they were looked for among
+    found: int  # how many of the former are there; all of them, if all samples were compared
 
 
 @final
@@ -28,6 +51,7 @@ class Split:
     rule: str  # in words
     holdout: float | None  # share that was asked for; None where the data bring their own parts
     seed: int  # `data.split_seed`.
+    overlap: Overlap | None = None  # of the contents; None where they were not compared
     warnings: tuple[str, ...] = ()  # what a person must know about it
 
     def to_json(self, train: DataView, held_out: DataView | None) -> dict[str, Any]:
@@ -43,11 +67,45 @@ class Split:
             "num_held_out": count,
             "num_listed": len(ids),
             "held_out": ids,
+            "overlap": self.overlap and asdict(self.overlap),
         }
 
 
+def have_equal_contents(first: DataView, second: DataView) -> bool:
+    """Whether two data sets have as many samples, and equal ones wherever they are compared."""
+    if len(first) != len(second) or len(first) == 0:
+        return False
+    places = first.spaced(COMPARED)
+    hashes = _hashes(first, places)
+    others = _hashes(second, hashes)
+    return bool(others) and all(hashes[i] == other for i, other in others.items())
+
+
+def find_overlap(train: DataView, held_out: DataView) -> Overlap:
+    """Look for held-out samples in training, by their contents.
+
+    Costs the reading of at most four times `COMPARED` samples, and twice `COMPARED_S`.
+    Beyond, samples at even distances are compared, which finds parts that share much. Of data that
+    draw at random only what is at the same place in both can be recognised.
+    """
+    wanted = _hashes(held_out, held_out.spaced(COMPARED))
+    # A part that is the beginning of the other one lies at the same places.
+    among = {*train.spaced(3 * COMPARED), *(i for i in wanted if i < len(train))}
+    hashes = _hashes(train, among)
+    there = set(hashes.values())
+    found = sum(each in there for each in wanted.values())
+    return Overlap(held_out=len(wanted), training=len(hashes), found=found)
+
+
 def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterable[str]:
-    """Warn of a share far from the one asked for."""
+    """Warn of samples on both sides, and of a share far from the one asked for."""
+    shared = split.overlap
+    if shared is not None and shared.found > SHARED_SHARE * shared.held_out:
+        yield (
+            f"data: {shared.found:,} of {plural(shared.held_out, 'held-out sample')} that were "
+            f"compared are trained on too (among {shared.training:,} of {len(train):,}), so the "
+            "held-out loss is too good; see splits.json"
+        )
     if asked := split.holdout:
         parts = {
             "tokens": (held_out.lengths.sum(), train.lengths.sum()),
@@ -62,3 +120,18 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
                     "share"
                 )
                 return
+
+
+def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
+    hashes: dict[int, bytes] = {}
+    started = time.monotonic()
+    label = f"comparing training and held-out samples of {data.kind}"
+    with data.isolated_rng(), progress(label) as advance:
+        for i, sample in data.probe(sorted(places), seed=0):
+            advance()
+            digest = hashlib.blake2b(digest_size=16)
+            feed_sample(digest.update, sample)
+            hashes[i] = digest.digest()
+            if time.monotonic() - started > COMPARED_S:
+                break
+    return hashes

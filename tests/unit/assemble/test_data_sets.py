@@ -16,6 +16,7 @@ from trainer.assemble.data_sets import open_data
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
+from trainer.data import split as split_module
 from trainer.data.view import DataView
 
 datasets = pytest.importorskip("datasets")
@@ -79,6 +80,7 @@ def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Pa
     assert held_out is not None
     assert (len(train), len(held_out)) == (30, 10)
     assert len({*contents(train), *contents(held_out)}) == COUNT
+    assert split.overlap.found == 0
     assert split.warnings == ()
     kept = split.to_json(train, held_out)
     assert sorted([*kept["held_out"], *train.original_ids(range(30))]) == [*range(COUNT)]
@@ -116,6 +118,15 @@ class Forgetful:
         return {name: torch.tensor(value) for name, value in self.rows[i].items()}
 
 
+class Leaky(Forgetful):
+    """Holds out the beginning of what it trains on."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        if split == "held_out":
+            self.rows = rows(count=8)
+
+
 class Apart(Forgetful):
     """Parts as it should."""
 
@@ -146,7 +157,17 @@ def test_equal_parts_are_one_data_set_and_a_share_of_it_is_held_out() -> None:
     assert (len(train), held_out) == (COUNT, None)
 
 
-def test_parts_that_differ_stay_what_they_are() -> None:
+def test_parts_that_share_samples_are_named_and_others_are_not() -> None:
+    train, held_out, split = built(f"{__name__}.Leaky")
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (COUNT, 8)
+    (warning,) = split.warnings
+    assert warning.startswith("data: 8 of 8 held-out samples that were compared are trained on too")
+    assert split.to_json(train, held_out)["overlap"] == {
+        "held_out": 8,
+        "training": COUNT,
+        "found": 8,
+    }
     train, held_out, split = built(f"{__name__}.Apart")
     assert split.warnings == ()
     assert split.holdout is None
@@ -163,6 +184,22 @@ def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so
         ConfigError, match=r"'held_out' for argument split\..*type data\.split=NAME"
     ):
         built(f"{__name__}.Named")
+
+
+def test_comparing_is_bounded_and_finds_what_lies_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train, held_out = (DataView(Forgetful()), DataView(Forgetful()))
+    train.dataset.rows, held_out.dataset.rows = rows(count=900), rows(600, 300)
+    train, held_out = DataView(train.dataset), DataView(held_out.dataset)
+    monkeypatch.setattr(split_module, "COMPARED", 100)
+    found = split_module.find_overlap(train, held_out)
+    assert found.held_out == 100
+    assert found.training <= 400
+    assert 10 < found.found <= 100
+    monkeypatch.setattr(split_module, "COMPARED_S", 0.0)
+    found = split_module.find_overlap(train, held_out)
+    assert (found.held_out, found.training) == (1, 1)
 
 
 def test_a_share_far_from_the_one_asked_for_is_named() -> None:
