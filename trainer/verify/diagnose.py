@@ -20,6 +20,11 @@ from trainer.verify.find_module import Found, NamedReasons, Reason, describe, fi
 from trainer.verify.trace import OUTSIDE
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
+LOUD = (
+    ", in evaluation mode too or by other means than PyTorch's, so that the rest of the step "
+    "cannot be checked without it; draw with PyTorch where `self.training` is true, or switch it "
+    "off (SpecAugment: model.config.apply_spec_augment=false)"
+)
 MAX_TRACED = 8  # micro-batches that are taken apart
 
 
@@ -99,26 +104,11 @@ def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
         outcome += "accept it"
     verdict: Verdict = "exact_without_dropout" if errors.is_exact else "not_proven"
     modules = dict(case.module.named_modules())
-    reasons = {name: _loud(modules.get(name), draws) for name in found.loud}
+    reasons = dict.fromkeys(found.loud, Reason(f"{draws}{LOUD}", "not_proven"))
     reasons |= dict.fromkeys(found.quiet, Reason(f"{draws}{outcome}", verdict))
     outside = reasons.pop(OUTSIDE, None)
     first = [(case.objective_name, outside)] if outside else []
     return [*first, *describe(modules, reasons)]
-
-
-def _loud(module: nn.Module | None, draws: str) -> Reason:
-    """Say how a module draws that cannot be held, and the setting that ends it where one does."""
-    remedy = "draw with PyTorch where `self.training` is true"
-    if getattr(getattr(module, "config", None), "apply_spec_augment", False):
-        remedy = (
-            "its masks (SpecAugment) are NumPy's: set model.config.apply_spec_augment=false, or "
-            "model.apply_spec_augment=false for from_pretrained"
-        )
-    text = (
-        f"{draws}, in evaluation mode too or by other means than PyTorch's, so that the rest of "
-        f"the step cannot be checked without it; {remedy}"
-    )
-    return Reason(text, verdict="not_proven")
 
 
 def _not_finite(*gradients: Gradient) -> NamedReasons:

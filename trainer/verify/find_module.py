@@ -76,14 +76,10 @@ REMEDY = (
 REMEDY_OF_MODEL = (
     "the model averages its own loss, or couples samples: set objective.reduction=mean if it "
     "ignores num_items_in_batch, or flip objective.causal, or use an objective that "
-    "sums, such as next_token or classify"
+    "sums, such as next_token or classify; what a router adds, its config switches off "
+    "(output_router_logits=False)"
 )
 REMEDY_OF_WEIGHT = "`weights` must count exactly the terms that `sums` adds up"
-REMEDY_OF_ADDED = (
-    "it is a statistic of the micro-batch, as a router's load balance is: switch it off in the "
-    "model's config (output_router_logits=False, or a coefficient of 0), or use one micro-batch "
-    "per step"
-)
 
 # Ways to part a micro-batch into smaller ones, in order, by what these do not share with it.
 Ways = Mapping[str, Sequence[MicroBatch]]
@@ -92,8 +88,8 @@ Ways = Mapping[str, Sequence[MicroBatch]]
 class Found(NamedTuple):
     """What was found in a few samples."""
 
-    # Those that couple samples, heed padding, keep state or cannot be repeated; what the model adds
-    # to its loss; fields of the data that change with a sample's neighbours
+    # Those that couple samples, heed padding, keep state or cannot be repeated; fields of the data
+    # that change with a sample's neighbours
     modules: NamedReasons
     sums: NamedReasons  # loss terms and weights of the objective that do not add up
     # Modules that draw at random in training mode only, and can be held
@@ -155,14 +151,13 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
             reasons[name] = NORMALISES
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
-    added = [*_added_faults(case, trace, parts)] if losses else []
     faults = NamedReasons()
     if case.context.objective.coupling.kind != "batch":
         if case.context.normalizer != "samples":
             faults += _weight_faults(case, trace, parts)
-        if not (data or added):
+        if not data:
             faults += _sum_faults(case, trace, losses)
-    return Found([*added, *describe(modules, charged), *data], faults)
+    return Found([*describe(modules, charged), *data], faults)
 
 
 def _compare_ways(
@@ -235,30 +230,6 @@ def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Fau
         if term in trace.losses and not _adds_up(weight, apart, WEIGHT_TOLERANCE):
             reason = _no_sum(f"the weight of `{term}`", weight, apart, REMEDY_OF_WEIGHT)
             yield case.objective_name, reason
-
-
-def _added_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Faults:
-    """Name the losses that a model adds to its own, such as a router's, and that are no sums."""
-    added, kind = _added(trace), type(case.module).__name__
-    traces = [_added(record(case, part)) for part in parts] if added else []
-    for name, value in added.items():
-        apart = [float(each.get(name, math.nan)) for each in traces]
-        if not _adds_up(value, apart):
-            what = f"`{name}`, which {kind} adds to its loss,"
-            yield f"{kind}.{name}", _no_sum(what, value, apart, REMEDY_OF_ADDED)
-
-
-def _added(trace: Trace) -> Losses:
-    """List the losses beside `.loss` that the model's first call gave and its loss depends on."""
-    if ("", 0) not in trace.calls:
-        return {}
-    outputs = trace.calls["", 0].outputs
-    return {
-        path.rpartition(".")[2]: outputs.values[path]
-        for path, gradient in outputs.gradients.items()
-        if path.endswith("loss") and path.rpartition(".")[2] != "loss"
-        if gradient is not None and not gradient.dim() and float(gradient)
-    }
 
 
 def _no_sum(what: str, together: Tensor | float, apart: Sequence[float], remedy: str) -> Reason:

@@ -362,27 +362,6 @@ def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
     assert any(words in text for _, text in report.culprits)
 
 
-class Masked(DropsAndCouples):
-    """Masks its input by NumPy, as speech models of transformers do."""
-
-    config = SimpleNamespace(apply_spec_augment=True)
-
-
-def test_masks_of_spec_augment_are_named_first_with_the_setting_that_ends_them():
-    def build() -> nn.Module:
-        model = TinyLM(dropout=0.2)
-        model.norm = nn.Sequential(nn.Dropout(0.1), Masked(DRAWS_BY_SIZE))
-        return model
-
-    report = Bench(SORTED, model=build).verified()
-    assert report.verdict == UNPROVEN
-    (first, reason), *others = report.culprits
-    assert (first, report.error_without_draws) == ("norm.1", None)
-    assert "set model.config.apply_spec_augment=false" in reason
-    assert {name for name, _ in others} == {"dropout", "norm.0"}
-    assert not any("the step is" in text for _, text in others)
-
-
 class Attending(nn.Module):
     """Drops in fused attention and between recurrent layers."""
 
