@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -17,6 +18,18 @@ FILES = {
     for path in sorted((CHECKOUT / "trainer").rglob("*.py"))
 }
 LONGEST_FILE = 400
+MOST_IMPORTS = 15  # modules of ours that one imports; numbers of the exceptions may only fall
+MORE_IMPORTS = {
+    "trainer/assemble/components.py": 40,
+    "trainer/assemble/tuning.py": 25,
+    "trainer/assemble/model.py": 20,
+    "trainer/assemble/parallel.py": 18,
+    "trainer/cli/main.py": 17,
+    "trainer/training/window.py": 17,
+    "trainer/assemble/run.py": 16,
+    "trainer/commands/train.py": 16,
+    "trainer/commands/verify_sync.py": 16,
+}
 
 TOOLS = {
     "ruff check": ["-m", "ruff", "check", "."],
@@ -38,6 +51,21 @@ def test_every_file_is_small_says_what_it_is_for_and_is_no_drawer_for_everything
     assert not [name for name in FILES if Path(name).stem in drawers]
     assert not [name for name, text in FILES.items() if len(text.splitlines()) > LONGEST_FILE]
     assert not [name for name, text in FILES.items() if text and not text.startswith('"""')]
+
+
+def imported(text):
+    """Name the modules of ours that a file imports, also within functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("trainer."):
+            path = node.module.replace(".", "/")
+            inner = {f"{path}/{alias.name}.py" for alias in node.names} & FILES.keys()
+            yield from inner or {f"{path}.py"}
+
+
+def test_a_module_imports_few_of_ours():
+    counts = {name: len(set(imported(text))) for name, text in FILES.items()}
+    more = {name: count for name, count in counts.items() if count > MOST_IMPORTS}
+    assert more == MORE_IMPORTS, "lower the numbers of those that fell, and take out the others"
 
 
 PICKLES = "pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib"

@@ -150,7 +150,7 @@ def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(stage, tmp_path, monke
 
 
 def test_a_signal_when_all_is_done_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "_end", struck(signal.SIGTERM, train._end))
+    monkeypatch.setattr(train, "finish", struck(signal.SIGTERM, train.finish))
     assert lab.run(lab.config(), tmp_path).code == 0
     assert lab.status(tmp_path)["state"] == "completed"
 

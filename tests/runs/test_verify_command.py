@@ -101,7 +101,7 @@ def test_the_weights_that_are_named_are_the_ones_verified(monkeypatch, capsys):
         seen.update((n, p.detach().clone()) for n, p in context.model.module.named_parameters())
         return verify(context, batch, feed, whole_fits=whole_fits)
 
-    monkeypatch.setattr("trainer.commands.reading.verify", spied)
+    monkeypatch.setattr("trainer.commands.verify.verify", spied)
     for key in ("init", "run", "resume"):
         lines = overrides("") if key == "init" else ["trust=[tests]"]
         assert run_line(["verify", f"{key}={trained.folder}", *lines]) == 0

@@ -74,7 +74,7 @@ def _work(
     folder = Path(job["folder"])
     try:
         with stop_signals(ends_at_second=False) as stop:
-            from trainer.commands.reading import verify_sync  # noqa: PLC0415 - imports torch
+            from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
             from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
 
             config = RunConfig.model_validate_json(json.dumps(job["config"]))

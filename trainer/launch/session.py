@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trainer.checkpoint.lock import hold
-from trainer.commands.reading import evaluate_run, export_run, verify_run
-from trainer.commands.train import plan_run, train_run
+from trainer.commands import COMMANDS
 from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import READING, RunConfig
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
@@ -35,14 +34,6 @@ from trainer.core.world import LONG_TIMEOUT, World
 from trainer.launch.membership import START_TIMEOUT, Membership
 from trainer.report.records import num_cores
 from trainer.report.run_status import recorded
-
-COMMANDS = {
-    "train": train_run,
-    "plan": plan_run,
-    "verify": verify_run,
-    "evaluate": evaluate_run,
-    "export": export_run,
-}
 
 _NOT_DETERMINISTIC = re.compile(r"(.{1,80}) does not have a deterministic implementation")
 _POLL_S = 0.2

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from trainer.checkpoint.store import Loaded
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import as_save_error, open_log
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
@@ -73,6 +74,13 @@ class Screen:
     def warn(self, text: str) -> None:
         """Print a warning."""
         self.line(text, label="warning: ")
+
+    def name_checkpoint(self, loaded: Loaded | None) -> None:
+        """Print which checkpoint was read, where one was, and why no newer one."""
+        if loaded is not None:
+            for message in loaded.messages:
+                self.warn(message)
+            self.line(f"reading {loaded}")
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
         """Begin to show progress.
@@ -131,6 +139,14 @@ class Screen:
         for log in self._consoles[1:]:
             log.file.close()
         del self._consoles[1:]
+
+
+def show_read(loaded: Loaded, text: str) -> None:
+    """Print what was done with a checkpoint, and which it was."""
+    screen = Screen()
+    screen.name_checkpoint(loaded)
+    screen.line(f"step {loaded.step}: {text}")
+    screen.close()
 
 
 def _print(console: Console, block: RenderableType, *, soft_wrap: bool = False) -> None:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn, final
 
 from torch import Tensor
 
+from trainer.config.rules import cadence_steps
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import plural
 from trainer.core.out_of_memory import peak_bytes
@@ -27,20 +29,18 @@ from trainer.training.window import StepContext
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, composed once; cadences are in optimizer steps."""
+    """A run, composed once."""
 
+    config: RunConfig
     context: StepContext
     feed: Feed
     held_out: HeldOut | None
     reporter: Reporter
     checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
     was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
-    eval_every: int | None
-    eval_at_start: bool
-    checkpoint_every: int | None
     # Of the model; None on ranks that report nothing, and where they are not counted
     flops: ModelFlops | None
-    nonfinite_limit: int  # steps in a row that are not finite, at which the run ends
+    progress: Progress
 
 
 @final
@@ -91,17 +91,18 @@ class Progress(Stateful):
         self.has_terms |= report.skipped != NO_LOSS_TERMS
 
 
-def train(run: Run, progress: Progress) -> None:
-    """Train from the feed's cursor, which is at `progress`, to the last step. Collective.
+def train(run: Run) -> None:
+    """Train from the feed's cursor, which is at `run.progress`, to the last step. Collective.
 
     Raises:
         TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
             finite (`NonFiniteError`); the state is saved.
     """
+    progress, config = run.progress, run.config
     _stop_if_asked(run, progress)
     if progress.step > 0:
         _evaluate_if_due(run, progress)  # which a signal may have ended
-    elif run.eval_at_start:
+    elif config.eval.at_start:
         _evaluate(run, progress)
     while progress.step < run.context.total_steps:
         _take_step(run, progress)
@@ -109,7 +110,7 @@ def train(run: Run, progress: Progress) -> None:
         _stop_if_not_finite(run, progress)
         _stop_if_asked(run, progress)
         _evaluate_if_due(run, progress)
-        if _due(progress.step, run.checkpoint_every) or run.checkpointer.is_due:
+        if _due(run, config.checkpoint.every) or run.checkpointer.is_due:
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:
@@ -156,7 +157,7 @@ def _refuse_no_terms(run: Run, progress: Progress) -> None:
 
 
 def _stop_if_not_finite(run: Run, progress: Progress) -> None:
-    if progress.failures >= run.nonfinite_limit:
+    if progress.failures >= run.config.nonfinite.limit:
         text = f"loss or gradient not finite for {progress.failures} steps in a row"
         remedy = "lower optimizer.lr, or look at the data of these steps"
         error = f"step {progress.step}: {text} (nonfinite.limit): {remedy}"
@@ -182,8 +183,11 @@ def _preempted(step: int) -> Preempted:
     return Preempted(f"stopped after step {step}, which is saved")
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def _due(run: Run, every: float | str | None) -> bool:
+    """Whether a cadence in steps is due; one in seconds is the checkpointer's."""
+    if every is None or isinstance(every, str):
+        return False
+    return run.progress.step % cadence_steps(every, run.context.total_steps) == 0
 
 
 def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
@@ -192,7 +196,7 @@ def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
 
 
 def _evaluate_if_due(run: Run, progress: Progress) -> None:
-    if _due(progress.step, run.eval_every):
+    if _due(run, run.config.eval.every):
         _evaluate(run, progress)
 
 

@@ -1,0 +1,81 @@
+"""`train evaluate`: compute the held-out loss of a checkpoint, or that of other data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.assemble.checks import check_consistency
+from trainer.assemble.components import assemble
+from trainer.assemble.resumption import refuse_changed_data
+from trainer.assemble.run_plan import prepare_on_main
+from trainer.assemble.terms import Terms, read_terms
+from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
+from trainer.checkpoint.weights import checkpoint_weights
+from trainer.config.messages import show
+from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
+from trainer.core.durable import write_record
+from trainer.core.errors import DataError
+from trainer.core.world import World
+from trainer.report.console import show_read
+from trainer.training.evaluation import HeldOut, evaluate
+
+
+def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Evaluate a checkpoint on the run's held-out data, or on all of other data.
+
+    Prints, and writes what `evaluation_file` names into the run. The config is the run's own with
+    what was typed now on top.
+
+    Raises:
+        DataError: nothing is held out, or the run's own data changed.
+        SaveError: the figures, which are printed, cannot be written.
+    """
+    store = CheckpointStore(folder / CHECKPOINTS)
+    loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
+    terms = read_terms(loaded)
+    if config.evaluates_all:
+        config = _for_any_data(config, terms)
+    components = assemble(config, world, terms, checkpoint_weights(loaded))
+    if not config.evaluates_all:
+        refuse_changed_data(components, terms)
+    check_consistency(world, components.data_views, components.module, components.weights)
+    data = prepare_on_main(components).components.held_out
+    if data is None:
+        raise DataError("data.holdout: nothing is held out to evaluate on")
+    metrics = evaluate(components.step_context().model, components.objective, data, world)
+
+    def report() -> None:
+        file = folder / evaluation_file(config)
+        what, record = _described(config, terms, data)
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        more = f" (written to {file.name})" if config.evaluates_all else ""
+        show_read(loaded, f"{what}: {figures}{more}")
+        names = {f"eval_{name}": value for name, value in metrics.items()}
+        write_record(file, {"step": loaded.step, **names, **record})
+
+    world.on_main(report)
+    return 0
+
+
+def _for_any_data(config: RunConfig, terms: Terms) -> RunConfig:
+    """Let data of any size be enough: they are cut and evaluated, and no step is taken."""
+    batch = config.batch.model_copy(update={"tail": "keep"})
+    steps = terms.total_steps or config.steps
+    return config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
+
+
+def _described(config: RunConfig, terms: Terms, data: HeldOut) -> tuple[str, dict[str, Any]]:
+    """Say which samples are evaluated, for the screen and for the record."""
+    section, before = to_plain(config)["data"], terms.contract
+    keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
+    is_own = all(before.get(key) == contract(config)[key] for key in keys)
+    count, most = data.num_samples, len(data.lengths)
+    what = f"held out ({count} samples)"
+    if config.evaluates_all:
+        place = f"other data, {show(section.get('path') or section['_target_'])}"
+        whose = "the run's own data, those it trained on among them" if is_own else place
+        what = f"{f'all {most}' if count == most else f'{count} of {most}'} samples of {whose}"
+    fingerprint = data.loader.dataset.fingerprint
+    return what, {"samples": count, "data": {**section, "fingerprint": fingerprint}}

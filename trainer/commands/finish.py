@@ -1,0 +1,66 @@
+"""Say how a run ended: result.json, and what a person types next."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from trainer.assemble.components import Components
+from trainer.core.durable import write_record
+from trainer.core.format import shown_path
+from trainer.core.out_of_memory import peak_bytes
+from trainer.report.records import Record
+from trainer.report.run_status import to_go_on, trusting
+from trainer.report.time_table import advice, split, time_table
+from trainer.training.loop import Run
+
+RESULT_FILE = "result.json"
+
+
+def finish(run: Run, components: Components, plan: Record, folder: Path, at: float) -> None:
+    """Write result.json, and show what a person wants to know at the end. Collective."""
+    world, config, trained = components.world, components.config, run.progress
+    world.note("end")
+    spendings = world.collect(world.times.spending())  # of the steps' phases, by rank
+    peaks = world.collect(peak_bytes(world.device))
+    if not world.is_main:
+        return
+    overlap = "collectives run on their own streams"  # what of the traffic can be hidden
+    if plan["sync"] == "deferred":
+        overlap = "sync=deferred reduces when all micro-batches are done"
+    elif world.device.type == "cpu":
+        overlap = "gloo makes the host wait for every collective"
+    table = time_table(spendings, overlap) if trained.taken else None
+    metrics = trained.evaluation
+    eval_loss = metrics.get("loss", metrics.get("eval_loss"))
+    # Held-out losses of simple models, in nats per token, which the data may know.
+    entropies = components.train_set.facts.byte_entropies
+    simple: dict[str, float] = {}
+    if entropies is not None and components.held_out is not None:
+        simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
+    result = {
+        "step": trained.step,
+        "loss": None if trained.loss is None else float(trained.loss),
+        "eval_loss": eval_loss,
+        "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
+        "seconds": round(time.perf_counter() - at, 3),
+        "metrics": dict(metrics),
+        "baselines": simple,
+        "peak_bytes": max(peaks),
+        "skipped_steps": trained.skipped_steps,
+        "replays": trained.replays,
+        "time": table,
+        "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
+    }
+    write_record(folder / RESULT_FILE, result)
+    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+    clock, steps = "steps", components.total_steps
+    if config.total_epochs is not None:
+        clock, steps = "epochs", config.total_epochs
+    commands = (
+        f"train evaluate run={shown}{trust}",
+        f"train export run={shown} export.to=exported{trust}",
+        f"{to_go_on(config, folder)} {clock}={2 * steps}",
+    )
+    run.reporter.finish(result, commands)

@@ -1,0 +1,38 @@
+"""`train plan`: print the whole arithmetic of a run, and start nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.assemble.reporter import PLAN_FILE
+from trainer.assemble.resumed import assemble_resumed
+from trainer.assemble.run_plan import prepare
+from trainer.assemble.summary import describe
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.rows import record_of
+from trainer.core.world import World
+from trainer.report.blocks import plan_block
+from trainer.report.console import Screen
+from trainer.tune.predict import CannotRunFake
+
+
+def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Print the whole arithmetic of a run, and write it into plan.json; start nothing.
+
+    Of ranks that are not there this process works out what the first would do.
+    """
+    try:
+        components, loaded, cut = assemble_resumed(config, world)
+        run_plan = prepare(components, cut)
+    except CannotRunFake:  # shapes do not do
+        components, loaded, cut = assemble_resumed(config, world, with_values=True)
+        run_plan = prepare(components, cut)
+    plan = record_of(rows := describe(run_plan))
+    write_record(folder / PLAN_FILE, plan)
+    screen = Screen(folder)
+    screen.name_checkpoint(loaded)
+    screen.show(plan_block(rows, plan, folder / PLAN_FILE))
+    screen.close()
+    return 0

@@ -1,0 +1,95 @@
+"""`train verify`: prove that the planned step is the whole-batch step, or name what breaks it.
+
+It needs no run, but any config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.assemble.components import Components
+from trainer.assemble.resumed import assemble_resumed
+from trainer.assemble.run_plan import RunPlan, prepare
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.errors import NotExactError
+from trainer.core.world import World
+from trainer.report.blocks import verify_block
+from trainer.report.console import Screen
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.verify.proof import verify
+
+VERIFY_FILE = "verify.json"
+DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
+
+
+def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Compare the gradient of the first step, as planned, with the whole batch's.
+
+    One process computes the micro-batches of every rank. verify.json and the screen have the
+    verdict before an error says it with the exit code.
+
+    Raises:
+        NotExactError: they differ, or cannot be compared; verify.json names the culprits.
+    """
+    components, loaded, cut = assemble_resumed(config, world)
+    run_plan = prepare(components, cut)
+    batch, feed = _of_all_ranks(run_plan)
+    report = verify(components.step_context(), batch, feed, whole_fits=_whole_fits(run_plan))
+    report = replace(report, notes=(*_asides(components), *report.notes))
+    write_record(folder / VERIFY_FILE, report.to_json())
+    screen = Screen(folder)
+    screen.name_checkpoint(loaded)
+    screen.show(verify_block(report))
+    screen.close()
+    culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
+    if report.verdict == "not_proven":
+        text = "not proven that the planned step is the whole-batch step"
+        raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
+    if report.verdict == "not_exact":
+        chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
+        raise NotExactError(
+            f"the planned step is not the whole-batch step{chance}: relative error "
+            f"{report.max_relative_error:.2g}, caused by {culprits}; "
+            f"see {folder / VERIFY_FILE}"
+        )
+    return 0
+
+
+def _asides(components: Components) -> Iterator[str]:
+    """Say what of the run's own step is not computed here."""
+    config, world = components.config, components.world
+    if world.size > 1:
+        together = f"the micro-batches of all {world.size} ranks were computed one after another"
+        sync = f"sync={components.parallel.sync.name}"
+        yield f"{together}; {sync} was compared on two ranks, with a few samples"
+    if config.compile:
+        yield "compile=true compiles the run's own step, which is not checked here"
+    if components.precision != "fp32":
+        rounding = f"precision={components.precision} adds rounding to the run's own step"
+        yield f"{rounding}, which is not checked here"
+
+
+def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:
+    """Take the first step with the micro-batches of every rank, for one process to compute."""
+    components, batches = run_plan.components, []
+    for rank in range(components.world.size):
+        world = replace(components.world, rank=rank)
+        with closing(components.feed(run_plan.cut, world, components.source.order.start)) as feed:
+            batches.append(feed.next())
+    micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
+    return replace(batches[0], micro_batches=micro_batches), feed
+
+
+def _whole_fits(run_plan: RunPlan) -> bool:
+    """Scale the predicted activations up to the whole batch in float64; no prediction is a no."""
+    estimate, plan = run_plan.predicted, run_plan.plans[0]
+    if estimate is None or run_plan.limit_bytes is None:
+        return False
+    whole = len(plan.lengths) * int(plan.lengths.max())
+    growth = DOUBLE * whole / max(1, plan.max_positions)
+    resting = DOUBLE * (estimate.parameters + estimate.gradients) + estimate.buffers
+    return resting + estimate.activations * growth <= run_plan.limit_bytes / DOUBLE

@@ -1,0 +1,68 @@
+"""Prove for `train verify`, on two ranks, that the sync policy reduces to the same gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.assemble.components import assemble
+from trainer.assemble.parallel import ParallelSetup
+from trainer.checkpoint.weights import first_weights
+from trainer.commands.verify import VERIFY_FILE
+from trainer.config.run_config import RunConfig
+from trainer.core.durable import write_record
+from trainer.core.errors import NotExactError
+from trainer.core.format import plural
+from trainer.core.world import World
+from trainer.plan.cuts import Fixed
+from trainer.report.blocks import verify_block
+from trainer.report.console import Screen
+from trainer.report.records import VerifyReport
+from trainer.verify.comparison import EXACT
+from trainer.verify.diagnose import short
+from trainer.verify.reduced import compare_reduced
+
+
+def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
+    """Compare what real ranks reduce of a few samples with one process's gradient. Collective.
+
+    Raises:
+        NotExactError: they differ; verify.json says so.
+    """
+    here = World(device=world.device)
+    components = assemble(config, world, stored=first_weights(config, None, here))
+    setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
+    none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
+    alone = replace(components, world=here, parallel=none, layout=layout)
+    cut = Fixed(micro=2 * layout.group_size)
+    with closing(alone.feed(cut, here, alone.source.order.start)) as feed:
+        found = compare_reduced(
+            *(alone.step_context(), feed.next(), feed),
+            lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),
+            world,
+        )
+    if found is None or found.is_exact:
+        return 0
+    text = (
+        f"sync={setup.sync.name} over {plural(world.size, 'rank')} of parallel={setup.mode} leaves "
+        "another gradient than that of the same samples on one process"
+    )
+    report = VerifyReport(
+        verdict="not_exact",
+        max_relative_error=found.error,
+        reference=f"{plural(found.num_samples, 'sample')} on one process",
+        dtype=short(found.dtype),
+        num_parameters=len([*components.module.parameters()]),
+        micro_batches=found.num_micro_batches,
+        global_batch=found.num_samples,
+        limit=EXACT[found.dtype],
+        culprits=(("sync", text),),
+    )
+    if world.is_main:
+        write_record(folder / VERIFY_FILE, report.to_json())
+        screen = Screen(folder)
+        screen.show(verify_block(report))
+        screen.close()
+    raise NotExactError(f"the planned step is not the whole-batch step: {text}")
