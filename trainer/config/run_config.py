@@ -38,6 +38,7 @@ from trainer.config.components import (
     Word,
     Words,
     extra_keys,
+    owner_of,
     targets_in,
 )
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
@@ -351,9 +352,11 @@ def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config changes about a run's contract, and unknown keys of `resume_allow`."""
     keys = {*flat(to_plain(config)), *old}
     known = keys.union(*map(ancestors, keys))
+    # Arguments of classes may be those of one that the run had before; our own keys are known.
+    ours = [f"{path}.{name}" for path in COMPONENTS for name in extra_keys(path)]
     unknown = [
         line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
         for key in config.resume_allow
-        if key not in known and set(COMPONENTS).isdisjoint(ancestors(key))
+        if key not in known and (owner_of(key) is None or did_you_mean(key, ours))
     ]
     return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]
