@@ -32,7 +32,7 @@ PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
 class VerifyReport:
     """What `train verify` found: the planned step's gradient against a reference."""
 
-    # `exact` where the error is at most 1e-10, in float64, or at most 1e-4 in float32 where
+    # `exact` where the error is at most 1e-10, in float64, or within the rounding of float32 where
     # the model runs in nothing else, and every loss is a sum over samples; `exact_without_dropout`;
     # `not_exact`; `not_proven` where something cannot be compared
     verdict: Verdict
@@ -43,7 +43,9 @@ class VerifyReport:
     num_parameters: int  # tensors compared
     micro_batches: int  # of the planned step
     global_batch: int  # samples of the step
-    limit: float  # largest error that is rounding: 1e-10 in float64, 1e-4 in float32
+    # Largest error that is rounding: 1e-10 in float64; in float32 as measured, for the worst
+    # parameter
+    limit: float
     # The same with random draws held, where that is what passes; else None
     error_without_draws: float | None = None
     # Parameters by name with their error, the largest first

@@ -27,7 +27,7 @@ from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import StepContext
-from trainer.verify.comparison import Errors, Gradient, compared
+from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
 
 NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.float: torch.float32,
@@ -230,8 +230,12 @@ class Case:
         return self.gradient([self.load(group) for group in groups], kind, strategy)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
-        """Compare two gradients by the precision of this case."""
-        return compared(found, expected, self.limit_dtype)
+        """Compare two gradients by the precision of this case, and by its rounding."""
+        return compared(found, expected, self.limit_dtype, self.rounding)
+
+    def rounding(self, amount: float) -> Mapping[str, float]:
+        """Measure how far the planned gradient goes when weights move."""
+        return measure_rounding(self.module, self.gradient, amount)
 
     @contextmanager
     def running(self) -> Iterator[Case]:

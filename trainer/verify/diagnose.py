@@ -5,6 +5,8 @@ So every culprit is named, and none for another's fault.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from trainer.core.out_of_memory import AllocationGuard
 from trainer.report.records import Verdict
 from trainer.training.window import StepContext
 from trainer.verify.case import Case
-from trainer.verify.comparison import Errors, Gradient
+from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
 from trainer.verify.find_module import Found, NamedReasons, Reason, describe, find
 from trainer.verify.trace import OUTSIDE
 
@@ -80,8 +82,8 @@ def diagnose(
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
         return [*culprits, *drawing, *found.sums], errors
-    if not_finite := _not_finite(planned, expected):
-        return [*culprits, *not_finite, *found.sums, *drawing], errors
+    if hidden := _not_finite(planned, expected) or _amplified(case, errors):
+        return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
         may_sum = context.objective.coupling.kind in Sum.couplings
@@ -117,6 +119,27 @@ def _not_finite(*gradients: Gradient) -> NamedReasons:
         return []
     text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
     return [("gradient", Reason(text, "not_proven"))]
+
+
+def _amplified(case: Case, errors: Errors) -> NamedReasons:
+    """Tell whether rounding alone moves the gradient as far as the cut does."""
+    # An error that has lost more than half of the digits of the limit is not asked.
+    if errors.largest > math.sqrt(EXACT[case.limit_dtype]):
+        return []
+    noise = case.rounding(torch.finfo(case.limit_dtype).eps)
+    wrong = [name for name, error in errors.by_name.items() if error > errors.limits[name]]
+    blurs = {n: noise.get(n, 0.0) / (errors.sizes.get(n) or math.inf) for n in wrong}
+    is_rounding = all(errors.by_name[n] <= MARGIN * blur for n, blur in blurs.items())
+    # Weights that are not moved at all show whether something else differs each time.
+    if not is_rounding or any(case.rounding(0.0).values()):
+        return []
+    reason = Reason(
+        "the model amplifies rounding: changing the weights by their last bit also changes the "
+        f"gradient by up to {max(blurs.values()):.0e}, so that rounding hides whether the step "
+        "depends on the micro-batches; look for large numbers that cancel",
+        verdict="not_proven",
+    )
+    return [("rounding", reason)]
 
 
 def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReasons:

@@ -2,7 +2,7 @@
 
 The gradient of one planned step is compared with that of the whole global batch in one piece, in
 float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude. A model
-that runs in float32 only is compared in float32, where differences up to 1e-4 are rounding.
+that runs in float32 only is compared in float32, by limits that are its own rounding as measured.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _plan(
             why = clip(f"{type(error).__name__}: {error}")
             notes.append(
                 f"the model does not run in float64 ({why}), so this proves what float32 can: no "
-                "error beyond 1e-4"
+                "error beyond the model's own rounding, which was measured"
             )
     low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
     if low and low_precision(context.model.module) is None:
@@ -221,5 +221,5 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) ->
     if errors.cancelled:
         yield (
             f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
-            "error is relative to the largest gradient"
+            "error is relative to the terms that cancel in it"
         )
