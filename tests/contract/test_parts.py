@@ -58,7 +58,7 @@ class Ema(Tally):
 
 class Clash(Tally):
     def metrics(self) -> dict:
-        return {"loss": 0.0}
+        return {"replays": 0.0}
 
 
 class Unsavable(Tally):
@@ -111,7 +111,7 @@ def test_a_part_that_is_added_removed_or_cannot_be_saved_is_one_line():
     on(run, "steps=3 parts=[mine.Tally] resume_allow=[parts]")
     assert [entry.get("tally") for entry in entries(run) if "loss" in entry] == [None, None, 1]
     on(run, "steps=4 parts=[] resume_allow=[parts]")
-    with pytest.raises(ConfigError, match=r"parts: metrics\(\) gives loss, which"):
+    with pytest.raises(ConfigError, match=r"parts: metrics\(\) gives replays, which"):
         go("parts=[mine.Clash]")
     with pytest.raises(
         ConfigError, match=r"parts\.mine\.Unsavable\.x\.0: a checkpoint cannot hold"

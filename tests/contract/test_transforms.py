@@ -62,6 +62,21 @@ def root_mean_square(model, eps=1e-6):
 root_mean_square.draws_on_meta = True
 
 
+def double(model):
+    """Keeps every name."""
+    model.head.weight.data.mul_(2.0)
+    return model
+
+
+def fresh_head(model):
+    """Writes to a weight in place."""
+    nn.init.zeros_(model.head.weight)
+    return model
+
+
+fresh_head.draws_on_meta = True
+
+
 def zero_head(model):
     """Reads and writes values, so that it needs them."""
     model.head.weight.data.sub_(model.head.weight.data)
@@ -170,6 +185,18 @@ def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs
 def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs):
     zeroed = train([*LINE, "init=weights", "transforms=[own_transforms.zero_head]", "steps=1"])
     assert curve(zeroed, "loss")[0] == pytest.approx(torch.tensor(258.0).log().item(), rel=1e-6)
+    doubled = train([*LINE, "init=weights", "transforms=[own_transforms.double]", "steps=1"])
+    on = [
+        f"init={doubled.folder}",
+        "transforms=[own_transforms.double]",
+        "optimizer.lr=0",
+        "steps=1",
+    ]
+    again = weights_of(train([*LINE, *on]))["head.weight"]
+    assert torch.equal(again, weights_of(doubled)["head.weight"]), "not transformed twice"
+    shards = ["transforms=[own_transforms.fresh_head]", "parallel=fsdp", "parallel.ranks=2"]
+    with pytest.raises(ConfigError, match=r"transforms: one writes to head\.weight on the meta"):
+        train([*LINE, "init=weights", *shards])
     Path("wrong.py").write_text("def nothing(model):\n    pass\n")
     with pytest.raises(ConfigError, match=r"transforms\[0\]=wrong.nothing: gives NoneType, no mod"):
         train([*LINE, "transforms=[wrong.nothing]"])

@@ -227,12 +227,20 @@ class Rows(Plain):
         return {{**sample, "lengths": torch.tensor(len(sample["input_ids"]))}}
 """
 
+WHOLE = """
+from tests.lib.run_toys import Net
+from trainer.core.coupling import Coupling
+
+class Whole(Net):
+    coupling = Coupling("batch", why="it subtracts the mean of the batch")
+"""
+
 
 @pytest.mark.usefixtures("own_folder")
 def test_two_files_add_it_and_sum_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    Path("mine.py").write_text(MINE + DATA)
+    Path("mine.py").write_text(MINE + DATA + WHOLE)
     option = Path("my_conf/accum/gradient/two.yaml")
     option.parent.mkdir(parents=True)
     option.write_text("_target_: mine.TwoPass\n")
@@ -244,6 +252,11 @@ def test_two_files_add_it_and_sum_is_refused(monkeypatch):
             assert gap <= EXACT * float(tensor.abs().max()), name
     with pytest.raises(ConfigError, match=r"accum\.gradient: Sum is wrong for Contrast"):
         go(LINE)
+    overlapped = f"{LINE} accum.gradient=two sync=overlapped parallel=ddp parallel.ranks=2"
+    with pytest.raises(ConfigError, match=r"sync=overlapped: .* TwoPass has several passes"):
+        go(overlapped, config_dir="my_conf")
+    with pytest.raises(ConfigError, match="Sum is wrong for Whole, whose coupling is batch"):
+        go("model._target_=mine.Whole")
     with pytest.raises(ConfigError, match="has no means of micro-batches"):
         go(f"{LINE} accum.gradient=two batch.normalizer=micro_batches", config_dir="my_conf")
     line = ["verify", "--config-dir", "my_conf", *overrides(f"{LINE} accum.gradient=two")]

@@ -44,11 +44,21 @@ def check_parts(components: Components) -> None:
     components.schedule.factor(0, components.total_steps)
     config = components.config
     coupling, strategy, cut = components.coupling, components.strategy, components.cut
-    if (kind := components.objective.coupling.kind) not in strategy.couplings:
-        text = f"is wrong for {type(components.objective).__name__}, whose coupling is {kind}"
+    objective, module = components.objective, components.module
+    kind = objective.coupling.kind
+    for each, part in ((objective.coupling, objective), (coupling, module)):
+        # What a micro-batch's own samples share is the same under every strategy.
+        if each.kind not in {*strategy.couplings, "micro_batch"}:
+            text = f"is wrong for {type(part).__name__}, whose coupling is {each.kind}"
+            raise ConfigError(
+                f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists "
+                f"{each.kind} in its `couplings`"
+            )
+    if components.parallel.sync.overlaps and strategy.before and components.world.size > 1:
+        # Ranks that fail, and that do not, in an earlier pass would send in another order.
         raise ConfigError(
-            f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists {kind} "
-            "in its `couplings`"
+            f"sync={components.parallel.sync.name}: sends gradients during a backward, and "
+            f"{type(strategy).__name__} has several passes: type sync=deferred"
         )
     if kind == "batch" and config.batch.normalizer == "micro_batches":
         text = "a loss over the whole batch has no means of micro-batches"

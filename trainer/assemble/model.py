@@ -158,11 +158,11 @@ def _construct(
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-    is_before = stored is not None and not stored.is_resumed and not stored.fault(module)
+    is_before = stored is not None and not stored.is_transformed and not stored.fault(module)
     found = stored.fill(module) if stored is not None and is_before else {}
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
-    values = {id(state[name]): value for name, value in found.items()}
+    values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
     for index, transform in enumerate(transforms):
         module = transform(module)
         if not isinstance(module, nn.Module):
@@ -173,7 +173,13 @@ def _construct(
     module = refuse_lazy(module)
     if stored is None or is_before:
         named = module.named_parameters(remove_duplicate=False)
-        unread |= {name: values[id(p)] for name, p in named if id(p) in values}
+        for name, parameter in ((n, p) for n, p in named if id(p) in values):
+            before, unread[name], version = values[id(parameter)]
+            if parameter._version != version:
+                raise ConfigError(
+                    f"transforms: one writes to {before} on the meta device, over weights that are "
+                    "read later: declare no draws_on_meta, or give it a new parameter"
+                )
     else:
         unread |= stored.fill(module)
     return module

@@ -181,6 +181,13 @@ class ParallelSetup(Described):
             yield lambda model: self.lay_out(model, call_of(model), world, mesh=mesh)
 
 
+def _refuse_unordered(policy: SyncPolicy) -> None:
+    """Refuse a policy that is not one reduction a step, which `deterministic=layout` orders."""
+    if policy.lockstep or policy.overlaps:
+        text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
+        raise ConfigError(f"sync={policy.name}: {text}: type sync=auto")
+
+
 def parallel_setup(
     config: RunConfig,
     world: World,
@@ -206,6 +213,7 @@ def parallel_setup(
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
+        _refuse_unordered(policy)
         return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
     if mode == "none":
         # One rank has nothing to reduce.

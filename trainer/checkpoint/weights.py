@@ -48,9 +48,9 @@ class StoredWeights:
     values: Mapping[str, StoredTensor]  # by plain name, a tied one under one or more of its names
     source: object  # begins an error
     loaded: Loaded | None = None  # the checkpoint they are of, where it is one
-    # Whether they go on, and so are those of the model as it is trained; else a model begins with
-    # them before it is transformed.
-    is_resumed: bool = False
+    is_resumed: bool = False  # whether they go on
+    # Whether they are those of a model as its transforms left it; else it begins with them before
+    is_transformed: bool = False
     # By plain name, what modules keep besides tensors, where they go on
     others: Mapping[str, Any] = field(default_factory=dict)
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
@@ -67,6 +67,7 @@ class StoredWeights:
             source=source,
             loaded=loaded,
             is_resumed=True,
+            is_transformed=True,
             others=others,
             frozen=frozen,
         )
@@ -207,7 +208,11 @@ def open_weights(path: Path, world: World | None = None, step: int | None = None
 
 def _begun_with(loaded: Loaded) -> StoredWeights:
     """Give the weights of a checkpoint for a new run."""
-    return replace(checkpoint_weights(loaded), is_resumed=False, others={})
+    terms = state_of(loaded, "terms", 1) if "terms" in loaded.parts else {}
+    contract = terms.get("contract") if isinstance(terms, dict) else None
+    had = any(str(key).startswith("transforms") for key in contract or ())
+    weights = checkpoint_weights(loaded)
+    return replace(weights, is_resumed=False, is_transformed=had, others={})
 
 
 def _open(path: Path, world: World) -> StoredWeights:

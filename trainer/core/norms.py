@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from trainer.core.coupling import NONE, Coupling
+from trainer.core.coupling import NONE, Coupling, strictest
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Layers whose parameters scale and shift what was normalised."""
@@ -32,23 +32,20 @@ def normalizes_batch(part: nn.Module) -> bool:
 
 
 def model_coupling(model: nn.Module, *, is_accepted: bool = False) -> Coupling:
-    """Find the first part of a model that couples samples: by its `coupling`, or as BatchNorm.
+    """Find the strictest coupling of samples in a model: a module's `coupling`, or BatchNorm's.
 
     Args:
         model: whose modules may declare an attribute `coupling`, a `Coupling`.
         is_accepted: whether the user has said that statistics are to be those of micro-batches.
     """
+    found = NONE
     for name, part in model.named_modules():
         declared = getattr(part, "coupling", None)
         if isinstance(declared, Coupling):
-            found = declared
+            found = strictest(found, declared)
         elif normalizes_batch(part):
-            found = _batch_norm(name)
-        else:
-            continue
-        if found.kind != "none":
-            return replace(found, warning="") if is_accepted else found
-    return NONE
+            found = strictest(found, _batch_norm(name))
+    return replace(found, warning="") if is_accepted else found
 
 
 def _batch_norm(name: str) -> Coupling:

@@ -16,6 +16,7 @@ from trainer.core.format import plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import State, Stateful
+from trainer.objectives.base import STEP_KEYS
 from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
@@ -141,7 +142,7 @@ def _take_step(run: Run, progress: Progress) -> None:
 def _add_metrics(record: dict[str, Any], parts: Sequence[Stateful]) -> None:
     """Add what parts with state give to a step's record."""
     for name, value in (pair for part in parts for pair in part.metrics().items()):
-        if name in record:
+        if name in record or name in STEP_KEYS:
             raise ConfigError(f"parts: metrics() gives {name}, which the step has already: rename")
         record[name] = value
 

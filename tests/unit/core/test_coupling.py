@@ -31,3 +31,7 @@ def test_a_model_declares_what_couples_its_samples_or_is_seen_to():
     assert not accepted.warning
     live.coupling = Coupling("group", 32)  # one that normalises in groups, whatever it derives from
     assert model_coupling(nn.Sequential(live)) == Coupling("group", 32)
+    grouped = nn.Linear(3, 3)
+    grouped.coupling = Coupling("group", 3)
+    assert model_coupling(nn.Sequential(live, grouped)).size == 96
+    assert model_coupling(nn.Sequential(grouped, nn.BatchNorm1d(3))).fixes_cut, "the strictest"
