@@ -44,13 +44,15 @@ def open_data(config: RunConfig, world: World) -> DataSource:
     split_seed = config.data.split_seed
     given = {"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed}
 
-    def build(**more: str) -> Any:  # noqa: ANN401 - whatever it makes
-        with faults_of(component.target):
-            return construct(component, "data", Sized, config.trust, {**given, **more})
-
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
     is_typed = "split" in taken and not is_label and params.get("split") is not None
     gives_parts = not is_typed and callable(getattr(target, "splits", None))
+
+    def build(**more: str) -> Any:  # noqa: ANN401 - whatever it makes
+        with faults_of(component.target):
+            kind = object if gives_parts else Sized  # its parts have a length
+            return construct(component, "data", kind, config.trust, {**given, **more})
+
     source = SourceSpec(
         build=build,
         name=component.target,

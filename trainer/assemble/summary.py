@@ -56,6 +56,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
         _loss(components.config.batch.normalizer),
         *_model(components),
         *_groups(components),
+        _named(components.config),
         _data(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
@@ -139,6 +140,13 @@ def _model(components: Components) -> list[Row]:
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
         row("init", begins, init=init, dtypes=dtypes),
     ]
+
+
+def _named(config: RunConfig) -> Row:
+    """Name the classes that were named by their path and stand in no other row."""
+    typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
+    names = [each.target for each in (*typed, *config.transforms, *config.parts)]
+    return row("with", joined(*names), named_classes=names)
 
 
 def _data(components: Components, facts: RunFacts) -> Row:

@@ -127,6 +127,11 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
             f"data: {spec.name} gives the parts {', '.join(parts) or 'none'}: call one of them "
             "train, or type which to take: data.split=NAME, where it takes `split`"
         )
+    elif len(names) == 1 and parts is not built:
+        raise DataError(
+            f"data: splits of {spec.name} gives {', '.join(parts)}: call the held-out part one of "
+            f"{', '.join(HELD_OUT_NAMES)}"
+        )
     if odd := [name for name in names if not isinstance(parts[name], Sized)]:
         raise DataError(
             f"data: {spec.name}: part {odd[0]!r} is a {type(parts[odd[0]]).__name__}, which has no "

@@ -45,7 +45,7 @@ class Schedule(Described, ABC):
             total_steps: steps of the whole run, at least 1.
 
         Returns:
-            A number in (0, 1].
+            A finite number, 0 or more, and as a rule at most 1.
 
         Raises:
             ConfigError: if the schedule does not fit into `total_steps`.

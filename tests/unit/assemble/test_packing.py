@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
-from tests.lib.run_support import go
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.data.loader import Loader, Request
@@ -216,22 +215,3 @@ def test_gradients_of_bert_without_its_mask_differ() -> None:
     given = gradients(lambda: hugging_face("Bert"), objective, Budget(max_tokens=80))
     found = gradients(lambda: unmasked("Bert"), objective, Budget(max_tokens=80))
     assert relative_error(found, given) > WRONG
-
-
-class Registered:
-    """A FlashAttention that was activated."""
-
-    def remove(self) -> None:
-        """Have nothing to undo."""
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_a_later_run_of_the_process_does_not_get_the_flash_attention_of_an_earlier_one():
-    flash = torch.nn.attention
-    flash.register_flash_attention_impl("earlier", register_fn=Registered)
-    flash.activate_flash_attention_impl("earlier")
-    try:
-        go("steps=1")
-        assert flash.current_flash_attention_impl() is None
-    finally:
-        flash.restore_flash_attention_impl(_raise_warn=False)
