@@ -202,7 +202,7 @@ def test_a_sample_that_is_wrong_is_named_or_left_out(kind):
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    found = {n: value for n, value in lab.outcome(folder).items() if n not in ("meta", "ledger")}
+    found = {n: value for n, value in lab.outcome(folder).items() if n not in ("parts", "ledger")}
     return found | {"ids": [e["ids"] for e in lab.logged(folder)["ledger"] if e["step"]]}
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import go, on, shell
+from tests.lib.run_support import go, on, saved, shell
 from trainer.core.errors import DataError, NoCheckpointError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -38,8 +38,8 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
         Path("mine.yaml").write_text("data:\n  path: corpus\n")
         typed = "recipe=mine.yaml"
     run = go(f"{TEXT} {typed}")
-    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert saved["data"]["path"] == saved(run, "terms")["contract"]["data.path"] == str(corpus)
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert config["data"]["path"] == saved(run, "terms")["contract"]["data.path"] == str(corpus)
     assert on(run, f"{typed} steps=3").result["step"] == 3
     monkeypatch.chdir("elsewhere")
     assert on(run, "steps=4").result["step"] == 4

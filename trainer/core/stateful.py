@@ -16,6 +16,13 @@ from torch import Tensor, nn
 State = Mapping[str, Any]
 """Tensors, numbers, strings and None, and lists, tuples and mappings of them."""
 
+STEP_KEYS = {
+    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
+    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
+    *("model_flops_per_second", "mfu", "skipped", "replays"),
+}
+"""What metrics.jsonl has of a step whatever the objective is; the last four where they apply."""
+
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 

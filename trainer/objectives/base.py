@@ -33,6 +33,7 @@ from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Described
+from trainer.core.stateful import STEP_KEYS
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
@@ -56,13 +57,6 @@ class LayeredCall(Protocol):
     def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
         """Call the model with what goes into that layer in place of the logits."""
 
-
-STEP_KEYS = {
-    *("step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "accum_steps"),
-    *("micro_batches", "padding", "seconds", "tokens_per_second", "memory_bytes"),
-    *("model_flops_per_second", "mfu", "skipped", "replays"),
-}
-"""What metrics.jsonl has of a step whatever the objective is; the last four where they apply."""
 
 IGNORED = -100
 """The label of what is no loss term, as everywhere in PyTorch."""

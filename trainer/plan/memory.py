@@ -8,8 +8,6 @@ from typing import NamedTuple, final
 
 from trainer.plan.cut import Plan
 
-NEARLY = 0.75  # of the most positions
-
 
 @final
 class Shape(NamedTuple):
@@ -22,9 +20,8 @@ class Shape(NamedTuple):
 def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
     """Name the shapes of plans of which one has the highest peak.
 
-    Those with the most positions, with the most pairs and, of those with nearly as many positions,
-    with the most samples, which may have a state of their own. A packed row counts as documents of
-    their mean length, rounded up.
+    Those with the most positions, with the most pairs, and with the most samples, each of which may
+    have a state of its own. A packed row counts as documents of their mean length, rounded up.
     """
     shapes = {
         Shape(count, -(-plan.positions(rank, slot) // count))
@@ -34,9 +31,7 @@ def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
     }
     by_positions = max(shapes, key=lambda shape: (shape.num_samples * shape.length, shape))
     by_pairs = max(shapes, key=lambda shape: (shape.num_samples * shape.length**2, shape))
-    enough = NEARLY * by_positions.num_samples * by_positions.length
-    by_samples = max(shape for shape in shapes if shape.num_samples * shape.length >= enough)
-    return tuple(dict.fromkeys((by_positions, by_pairs, by_samples)))
+    return tuple(dict.fromkeys((by_positions, by_pairs, max(shapes))))
 
 
 def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:

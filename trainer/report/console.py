@@ -22,7 +22,7 @@ from trainer.config.secrets import without_secrets
 from trainer.core.durable import as_save_error, open_log
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
 from trainer.core.rows import Noun
-from trainer.objectives.base import STEP_KEYS
+from trainer.core.stateful import STEP_KEYS
 from trainer.report.journal import Entry
 
 LOG_FILE = "train.log"

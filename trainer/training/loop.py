@@ -15,8 +15,7 @@ from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempte
 from trainer.core.format import plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
-from trainer.core.stateful import State, Stateful
-from trainer.objectives.base import STEP_KEYS
+from trainer.core.stateful import STEP_KEYS, State, Stateful
 from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -37,8 +38,9 @@ def hidden():
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "own_faults.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_faults", raising=False)  # another test's
     module: ModuleType = pytest.importorskip("own_faults")
-    monkeypatch.delitem(__import__("sys").modules, "own_faults")
+    monkeypatch.delitem(sys.modules, "own_faults")
     return module
 
 
