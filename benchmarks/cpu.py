@@ -107,7 +107,7 @@ def run_plan_of(options: argparse.Namespace, setting: str) -> RunPlan:
 def begin(run_plan: RunPlan) -> tuple[StepContext, Feed]:
     """Begin to take steps."""
     parts = run_plan.components
-    return parts.step_context(), parts.feed(run_plan.cut, parts.world, parts.source.order.start)
+    return parts.step_context(), run_plan.components.feed(parts.world)
 
 
 def steps(context: StepContext, feed: Feed, plans: list[PlannedBatch]) -> Turn:

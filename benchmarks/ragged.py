@@ -160,7 +160,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
     parts = replace(setting.parts, precision=word, module=task.model, call=call)
     feed = Feed(
         parts.source,
-        cut=setting.run_plan.cut,
+        cut=setting.run_plan.components.cut,
         layout=replace(parts.layout, packed=packed),
         world=world,
         seed=parts.config.seed,
@@ -179,7 +179,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
 
 def train_without_padding(setting: Setting, task: Task) -> None:
     """Train on the tokens of every step in rows of equal length, with nothing around it."""
-    cap = setting.run_plan.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
+    cap = setting.run_plan.components.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
     for step in range(task.num_steps):
         batches = equal_rows(task.documents[step * GLOBAL : (step + 1) * GLOBAL], cap)
         count = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)

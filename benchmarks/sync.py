@@ -38,12 +38,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.assemble.parallel import POLICIES, ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.fsdp_calls import _groups
+from trainer.parallel.setup import POLICIES, ParallelSetup
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.traffic import ModelBytes
 

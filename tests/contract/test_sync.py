@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
-from trainer.assemble.parallel import ParallelSetup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, fake_mesh
+from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred, Immediate, Overlapped
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import LayoutInvariant

@@ -15,7 +15,6 @@ from tests.lib.nightly import nightly
 from tests.lib.ranks_work import Collectives, error, plain
 from tests.lib.support import EXACT
 from tests.reliability import lab
-from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import assemble
 from trainer.assemble.parallel import rank_memory
 from trainer.core.errors import ConfigError, TrainError
@@ -28,6 +27,7 @@ from trainer.models.gpt import GPT
 from trainer.models.recompute import separable_blocks
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.sync import Deferred, Immediate
+from trainer.training.consistency import check_consistency
 from trainer.tune.memory_limit import memory_limit
 
 MODELS = {

@@ -25,7 +25,6 @@ from tests.lib.ranks_work import (
     start_sharded,
 )
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, replicated
-from trainer.assemble.parallel import ParallelSetup
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.models.first_weights import build_on_meta, drawn
@@ -34,6 +33,7 @@ from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.base import Parallel
 from trainer.parallel.fsdp import Sharded, fake_mesh, make_mesh
+from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.predict import predict_peak

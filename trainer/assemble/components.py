@@ -23,19 +23,10 @@ from trainer.assemble.instantiate import (
 )
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
-from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
-from trainer.assemble.parallel import (
-    SHARDED,
-    ParallelSetup,
-    auto_mode,
-    parallel_mode,
-    parallel_setup,
-    planned_device,
-)
+from trainer.assemble.parallel import auto_mode, parallel_mode, parallel_setup, planned_device
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.assemble.terms import Terms
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, strictest
 from trainer.core.errors import ConfigError, DataError
@@ -56,13 +47,15 @@ from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
 from trainer.optim.schedules import Schedule
+from trainer.parallel.setup import SHARDED, ParallelSetup
 from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.order import Cursor, Order
+from trainer.plan.order import Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import StepContext
 from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
+from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -71,11 +64,10 @@ NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody s
 @final
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What a run is made of, before it is tuned."""
+    """What a run is made of."""
 
     config: RunConfig
     world: World
-    train_set: DataView  # the samples that are trained on
     split: Split  # how they and the held-out ones were parted
     source: Source  # the same as steps take them: in order, with their lengths, collated
     held_out: HeldOut | None  # None where the data leave nothing to evaluate on
@@ -92,13 +84,18 @@ class Components:
     coupling: Coupling  # of the samples of a step, by model, objective and normalizer
     # How ranks are used; under `sync=auto` with a policy that the plan may change
     parallel: ParallelSetup
-    cut: Cut  # as typed; that of `accum=auto` is tuned in `prepare`
+    cut: Cut  # as typed; `prepare` tunes it, or takes it from the checkpoint
     layout: Layout  # what hardware, model and data ask of every cut
     total_steps: int  # of the whole run, those before a resumption included
     # One collated micro-batch of a single sample, the longest; packed under packing
     example: Fields
     # What the model's constructor may take from the data, such as their vocabulary
     given: Mapping[str, Any]
+
+    @property
+    def train_set(self) -> DataView:
+        """The samples that are trained on."""
+        return self.source.loader.dataset
 
     @property
     def objective(self) -> Objective:
@@ -115,18 +112,15 @@ class Components:
         """What is trained and evaluated on."""
         return [self.train_set, *([self.held_out.loader.dataset] if self.held_out else [])]
 
-    def every(self, cadence: float | None) -> int | None:
-        """Resolve a cadence in steps, or as a share of the run; None is never."""
-        return None if cadence is None else cadence_steps(cadence, self.total_steps)
-
     def lr_scale(self, step: int) -> float:
         """What the size of a step, from 0, multiplies every learning rate by."""
         order = self.source.order
         return self.schedule.batch_factor(order.size_of(step)) * order.sizes.lr_factor(step)
 
-    def feed(self, cut: Cut, world: World, cursor: Cursor) -> Feed:
-        """Begin to give the micro-batches of a rank, from a cursor on."""
-        return Feed(self.source, cut, self.layout, world, self.config.seed, cursor)
+    def feed(self, world: World) -> Feed:
+        """Begin to give the micro-batches of a rank."""
+        start = self.source.order.start
+        return Feed(self.source, self.cut, self.layout, world, self.config.seed, start)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer over the parameters that a model has now, real or fake.
@@ -244,7 +238,6 @@ def assemble(
     return Components(
         config=config,
         world=world,
-        train_set=train_set,
         split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out=None if held_out is None else _held_out(config, held_out, loader, layout),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.instantiate import construct, look_up
-from trainer.assemble.parallel import SHARDED, parallel_mode, planned_device, rank_memory
+from trainer.assemble.parallel import parallel_mode, planned_device, rank_memory
 from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
@@ -33,6 +33,7 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
+from trainer.parallel.setup import SHARDED
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
 from trainer.tune.workload import Workload

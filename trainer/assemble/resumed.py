@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, final
 
-from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.resumption import SavedCut, check_terms
 from trainer.assemble.terms import Terms
@@ -18,6 +17,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
+from trainer.training.consistency import check_consistency
 
 
 @final

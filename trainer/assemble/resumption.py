@@ -37,14 +37,12 @@ class SavedCut(SavedFields):
     _feed: Feed | None = PrivateAttr(None)
 
     @classmethod
-    def of(
-        cls, components: Components, cut: Cut, tuning: Tuning | None, feed: Feed | None
-    ) -> SavedCut:
+    def of(cls, components: Components, tuning: Tuning | None, feed: Feed | None) -> SavedCut:
         """Note how a run is cut; a feed cuts smaller where memory ran out, and its cut is saved."""
         saved = cls(
             accum=_accum_of(components),
             cost=components.layout.cost,
-            settings=asdict(cut),
+            settings=asdict(components.cut),
             tuning=tuning,
             evaluation_tokens=components.held_out.max_tokens if components.held_out else 1,
         )

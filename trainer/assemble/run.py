@@ -56,7 +56,7 @@ def open_run(
     folder = store.folder.parent
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
     context = components.step_context(on_out_of_memory=failed, parts=[*own.values()])
-    feed = components.feed(run_plan.cut, world, components.source.order.start)
+    feed = components.feed(world)
     # More steps change no setting of the optimizer, and its groups may hold state.
     is_same = not contract_diff(saved.terms.contract, terms.contract, allow=("steps", "epochs"))
     progress, optimizer = Progress(), context.optimizer

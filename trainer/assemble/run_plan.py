@@ -21,7 +21,7 @@ from trainer.assemble.tuning import (
 )
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import Cut, IntArray, Plan
+from trainer.plan.cut import IntArray, Plan
 from trainer.training.batches import Feed
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
@@ -38,17 +38,27 @@ class RunPlan:
     """A run that knows how to cut."""
 
     components: Components
-    cut: Cut
     plans: tuple[Plan, ...]  # of sampled global batches, that of the first step first
     tuning: Tuning | None  # what `accum=auto` found; None under another cut
     predicted: MemoryEstimate | None  # peak of a step; None where it cannot be predicted
     limit_bytes: int | None  # what is left for tensors on this rank; None where nobody knows
-    # Of the model, for the ranks of a run; None where they cannot be counted
-    flops: ModelFlops | None
     how: str  # how the cap was found, or why it is as it is
     is_here: bool  # whether the plan is for this machine; time is unknown for any other
     warnings: tuple[str, ...]  # what showed when the user's own model and objective ran
     trials: Trials  # what the model showed on fake tensors
+
+    @property
+    def flops(self) -> ModelFlops | None:
+        """What the main rank reports of speed; None where nothing could be counted."""
+        components, counts = self.components, self.trials.counts
+        if counts is None or not components.world.is_main:
+            return None
+        peak = peak_flops(components.world.device, components.precision)
+        return ModelFlops(
+            per_token=counts.products,
+            per_pair=counts.pairs,
+            peak=peak and peak * components.world.size,
+        )
 
     @property
     def step_seconds(self) -> float | None:
@@ -126,15 +136,14 @@ def prepare(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
         components=replace(
             components,
+            cut=cut,
             parallel=components.parallel.counted(fmean(plan.accum_steps for plan in plans)),
             held_out=components.held_out and replace(components.held_out, max_tokens=tokens),
         ),
-        cut=cut,
         plans=plans,
         tuning=tuning,
         predicted=predicted,
         limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
-        flops=_model_flops(components, trials.counts),
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
@@ -154,7 +163,7 @@ def _with_cost(components: Components, counts: ComputeCounts | None, saved: Save
 
 def saved_cut(run_plan: RunPlan, feed: Feed | None = None) -> SavedCut:
     """Give what a resumed run needs to cut as this one does, or its feed then."""
-    return SavedCut.of(run_plan.components, run_plan.cut, run_plan.tuning, feed)
+    return SavedCut.of(run_plan.components, run_plan.tuning, feed)
 
 
 def _sampled(components: Components) -> list[IntArray]:
@@ -168,15 +177,3 @@ def _sampled(components: Components) -> list[IntArray]:
     if not order.sizes.is_constant:  # a later step may need more memory
         batches.append(components.source.lengths[order.largest_batch()])
     return batches
-
-
-def _model_flops(components: Components, counts: ComputeCounts | None) -> ModelFlops | None:
-    """Give what the main rank reports of speed; None where nothing could be counted."""
-    if counts is None or not components.world.is_main:
-        return None
-    peak = peak_flops(components.world.device, components.precision)
-    return ModelFlops(
-        per_token=counts.products,
-        per_pair=counts.pairs,
-        peak=peak and peak * components.world.size,
-    )

@@ -15,7 +15,7 @@ from trainer.assemble.precision import has_fast_bf16
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
-from trainer.config.rules import warmup_steps
+from trainer.config.rules import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
@@ -46,10 +46,10 @@ def describe(run_plan: RunPlan) -> list[Row]:
     facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
     setup, objective, how = components.parallel, components.objective, run_plan.how
     others = components.strategy, components.schedule, components.spec, setup.sync, setup
-    chosen, has_cap = components.chosen.text, bool(run_plan.cut.hard_cap)
+    chosen, has_cap = components.chosen.text, bool(components.cut.hard_cap)
     return [
         *_batch(run_plan, facts),
-        *run_plan.cut.describe(facts),
+        *components.cut.describe(facts),
         row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
         row("objective", chosen, objective=chosen),
         *objective.describe(facts),
@@ -239,12 +239,16 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
     )
-    padding, every = plans[0].padding, config.checkpoint.every
+    padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
-    cadences: dict[str, int | str | None] = {"log": config.log.every}
+    often: dict[str, float | str | None] = {"log": config.log.every}
     if components.held_out is not None:
-        cadences["evaluate"] = components.every(config.eval.every)
-    cadences["checkpoint"] = every if isinstance(every, str) else components.every(every)
+        often["evaluate"] = config.eval.every
+    often["checkpoint"] = config.checkpoint.every
+    cadences = {
+        name: e if e is None or isinstance(e, str) else cadence_steps(e, facts.total_steps)
+        for name, e in often.items()
+    }
     times = (f"{name} {_cadence(e, facts.total_steps)}" for name, e in cadences.items())
     return [
         row("padding", first, in_plan=True, padding=padding),

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from trainer.assemble.components import Components, bind_run
-from trainer.assemble.packing import unpacked
 from trainer.assemble.parallel import planned_device, rank_memory
 from trainer.config.cards import card_of, reported_as
 from trainer.config.messages import clip
@@ -31,6 +30,7 @@ from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
 from trainer.tune.flops import ComputeCounts, card_cost
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.packing import unpacked
 from trainer.tune.predict import Predictor
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate

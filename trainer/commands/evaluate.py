@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.checks import check_consistency
 from trainer.assemble.components import assemble
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
@@ -19,6 +18,7 @@ from trainer.core.durable import write_record
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.console import show_read
+from trainer.training.consistency import check_consistency
 from trainer.training.evaluation import HeldOut, evaluate
 
 

@@ -78,7 +78,7 @@ def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:
     components, batches = run_plan.components, []
     for rank in range(components.world.size):
         world = replace(components.world, rank=rank)
-        with closing(components.feed(run_plan.cut, world, components.source.order.start)) as feed:
+        with closing(components.feed(world)) as feed:
             batches.append(feed.next())
     micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
     return replace(batches[0], micro_batches=micro_batches), feed

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.components import assemble
-from trainer.assemble.parallel import ParallelSetup
 from trainer.checkpoint.weights import first_weights
 from trainer.commands.verify import VERIFY_FILE
 from trainer.config.run_config import RunConfig
@@ -16,6 +15,7 @@ from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.format import plural
 from trainer.core.world import World
+from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
@@ -35,9 +35,9 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     components = assemble(config, world, stored=first_weights(config, None, here))
     setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
     none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
-    alone = replace(components, world=here, parallel=none, layout=layout)
     cut = Fixed(micro=2 * layout.group_size)
-    with closing(alone.feed(cut, here, alone.source.order.start)) as feed:
+    alone = replace(components, world=here, parallel=none, layout=layout, cut=cut)
+    with closing(alone.feed(here)) as feed:
         found = compare_reduced(
             *(alone.step_context(), feed.next(), feed),
             lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),

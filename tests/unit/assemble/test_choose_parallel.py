@@ -8,10 +8,11 @@ from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import go, overrides, read_json
-from trainer.assemble.parallel import ParallelSetup, auto_mode, parallel_mode, parallel_setup
+from trainer.assemble.parallel import auto_mode, parallel_mode, parallel_setup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.objectives.base import ModelCall
+from trainer.parallel.setup import ParallelSetup
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

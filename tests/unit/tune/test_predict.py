@@ -28,13 +28,13 @@ from tests.lib.tune_support import (
     traces,
     workload,
 )
-from trainer.assemble.parallel import ParallelSetup
 from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives import next_token
 from trainer.objectives.next_token import NextToken
+from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import memory_limit, reserve_share

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
-from trainer.assemble.packing import leave_out_mask, needs_mask, packing_fault
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
@@ -22,6 +21,7 @@ from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
+from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
 
 
 def hugging_face(name: str, attention: str = "sdpa", **values: Any) -> nn.Module:

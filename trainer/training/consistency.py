@@ -1,0 +1,70 @@
+"""Compare what ranks begin with: replicas that begin apart stay apart, and no step shows it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.tensors import bits_of
+from trainer.core.world import World
+from trainer.data.view import DataView
+from trainer.models.first_weights import FirstWeights
+
+
+def check_consistency(
+    world: World,
+    data_sets: Sequence[DataView],
+    module: nn.Module,
+    weights: FirstWeights | None,
+) -> None:
+    """Refuse ranks that read other samples, or built another model, bit for bit. Collective.
+
+    Args:
+        world: the ranks; one alone, or one that stands for several, has nothing to compare.
+        data_sets: what is trained and evaluated on.
+        module: the model on its device, not yet laid out over the ranks.
+        weights: what parameters on the meta device begin with; None where there are none.
+
+    Raises:
+        ConfigError: a rank built another model than the first.
+        DataError: a rank reads other samples than the first.
+    """
+    if world.long_timeout_group is None:
+        return
+    named = list(chain(module.named_parameters(), module.named_buffers()))
+    dense = [(n, t) for n, t in named if t.layout == torch.strided and not t.is_meta]
+    bits = {name: bits_of(t).cpu().numpy().data for name, t in dense}
+    # A gigabyte takes a second.
+    values = {name: hashlib.blake2b(b, digest_size=16).hexdigest() for name, b in bits.items()}
+    values |= {name: each.identity() for name, each in (weights or {}).items()}
+    facts = {
+        "data": [[d.fingerprint, d.lengths.digest] for d in data_sets],
+        "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
+        "values": values,
+    }
+    first, *others = world.collect(facts)
+    for rank, mine in enumerate(others, start=1):
+        if mine["data"] != first["data"]:
+            text = f"rank {rank} has another data set than rank 0: give every rank the same files"
+            raise DataError(f"data: {text}")
+        if mine["forms"] != first["forms"]:
+            pairs = zip(first["forms"], mine["forms"], strict=False)
+            name = next((own[0] for other, own in pairs if own != other), "fewer or more")
+            raise ConfigError(
+                f"model: the parameters of rank {rank} differ from those of rank 0 ({name}): every "
+                "rank must build the same ones in the same order"
+            )
+        differing = [
+            name for name, value in first["values"].items() if mine["values"][name] != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"model: weights differ between ranks: {differing[0]} of rank {rank} is not that "
+                "of rank 0; its constructor draws from a generator that `seed` does not govern, or "
+                "depends on the rank: draw with torch's generator, or from a fixed seed"
+            )
