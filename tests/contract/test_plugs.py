@@ -106,6 +106,13 @@ class Halves(SyncPolicy):
 
     def reduction(self, index, *, is_last):
         return "none" if index % 2 else self.answer
+
+
+class Torn(Halves):
+    def reduction(self, index, *, is_last):
+        import torch.distributed as dist
+
+        return super().reduction(index + dist.get_rank(), is_last=is_last)
 """
 
 
@@ -143,6 +150,16 @@ def test_a_policy_whose_answer_no_micro_batch_may_have_is_refused(key, text, mon
     typed = with_policy(f"{UPDATE} {key}")
     assert run_line(["plan", *typed]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_policy_that_answers_otherwise_on_another_rank_is_refused(ranks, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    typed = [*with_policy(UPDATE), "sync._target_=policy.Torn"]
+    typed = [each for each in typed if each != "sync=halves"]
+    config, run = prepared(shlex.join(typed)).config, Path("run").absolute()
+    for answer in ranks.run(2, run_as_rank, config, run, {}):
+        assert answer["code"] == 2
+        assert "`reduction` of Torn answers otherwise on other ranks" in answer["error"]
 
 
 def test_the_check_has_teeth(whole):

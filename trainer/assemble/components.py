@@ -23,7 +23,13 @@ from trainer.assemble.instantiate import (
 )
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
-from trainer.assemble.parallel import auto_mode, parallel_mode, parallel_setup, planned_device
+from trainer.assemble.parallel import (
+    auto_mode,
+    may_shard,
+    parallel_mode,
+    parallel_setup,
+    planned_device,
+)
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.assemble.terms import Terms
 from trainer.checkpoint.weights import StoredWeights
@@ -208,10 +214,9 @@ def assemble(
     train_set, held_out, lengths = data.train, data.held_out, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     mode, why = parallel_mode(config, world), None
-    may_shard = mode in {"auto", *SHARDED} and config.command in {"train", "plan"}
     given = arguments_from_data(config, train_set, terms.given)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
-    module, weights = build(in_shards=may_shard)
+    module, weights = build(in_shards=may_shard(config, world))
     if mode == "auto":
         mode, why = world.on_main(lambda: auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:

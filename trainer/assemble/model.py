@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.instantiate import construct, look_up
-from trainer.assemble.parallel import parallel_mode, planned_device, rank_memory
+from trainer.assemble.parallel import may_shard, planned_device, rank_memory
 from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
@@ -33,7 +33,6 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
-from trainer.parallel.setup import SHARDED
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
 from trainer.tune.workload import Workload
@@ -231,8 +230,8 @@ def _refuse_too_large(
     """Refuse a model on the meta device whose weights, or what training adds, exceed the memory."""
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     is_trained = spec is not None and config.command in {"train", "plan"}
-    mode, (limit, is_here) = parallel_mode(config, world), rank_memory(config, world)
-    ranks = world.size if mode in {"auto", *SHARDED} and is_trained else 1
+    limit, is_here = rank_memory(config, world)
+    ranks = world.size if spec is not None and may_shard(config, world) else 1
     needed, what = weights, "weights need"
     is_large = limit is not None and STATE * weights > limit.bytes * ranks
     if spec is not None and is_trained and is_large:

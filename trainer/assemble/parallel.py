@@ -24,12 +24,32 @@ from trainer.parallel.sync import Deferred, SyncPolicy, reduction_of
 from trainer.plan.traffic import MOST_OF_MEMORY, ModelBytes
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
+ASKED = 8  # micro-batches that a policy is asked about before the first step
 
-def _refuse_unordered(policy: SyncPolicy) -> None:
-    """Refuse a policy that is not one reduction a step, which `deterministic=layout` orders."""
-    if policy.lockstep or policy.overlaps:
+
+def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
+    """Build the sync policy; refuse one that does not fit the run. Collective."""
+    policy = construct(config.sync, "sync", SyncPolicy, config.trust)
+    name, kind = policy.name, type(policy).__name__
+    # Which also refuses an answer that no micro-batch may have.
+    answers = [reduction_of(policy, index, is_last=False) for index in range(ASKED)]
+    if any(each != answers for each in world.collect(answers)):
+        raise ConfigError(
+            f"sync={name}: `reduction` of {kind} answers otherwise on other ranks, which would "
+            "wait for each other: answer by `index` and `is_last` alone"
+        )
+    if config.deterministic == "layout" and (policy.lockstep or policy.overlaps):
         text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
-        raise ConfigError(f"sync={policy.name}: {text}: type sync=auto")
+        raise ConfigError(f"sync={name}: {text}: type sync=auto")
+    if mode != "none" and (fault := sync_fault(policy, mode)) is not None:
+        raise ConfigError(f"sync={name}: {fault}")
+    return policy
+
+
+def may_shard(config: RunConfig, world: World) -> bool:
+    """Whether each rank may hold a part of the model alone."""
+    is_laid_out = config.command in {"train", "plan"}
+    return is_laid_out and parallel_mode(config, world) in {"auto", *SHARDED}
 
 
 def parallel_setup(
@@ -51,19 +71,15 @@ def parallel_setup(
     Raises:
         ConfigError: they do not fit together, or not the number of ranks.
     """
-    policy = construct(config.sync, "sync", SyncPolicy, config.trust)
-    reduction_of(policy, 0, is_last=False)  # refuses an answer that no micro-batch may have
+    policy = _sync_policy(config, world, mode)
     replicas, asked = world.size if mode == "ddp" else 1, config.parallel
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
-        _refuse_unordered(policy)
         return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
     if mode == "none":
         # One rank has nothing to reduce.
         return ParallelSetup(mode=mode, replicas=1, sync=Deferred())
-    if (fault := sync_fault(policy, mode)) is not None:
-        raise ConfigError(f"sync={policy.name}: {fault}")
     mesh = None
     if mode in SHARDED and world.long_timeout_group is not None:
         from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second

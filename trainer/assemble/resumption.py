@@ -27,9 +27,8 @@ _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 class SavedCut(SavedFields):
     """What a resumed run needs to cut as the run began; empty where it begins."""
 
-    accum: dict[str, Any] = Field(
-        default_factory=dict
-    )  # the component of the config that it belongs to
+    # The component of the config that it belongs to
+    accum: dict[str, Any] = Field(default_factory=dict)
     cost: Cost = Cost()
     settings: dict[str, Any] = Field(default_factory=dict)  # of the cut, as its fields have them
     tuning: Tuning | None = None

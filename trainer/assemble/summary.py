@@ -72,11 +72,8 @@ def describe(run_plan: RunPlan) -> list[Row]:
 def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
     components, plan = run_plan.components, run_plan.plans[0]
-    batch, order, num_samples = (
-        components.config.batch,
-        components.source.order,
-        len(components.source.lengths),
-    )
+    batch, order = components.config.batch, components.source.order
+    num_samples = len(components.source.lengths)
     ranks, size = components.world.size, order.size_of(0)
     # Of tokens, and where sizes vary, which samples are left depends on the epoch.
     is_known = batch.unit == "samples" and order.sizes.is_constant
@@ -313,10 +310,8 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     components, unit = run_plan.components, run_plan.components.config.batch.unit
     warnings = [*components.split.warnings, *run_plan.warnings]
     lengths, asked = components.source.lengths, components.source.order.sizes.largest
-    device, is_open = (
-        planned_device(components.config, components.world),
-        components.config.precision == "auto",
-    )
+    device = planned_device(components.config, components.world)
+    is_open = components.config.precision == "auto"
     if is_open and components.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
@@ -336,6 +331,11 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         )
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
+    if components.objective.coupling.kind == "batch" and components.held_out is not None:
+        warnings.append(
+            f"objective: {type(components.objective).__name__} couples all samples of a step, but "
+            "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"
+        )
     known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
     is_loaded = pretrained_of(components.config.model.params) is not None
     # Tables are padded, but not to the double.

@@ -19,15 +19,13 @@ class Terms(SavedFields):
     config_hash: str = ""  # of the contract, for people who compare runs
     fingerprint: str = ""  # of the data that are trained on
     held_out: str | None = None  # of those that are held out
-    given: dict[str, Any] = Field(
-        default_factory=dict
-    )  # what the model's constructor took from the data
+    # What the model's constructor took from the data
+    given: dict[str, Any] = Field(default_factory=dict)
     total_steps: Natural = 0
     # Layout, number of ranks, and what `sync=auto` took there
     sync: tuple[str, Natural, str] | None = None
-    environment: dict[str, Any] = Field(
-        default_factory=dict
-    )  # what the run last ran on; nothing depends on it
+    # What the run last ran on; nothing depends on it
+    environment: dict[str, Any] = Field(default_factory=dict)
 
 
 def read_terms(loaded: Loaded) -> Terms:

@@ -27,8 +27,9 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     if not world.is_main:
         return
     overlap = "collectives run on their own streams"  # what of the traffic can be hidden
-    if plan["sync"] == "deferred":
-        overlap = "sync=deferred reduces when all micro-batches are done"
+    sync = components.parallel.sync
+    if not (sync.lockstep or sync.overlaps):
+        overlap = f"sync={sync.name} reduces when all micro-batches are done"
     elif world.device.type == "cpu":
         overlap = "gloo makes the host wait for every collective"
     table = time_table(spendings, overlap) if trained.taken else None
@@ -51,7 +52,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         "skipped_steps": trained.skipped_steps,
         "replays": trained.replays,
         "time": table,
-        "advice": (table and advice(split(spendings), table, plan, config.accum.name or "")) or [],
+        "advice": (table and advice(split(spendings), table, plan)) or [],
     }
     write_record(folder / RESULT_FILE, result)
     shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])

@@ -53,6 +53,7 @@ class _Module:
     classes: Mapping[str, ast.ClassDef]
 
     def full_name(self, node: ast.expr) -> str:
+        """Give the import path of what a name of this module stands for."""
         name = ast.unparse(node)
         root, dot, rest = name.partition(".")
         return f"{self.imports.get(root, f'{self.name}.{root}')}{dot}{rest}"

@@ -154,7 +154,10 @@ class Plan:
         if not np.array_equal(cut, np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
         if layout.lockstep and len({len(slots) for slots in self.ranks}) > 1:
-            return "has different numbers of micro-batches on ranks that run in lockstep"
+            return (
+                "has different numbers of micro-batches on ranks that run in lockstep: give each "
+                "as many, or type sync=deferred"
+            )
         tokens = per_slot(np.add if self.packed else np.maximum, self.lengths, self.ranks)
         room = np.array([length for slots in self.padded_lengths for length in slots])
         for index in np.flatnonzero(tokens > room).tolist()[:1]:

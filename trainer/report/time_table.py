@@ -84,12 +84,10 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
     }
 
 
-def advice(
-    splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, Any], cut: str
-) -> list[str]:
+def advice(splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
     """Name what took more than a tenth of a step, with its figure and a setting, largest first."""
     lines = [_data(splits, plan), _sync(time, plan)]
-    lines += [_waiting(splits, plan, cut)] if len(splits) > 1 else []
+    lines += [_waiting(splits, plan)] if len(splits) > 1 else []
     found = []
     for seconds, part, what, remedy in sorted(lines, reverse=True):
         share = seconds / (time["step_seconds"] or 1.0)
@@ -108,7 +106,7 @@ def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     return fmean(each["data"] + each["late"] for each in splits), "data", what, remedy
 
 
-def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line:
+def _waiting(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     waits = [each["waiting"] - each["late"] for each in splits]
     slowest = waits.index(min(waits))
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
@@ -117,7 +115,7 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any], cut: str) -> Line
     remedy = "check what else runs on its machine, or raise batch.global to balance the work"
     if plan["lockstep"]:
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"
-    elif cut != "auto":
+    elif not plan["candidates"]:  # no cap was tuned
         remedy = "accum=auto balances the work of the ranks"
     return fmean(waits), "waiting", what, remedy
 

@@ -76,9 +76,9 @@ class Checkpointer:
         passed_s = time.monotonic() - self._saved_at
         is_due = self.world.is_main and self.every_s is not None and passed_s >= self.every_s
         asked = [float(claim), float(self.writer.has_result), float(is_due)]
-        claims, news, due = self.world.sum_numbers(asked)
+        claims, results, due = self.world.sum_numbers(asked)
         self.is_due = due > 0
-        if news:
+        if results:
             self._attempt(self.writer.wait)
         return claims > 0
 

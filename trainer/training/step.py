@@ -22,13 +22,14 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trainer.accumulate.base import Rows, StepDivisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.optim.schedules import apply_factor
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import (
     AT_BEGINNING,
-    NOT_BEGUN,
+    Outcome,
     StepContext,
     agree,
     compute,
@@ -85,12 +86,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
         if not any(divisors.weights[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
         gather(context, batch.step)
-        agreed = NOT_BEGUN
-        for each in context.strategy.passes:  # one, but where a loss is over the whole batch
-            rows = exchange(context, agreed)
-            agreed = agree(context, compute(context, batch, each, divisors, rows), divisors)
-            if agreed.loss is None:
-                break
+        agreed = _compute_passes(context, batch, divisors)
         if agreed.loss is not None:
             break
         _roll_back(context)
@@ -107,6 +103,21 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
         context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
     _update(context, batch.step)
     return report()
+
+
+def _compute_passes(context: StepContext, batch: PlannedBatch, divisors: StepDivisors) -> Outcome:
+    """Compute and agree: once, but where a loss is over the whole batch. Collective.
+
+    Gives what ranks agreed on in the last pass, or in the first that ran out of memory anywhere.
+    """
+    rows: Rows = {}
+    for each in context.strategy.before:
+        agreed = agree(context, compute(context, batch, each, divisors, rows), divisors)
+        if agreed.loss is None:
+            return agreed
+        rows = exchange(context, agreed)
+    last = compute(context, batch, context.strategy, divisors, rows)
+    return agree(context, last, divisors)
 
 
 def _roll_back(context: StepContext) -> None:

@@ -103,10 +103,6 @@ class Outcome:
     peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
 
 
-NOT_BEGUN = Outcome(None, ())
-"""What there is before the first pass of a step."""
-
-
 def count(context: StepContext, micro_batches: Sequence[MicroBatch]) -> StepDivisors:
     """Count what the sums of a step are divided by, over all ranks. Collective.
 
@@ -187,25 +183,24 @@ def _nothing(context: StepContext) -> list[bool]:
 def exchange(context: StepContext, mine: Outcome) -> Rows:
     """Give every rank the rows of the whole global batch, once all have theirs. Collective.
 
-    None before the first pass.
-
     Raises:
-        ConfigError: ranks, or micro-batches, gave rows of different names, shapes or dtypes.
+        ConfigError: there are none, or ranks gave some of different names, shapes or dtypes.
         DoesNotFitError: memory ran out, too late for a replay.
     """
-    if mine is NOT_BEGUN:
-        return {}
     # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
     context.snapshot.restore()
     world = context.world
-    if world.size == 1:
-        return mine.rows
     world.note("reduce")
     forms = [
         [name, list(rows.shape), str(rows.dtype).removeprefix("torch.")]
         for name, rows in sorted(mine.rows.items())
     ]
     given = [each for each in world.collect(forms) if each]  # a rank may have no micro-batch
+    if not given:
+        raise ConfigError(
+            f"accum.gradient: a pass of {type(context.strategy).__name__} gave no rows for the "
+            "next: return Computed(rows={name: tensor}) from its `micro_batch`"
+        )
     if any(each != given[0] for each in given):
         raise ConfigError(
             f"accum.gradient: {type(context.strategy).__name__}: ranks gave rows of different "

@@ -20,6 +20,8 @@ ROWS = [
 ]
 IMMEDIATE = {"sync": "immediate", "lockstep": True}
 PLAN: dict[str, Any] = {"num_workers": 0, "sync": "deferred", "lockstep": False, "sync_table": ROWS}
+PLAN["candidates"] = [{"max_tokens": 8192}]
+FIXED: dict[str, Any] = {"candidates": []}
 WEIGHED = {"compute": 1.0, "reduce": 0.05, "update": 0.05, "data": 0.01}
 
 
@@ -32,11 +34,9 @@ def spending(steps: int = 100, **seconds: float) -> dict[str, Any]:
     return {"steps": steps, "phases": phases, "in_flight": 0.0, "waited": 0.0}
 
 
-def advised(
-    *ranks: dict[str, float], steps: int = 100, cut: str = "auto", **plan: Any
-) -> list[str]:
+def advised(*ranks: dict[str, float], steps: int = 100, **plan: Any) -> list[str]:
     spendings = [spending(steps, **seconds) for seconds in ranks]
-    return advice(split(spendings), time_table(spendings, None), PLAN | plan, cut)
+    return advice(split(spendings), time_table(spendings, None), PLAN | plan)
 
 
 def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_worth_a_line():
@@ -58,8 +58,8 @@ TRAFFIC = {"reduce": 1.9}, {"reduce": 1.9}
             "600 ms of them on rank 1: num_workers=6",
         ),
         (RANKS, {}, "mostly for rank 2, which computes 1.3 s where others take 1.0 s: check what "),
-        (RANKS, {"cut": "fixed"}, "accum=auto balances the work of the ranks"),
-        (RANKS, {"sync": "overlapped", "cut": "fixed"}, "accum=auto balances the work"),
+        (RANKS, FIXED, "accum=auto balances the work of the ranks"),
+        (RANKS, {"sync": "overlapped", **FIXED}, "accum=auto balances the work"),
         (
             RANKS,
             IMMEDIATE,
