@@ -233,13 +233,6 @@ from trainer.core.coupling import Coupling
 
 class Whole(Net):
     coupling = Coupling("batch", why="it subtracts the mean of the batch")
-
-class Nothing(Embed):
-    def micro_batch(self, *_):
-        return Computed()
-
-class Silent(TwoPass):
-    before = (Nothing(),)
 """
 
 
@@ -262,8 +255,6 @@ def test_two_files_add_it_and_sum_is_refused(monkeypatch):
     overlapped = f"{LINE} accum.gradient=two sync=overlapped parallel=ddp parallel.ranks=2"
     with pytest.raises(ConfigError, match=r"sync=overlapped: .* TwoPass has several passes"):
         go(overlapped, config_dir="my_conf")
-    with pytest.raises(ConfigError, match="a pass of Silent gave no rows for the next: return"):
-        go(f"{LINE} accum.gradient._target_=mine.Silent")
     with pytest.raises(ConfigError, match="Sum is wrong for Whole, whose coupling is batch"):
         go("model._target_=mine.Whole")
     with pytest.raises(ConfigError, match="has no means of micro-batches"):

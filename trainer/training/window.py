@@ -183,8 +183,10 @@ def _nothing(context: StepContext) -> list[bool]:
 def exchange(context: StepContext, mine: Outcome) -> Rows:
     """Give every rank the rows of the whole global batch, once all have theirs. Collective.
 
+    A pass that gave none, as one that looks alone, leaves an empty mapping.
+
     Raises:
-        ConfigError: there are none, or ranks gave some of different names, shapes or dtypes.
+        ConfigError: ranks gave rows of different names, shapes or dtypes.
         DoesNotFitError: memory ran out, too late for a replay.
     """
     # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
@@ -197,10 +199,7 @@ def exchange(context: StepContext, mine: Outcome) -> Rows:
     ]
     given = [each for each in world.collect(forms) if each]  # a rank may have no micro-batch
     if not given:
-        raise ConfigError(
-            f"accum.gradient: a pass of {type(context.strategy).__name__} gave no rows for the "
-            "next: return Computed(rows={name: tensor}) from its `micro_batch`"
-        )
+        return {}
     if any(each != given[0] for each in given):
         raise ConfigError(
             f"accum.gradient: {type(context.strategy).__name__}: ranks gave rows of different "
