@@ -55,7 +55,7 @@ def edited(line: str, chance: Random) -> list[str]:
     return words + ([word] if chance.random() < 0.1 else [])
 
 
-@counts(10, 500)
+@counts(5, 500)
 def test_an_edited_line_is_valid_or_refused_in_one_line_per_fault(
     count, tmp_path, monkeypatch, capsys
 ):

@@ -64,7 +64,7 @@ def assert_ends_as(undisturbed: Path, settings: Any, folder: Path) -> None:
     lab.assert_same(lab.outcome(folder), lab.outcome(undisturbed), folder.name)
 
 
-@counts(4, 90)
+@counts(2, 90)
 def test_a_signal_at_any_time_saves_and_the_run_goes_on_exactly(count, tmp_path):
     settings = lab.config("data._target_=tests.reliability.toys.DrawnRows", "model.dropout=0.2")
     stopped = 0

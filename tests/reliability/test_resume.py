@@ -23,12 +23,20 @@ CONFIGURATIONS = {
     "BatchNorm, bfloat16, warm-up and decay": (
         "model.norm=true batchnorm=micro precision=bf16 scheduler=wsd scheduler.warmup=3"
     ),
+    "planned and tuned, dropout": "accum=auto accum.micro=null model.dropout=0.3",
+    "augmented by generators of their own in loading processes": (
+        "data._target_=tests.reliability.toys.OwnDrawnRows num_workers=2"
+    ),
+    "memory that runs out, steps that are not finite": (
+        "data.faults=['5:oom','3:loss:nan','11:gradient:inf'] model.dropout=0.3"
+    ),
+}
+REPEATED = {
     "SGD with momentum, tied and frozen weights": (
         "optimizer=sgd optimizer.lr=0.05 clip_norm=null model.tied=true model.frozen=true"
     ),
-    "planned and tuned, dropout": "accum=auto accum.micro=null model.dropout=0.3",
-    "a cut of one's own over batches of tokens": (
-        f"accum._target_={TOYS}.Pairs batch=tokens batch.global=35"
+    "two loss terms, a mean of means": (
+        "objective.z_loss=0.01 objective.label_smoothing=0.1 batch.normalizer=micro_batches"
     ),
     "augmented in loading processes, epochs without short batches": (
         f"{DRAWN} num_workers=2 batch.tail=drop steps=null epochs=3"
@@ -36,17 +44,9 @@ CONFIGURATIONS = {
     "written behind, an optimizer by hand": (
         f"checkpoint.asynchronous=true optimizer._target_={TOYS}.Descent optimizer.weight_decay=0.1"
     ),
-    "augmented by generators of their own in loading processes": (
-        "data._target_=tests.reliability.toys.OwnDrawnRows num_workers=2"
+    "a cut of one's own over batches of tokens": (
+        f"accum._target_={TOYS}.Pairs batch=tokens batch.global=35"
     ),
-    "memory that runs out, steps that are not finite": (
-        "data.faults=['5:oom','3:loss:nan','11:gradient:inf'] model.dropout=0.3"
-    ),
-    "two loss terms, a mean of means": (
-        "objective.z_loss=0.01 objective.label_smoothing=0.1 batch.normalizer=micro_batches"
-    ),
-}
-REPEATED = {
     "AdamW, cosine": "",
     "always clipped": "clip_norm=0.01",
     "ragged accumulation": "accum.micro=null accum.steps=5",
@@ -82,7 +82,10 @@ def chain(name: str, stops: list[int], undisturbed: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "is_full"),
-    [*((name, False) for name in CONFIGURATIONS), *(nightly(name, True) for name in EVERY)],
+    [
+        *((name, False) for name in CONFIGURATIONS),
+        *(nightly(name, True) for name in EVERY),
+    ],
 )
 def test_a_run_that_is_stopped_and_resumed_ends_as_the_undisturbed_one(name, is_full, tmp_path):
     ended = lab.run(lab.config(*EVERY[name].split()), tmp_path / "undisturbed")

@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, final, runtime_checkable
+from typing import Any, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
 
 
-@runtime_checkable
 class LayeredCall(Protocol):
     """A call of a model that can leave the output layer out, as that of a step can."""
 
