@@ -21,10 +21,10 @@ from torch import nn
 class Adapted(nn.Module):
     """A base that is read from a file, a layer that is drawn, both frozen, and a head."""
 
-    def __init__(self, path: str = "base.safetensors", teaches: bool = False) -> None:
+    def __init__(self, base_file: str = "base.safetensors", teaches: bool = False) -> None:
         super().__init__()
         self.base, self.drawn = nn.Embedding(1000, 64), nn.Linear(64, 64)
-        self.base.load_state_dict(load_file(path))
+        self.base.load_state_dict(load_file(base_file))
         self.requires_grad_(False)
         self.head, self.teaches = nn.Linear(64, 16), teaches
 
@@ -76,7 +76,8 @@ def test_a_base_that_changed_or_moved_is_one_line_that_names_it_and_its_path_men
     (line,) = capsys.readouterr().err.splitlines()
     assert "base.safetensors" in line
     save_file(base, "moved.safetensors")
-    assert shell(f"evaluate run={run.folder} model.path=moved.safetensors") == 0
+    for command in ("evaluate", "export export.to=out"):
+        assert shell(f"{command} run={run.folder} model.base_file=moved.safetensors") == 0
 
 
 def test_frozen_weights_that_something_else_writes_to_are_stored():

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read
-from trainer.config.components import COMPONENTS
+from trainer.config.components import COMPONENTS, NAMES_A_PATH
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import expanded
-
-_IS_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
-"""Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
 
 
 def exists(path: str) -> bool:
@@ -29,7 +25,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     """
     found = {}
     for key, value in flat(to_plain(config)).items():
-        is_argument = key.partition(".")[0] in COMPONENTS and _IS_PATH.fullmatch(key)
+        is_argument = key.partition(".")[0] in COMPONENTS and NAMES_A_PATH.fullmatch(key)
         # Of this package `data.path=json` is a format, whatever folder lies beside the run.
         is_format = key == "data.path" and config.data.target.startswith("datasets.")
         if not (is_argument or key == "init") or (is_format and str(value).isidentifier()):

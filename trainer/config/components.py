@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
+NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
+"""Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
 
 

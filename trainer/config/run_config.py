@@ -22,6 +22,7 @@ from trainer.config.components import (
     COMPONENTS,
     LIBRARIES,
     LISTS,
+    NAMES_A_PATH,
     Accum,
     Auto,
     Batch,
@@ -335,9 +336,10 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     if config.command == "evaluate" and not config.evaluates_all:
         roots |= {"data", "seed"}  # by which samples are held out
     faults = []
+    new = contract(config)
     # Another path to the base of a model: what it gives is compared with what the run had.
-    allow = {*config.resume_allow, "model.path"}
-    for key, before, now in _changes(old, contract(config), allow):
+    paths = {k for k in new if k.startswith("model.") and NAMES_A_PATH.fullmatch(k)}
+    for key, before, now in _changes(old, new, {*config.resume_allow, *paths}):
         remedy = "leave it out"
         if key.startswith("data."):
             remedy += "; all of other data: data.path=OTHER data.holdout=all"

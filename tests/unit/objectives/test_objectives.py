@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.objectives.base import sums_of
+from trainer.objectives.base import Objective, Sums, sums_of
 from trainer.objectives.classify import Classify
 from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
@@ -166,3 +166,20 @@ def test_a_mean_of_the_model_is_weighed_by_what_the_host_counted():
     assert sums.losses["model_loss"].device.type == "meta"
     with pytest.raises(RuntimeError, match="meta"):
         sums_of(objective, model, fields, None)
+
+
+def test_a_scope_of_embeddings_is_a_coupling_of_the_whole_batch():
+    class Contrast(Objective):
+        scope = "embedding"
+
+        def weights(self, fields):
+            return {"contrast": 1.0}
+
+        def sums(self, model, fields):
+            return Sums(losses={})
+
+    class Tempered(Contrast):
+        temperature = 0.1
+
+    assert Contrast().coupling.kind == Tempered().coupling.kind == "batch"
+    assert NextToken().coupling.kind == "none"
