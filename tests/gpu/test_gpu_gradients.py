@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.lib.gpu_support import (
     LONGEST,
+    ON_A_GPU,
     compiled_for,
     documents,
     make_gpt,
@@ -15,6 +16,7 @@ from tests.lib.gpu_support import (
     soiled_memory,
     world_of,
 )
+from tests.lib.nightly import nightly
 from tests.lib.support import Bench, relative_error
 from trainer.core.errors import DoesNotFitError
 from trainer.data.collate import pack, pad
@@ -59,6 +61,7 @@ def test_a_packed_row_has_the_gradient_of_its_documents(device, positions, spare
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_compiled_chunks_have_the_gradient_of_whole_logits(device, smoothing, monkeypatch):
     monkeypatch.setitem(CHUNK_BYTES, torch.device(device).type, 4 * 256 * 1003)

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu_waits import GpuWaits, ReadNumbers
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.gpu_support import plan_of, run_gpt
+from tests.lib.gpu_support import ON_A_GPU, plan_of, run_gpt
+from tests.lib.nightly import nightly
 from tests.lib.run_support import entries, go
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -40,6 +41,7 @@ def test_a_step_takes_the_memory_that_was_predicted(cap, packed, recompute):
     assert plan_of(run)["predicted_peak_bytes"] == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_many_ragged_steps_need_no_retry(device):
     count = 200 if device == "cuda" else 6
 

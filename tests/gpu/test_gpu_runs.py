@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 ANOTHER_CUT = "accum=budget accum.max_tokens=96"
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_a_gpu_learns_along_the_curve_of_a_cpu(device):
     expected = curve(run_gpt("cpu", "steps=20"), "loss")
     found = curve(run_gpt(device, f"steps=20 {ANOTHER_CUT}"), "loss")
@@ -27,6 +28,7 @@ def test_a_gpu_learns_along_the_curve_of_a_cpu(device):
     )
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(device):
     line = "steps=5 deterministic=true"
     whole = run_gpt(device, line)
@@ -37,6 +39,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(device):
     assert_same_state(state(resumed), state(whole))
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_the_same_command_gives_the_same_bits(device):
     line = f"steps=4 deterministic=true {ANOTHER_CUT}"
     one, other = run_gpt(device, line), run_gpt(device, line)
@@ -51,6 +54,7 @@ def test_a_token_beyond_the_vocabulary_is_named_and_harms_nothing(device):
     assert float(torch.ones(8, device=device).sum()) == 8  # the context is alive
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_a_loss_scale_that_is_too_large_skips_steps_until_it_is_not(device):
     taken = steps(run_gpt(device, "precision=fp16 model.init_std=2 steps=8"))
     skipped = ["skipped" in entry for entry in taken]

@@ -122,7 +122,9 @@ def trapped(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("line", "code"), [("batch.golbal=1", 2), ("evaluate run=.", 4), ("--info plugins", 0)]
 )
-@pytest.mark.parametrize("path", [f"{CHECKOUT}", f":{CHECKOUT}"], ids=["plain", "empty entry"])
+@pytest.mark.parametrize(
+    "path", [nightly(f"{CHECKOUT}"), f":{CHECKOUT}"], ids=["plain", "empty entry"]
+)
 def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_there(
     line: str, code: int, path: str, trapped: Path
 ) -> None:
