@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.lib.ranks_support import Ranks
-from tests.lib.ranks_work import MODES, BlockLM, error, plain
-from tests.lib.run_support import TOYS, go, overrides, shell, state
+from tests.lib.ranks_work import MODES, POLICIES, BlockLM, error, plain
+from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
 from tests.lib.support import Bench, replicated
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
@@ -139,6 +139,7 @@ def gradient(
     *,
     strategy: str = "TwoPass",
     mode: str = "ddp",
+    sync: str = "deferred",
     dropout: float = 0.0,
     at: int | None = None,
 ):
@@ -155,6 +156,7 @@ def gradient(
         strategy=own[strategy](),
         world=world,
         lay_out=MODES[mode] if world.size > 1 else replicated,
+        sync=POLICIES[sync](),
     )
     found = {}
 
@@ -185,10 +187,12 @@ def test_two_passes_are_exact_for_every_cut_and_one_is_not(cut, mine, whole):
     assert error(wrong, whole[0]) > WRONG
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_so_they_are_on_two_ranks(mode, mine, whole, ranks):
+@pytest.mark.parametrize(
+    ("mode", "sync"), [("ddp", "deferred"), ("fsdp", "deferred"), ("fsdp", "immediate")]
+)
+def test_so_they_are_on_two_ranks(mode, sync, mine, whole, ranks):
     for cut in CUTS:
-        for found, loss, _ in ranks.run(2, partial(gradient, mode=mode), mine, cut):
+        for found, loss, _ in ranks.run(2, partial(gradient, mode=mode, sync=sync), mine, cut):
             assert error(found, whole[0]) <= EXACT, cut
             assert loss == pytest.approx(whole[1], rel=EXACT)
 
@@ -233,19 +237,28 @@ from trainer.core.coupling import Coupling
 
 class Whole(Net):
     coupling = Coupling("batch", why="it subtracts the mean of the batch")
+
+class Watch:
+    def on_step(self, step):
+        pass
 """
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_two_files_add_it_and_sum_is_refused(monkeypatch):
+def test_two_files_add_it_and_sum_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("mine.py").write_text(MINE + DATA + WHOLE)
     option = Path("my_conf/accum/gradient/two.yaml")
     option.parent.mkdir(parents=True)
     option.write_text("_target_: mine.TwoPass\n")
-    one = go(f"{LINE} accum.gradient._target_=mine.Once accum.micro=8")
+    one = go(f"{LINE} accum.gradient._target_=mine.Once accum.micro=8 hooks=[mine.Watch]")
+    assert "with mine.Once, mine.Watch" in " ".join(capsys.readouterr().out.split())
     two = go(f"{LINE} accum.gradient=two", config_dir="my_conf")
+    plans = [read_json(run.folder / "plan.json") for run in (one, two)]
+    assert [plan["named_classes"] for plan in plans] == [["mine.Once", "mine.Watch"], []]
+    for plan in plans:
+        assert any("held-out losses depend on the cut" in text for text in plan["warnings"])
     for name, tensor in state(one).items():
         if name.startswith("model."):
             gap = float((state(two)[name] - tensor).abs().max())

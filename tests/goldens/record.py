@@ -127,20 +127,20 @@ def describe(run: Path, *, exact: bool) -> dict[str, Any]:
     ]
     known["ids"] = [entry["ids"] for entry in entries_of(run / "samples.jsonl")]
     for path in sorted(run.glob("checkpoints/step-*"))[-1:] if exact else ():
-        tensors = b"".join(map(tensors_of, sorted(path.glob("*.safetensors"))))
-        digest = hashlib.sha256(tensors).hexdigest()
-        known["weights"] = {"checkpoint": path.name, "sha256": digest}
+        weights = b"".join(map(weights_of, sorted(path.glob("*.safetensors"))))
+        known["weights"] = {"checkpoint": path.name, "values": hashlib.sha256(weights).hexdigest()}
     return known
 
 
-def tensors_of(file: Path) -> bytes:
-    """Give the bytes of a safetensors file's tensors, by name, whatever the header says besides."""
+def weights_of(file: Path) -> bytes:
+    """Give the bytes of the model's tensors in a safetensors file, by name."""
     from safetensors import safe_open  # noqa: PLC0415 - comparing needs no torch
 
     with safe_open(file, framework="pt") as opened:
         return b"".join(
             name.encode() + opened.get_tensor(name).contiguous().flatten().numpy().tobytes()
             for name in sorted(opened.keys())
+            if name.startswith("model.")
         )
 
 
@@ -188,8 +188,16 @@ def differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any,
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         for index, (one, other) in enumerate(zip(was, now, strict=True)):
             yield from differences(one, other, f"{place}.{index}")
+    elif isinstance(was, list) and isinstance(now, list) and is_named(was) and is_named(now):
+        for name in sorted({*was} ^ {*now}):
+            yield f"{place}.{name}", *((name if name in each else None) for each in (was, now))
     elif was != now:
         yield place, was, now
+
+
+def is_named(entries: Sequence[Any]) -> bool:
+    """Whether a list is of names, each of which stands once, such as files."""
+    return all(isinstance(each, str) for each in entries) and len({*entries}) == len(entries)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ MISTAKES = {
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
     "--cfg": "--cfg: needs a value",
     "--config-dir nowhere": "nowhere: no such folder",
+    # flags of Hydra that are none here
+    "--config-path=conf": "config_path: unknown setting",
+    "--config-name=other": "config_name: unknown setting",
+    "--hydra-help": "--hydra-help: unknown flag. Did you mean --help?",
+    "--run": "--run: unknown flag",
     # sweeps, of whichever job
     "-m accum=fixed,atuo accum.micro=8": "accum=atuo: no such option. Did you mean auto?",
     "-m seed=1,2 resume=some/run": "use resume=auto",

@@ -82,7 +82,8 @@ class Pass(ABC):
     def combine(self, objective: Objective, rows: Rows, divisors: Divisors) -> Computed:
         """Work on what the pass before gave, before the first micro-batch of this one.
 
-        Every rank does the same, on the same rows. By default they are handed on.
+        Every rank does the same, on the same rows. By default they are handed on. It is not called
+        where the pass before gave no rows.
 
         Args:
             objective: gives the named sums.

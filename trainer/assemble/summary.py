@@ -142,7 +142,7 @@ def _model(components: Components) -> list[Row]:
 def _named(config: RunConfig) -> Row:
     """Name the classes that were named by their path and stand in no other row."""
     typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
-    names = [each.target for each in (*typed, *config.transforms, *config.parts)]
+    names = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
     return row("with", joined(*names), named_classes=names)
 
 
