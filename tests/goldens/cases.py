@@ -66,6 +66,13 @@ drop-tail: OWN FIXED batch.tail=drop epochs=2
 one-epoch: OWN FIXED epochs=1
 own-cut: --config-dir my_conf OWN accum=pairs steps=3
 own-strategy: --config-dir my_conf OWN FIXED accum.gradient=mine steps=3
+own-batch: OWN FIXED batch._target_=mine.Ramp batch.first=4 steps=4
+own-sync: OWN FIXED sync._target_=mine.Halves parallel=ddp parallel.ranks=2 steps=3
+own-parts-of-data: model._target_=mine.Net data._target_=mine.Parted data.path=lines.txt \
+batch.global=16 FIXED steps=3
+transform: OWN FIXED transforms=[{_target_:mine.LowRank,rank:2}] steps=3
+part: OWN FIXED parts=[mine.Ema] steps=2 ; resume={run} steps=4
+resume-frozen: OWN FIXED optimizer.groups={"embed*":{frozen:true}} steps=2 ; resume={run} steps=4
 gpt: SMALL FIXED
 gpt-packed: SMALL accum=budget accum.max_tokens=128 accum.packed=true
 gpt-recompute: SMALL FIXED activation_checkpointing=true
