@@ -167,7 +167,9 @@ def shape_of(content: object, key: str = "") -> object:
 def compare(old: Path, new: Path) -> int:
     """Print every difference that is not allowed; gives their number."""
     allowed = json.loads((HERE / "may_differ.json").read_text())
-    before, after = (json.loads((path / "goldens.json").read_text()) for path in (old, new))
+    texts = ((path / "goldens.json").read_text() for path in (old, new))
+    # On which line of the cases' own file a class stands is no behaviour.
+    before, after = (json.loads(re.sub(r"(mine\.py):\d+", r"\1", text)) for text in texts)
     faults = 0
     for name in sorted(before.keys() | after.keys()):
         rules = {**allowed.get("*", {}), **allowed.get(name, {})}
