@@ -106,9 +106,8 @@ class Composer:
             return _OPTIONS.copy()
         options = {}
         for group in (*GROUPS, recipes.GROUP):
-            names = hydra.config_loader.get_group_options(
-                group.replace(".", "/"), config_name=CONFIG_NAME, overrides=lines
-            )
+            # The primary config, which adds nothing to the search path, would be read each time.
+            names = hydra.config_loader.get_group_options(group.replace(".", "/"), overrides=lines)
             options[group] = [name for name in sorted(names) if name != OWN]
         if is_ours:
             _OPTIONS.update(options)
