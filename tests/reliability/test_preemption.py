@@ -214,7 +214,7 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(number, tmp_path):
     child = lab.fork(lambda: lab.run(settings, tmp_path / "run", after_step=hang).code)
     wait_for(tmp_path / "hangs", child)
     child.kill(signal.SIGTERM)
-    time.sleep(2.5 * signals.TOGETHER_S)
+    time.sleep(10 * signals.TOGETHER_S)  # a busy machine may take a second to hand it over
     assert not child.has_ended()
     with lab.timed() as took:
         child.kill(number)
