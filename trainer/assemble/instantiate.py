@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.config.components import COMPONENTS, LIBRARIES, LIBRARY_ROOTS, SHARED, Component
+from trainer.config.keys import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -70,7 +71,9 @@ def look_up(
         raise ConfigError(f"{typed}: not a class defined in {root}")
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
-    if is_factory and not component.typed_target and (root not in trusted or is_loader):
+    is_option = options_of(key).get(component.name or "", {}).get("_target_") == component.target
+    is_permitted = component.typed_target or is_option or (root in trusted and not is_loader)
+    if is_factory and not is_permitted:
         text = "a function, not a class; to allow it, type it on the command line"
         raise ConfigError(f"{typed}: {text}")
     if inspect.isclass(found) and not issubclass(found, base):

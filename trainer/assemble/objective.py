@@ -20,6 +20,7 @@ from trainer.config.components import (
     NonNegative,
     Reduction,
     Share,
+    Task,
     Weights,
 )
 from trainer.config.keys import options_of
@@ -31,7 +32,7 @@ from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import bind
-from trainer.models.task import Task, task_of
+from trainer.models.task import task_of
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.tune.workload import restoring
 

@@ -20,7 +20,7 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.models.check import vocabulary_of
-from trainer.models.hf import pretrained_of, stored_dtypes
+from trainer.models.hf import LOADED_BUT, loaded_from, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
@@ -125,7 +125,7 @@ def batch_equation(
 def _model(components: Components) -> list[Row]:
     """Count parameters, and say where their first values come from, and in which dtypes."""
     config, dtypes = components.config, _dtypes(components)
-    name, init = config.model.name or config.model.target, _init(config)
+    name, init = config.model.name or config.model.target, _init(components)
     sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
     trained = sum(count for is_trained, count in sizes if is_trained)
     frozen = sum(count for is_trained, count in sizes if not is_trained)
@@ -337,7 +337,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"
         )
     known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
-    is_loaded = pretrained_of(components.config.model.params) is not None
+    is_loaded = loaded_from(components.module, components.config.model.params) is not None
     # Tables are padded, but not to the double.
     if is_loaded and known and rows and rows >= 2 * known:
         warnings.append(
@@ -348,22 +348,25 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     return warnings
 
 
-def _init(config: RunConfig) -> str:
+def _init(components: Components) -> str:
     """Say where the first weights come from."""
+    config, module = components.config, components.module
     if config.init is not None:
         step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
         return f"weights of {show(config.init)}{step}"
-    loaded = pretrained_of(config.model.params)
-    return f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
+    if (loaded := loaded_from(module, config.model.params)) is None:
+        return f"as the model is built, seed {config.seed}"
+    return joined(f"weights of {show(loaded)}", getattr(module, LOADED_BUT, "")) or ""
 
 
 def _dtypes(components: Components) -> dict[str, str | None]:
     """Name the dtypes of weights in their files and in memory, and of matrix products."""
+    params = components.config.model.params
     weights = [p for p in components.module.parameters() if p.is_floating_point()]
     memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
     follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
     return {
-        "disk": ", ".join(stored_dtypes(components.config.model.params)) or None,
+        "disk": ", ".join(stored_dtypes(loaded_from(components.module, params))) or None,
         "memory": memory,
         # Without autocast products are computed in what the weights are in.
         "compute": memory if follows else components.precision,

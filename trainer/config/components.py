@@ -76,6 +76,20 @@ FieldName = Text  # of a record
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
+Task = Literal[
+    "causal_lm",
+    "masked_lm",
+    "seq2seq_lm",
+    "sequence_classification",
+    "token_classification",
+    "question_answering",
+    "multiple_choice",
+    "image_classification",
+    "image_text_to_text",
+    "embedding",
+]
+"""What a model is made for."""
+FloatType = Literal["float32", "bfloat16", "float16", "float64"]
 Word = Annotated[
     str,
     BeforeValidator(_as_text),

@@ -1,4 +1,4 @@
-"""Read from the source of a class what its constructor takes; nothing is imported for it.
+"""Read from the source of a class or function what it takes; nothing is imported for it.
 
 A class, anyone's, declares its arguments by the types of `trainer.config.components`, as in
 `dropout: Share = 0.0`. So a mistake is answered before torch is imported, and no list of classes
@@ -51,6 +51,7 @@ class _Module:
     name: str
     imports: Mapping[str, str]  # dotted names by what they are called here
     classes: Mapping[str, ast.ClassDef]
+    functions: Mapping[str, ast.FunctionDef]
 
     def full_name(self, node: ast.expr) -> str:
         """Give the import path of what a name of this module stands for."""
@@ -60,27 +61,34 @@ class _Module:
 
 
 def declared(target: str) -> Declared:
-    """Give what a class by its import path declares, its bases included; nothing of a function."""
+    """Give what a class by its import path declares, its bases included, or a function."""
     module_name, _, name = target.rpartition(".")
     module = _read(module_name)
-    if module is None or name not in module.classes:
+    if module is None or name not in {*module.classes, *module.functions}:
         return Declared({}, {})
+    if name in module.functions:
+        return Declared(dict(_types(module, _arguments([], module.functions[name]))), {})
     node = module.classes[name]
     check = next(filter(None, (_function(module, s) for s in node.body)), None)
     init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
     bases = [] if init else [declared(module.full_name(base)) for base in reversed(node.bases)]
     types = {name: kind for base in bases for name, kind in base.types.items()}
-    if any(each.startswith(f"{_TYPES}.") for each in module.imports.values()):
-        for argument, annotation in _arguments(node.body, init):
-            with suppress(LookupError):
-                types[argument] = _type(module, annotation)
+    types |= dict(_types(module, _arguments(node.body, init)))
     flags = {name: value for base in bases for name, value in base.flags.items()}
     flags |= dict(chain.from_iterable(map(_flags, node.body)))
     return Declared(types, flags, check or next((b.check for b in bases if b.check), None))
 
 
+def _types(module: _Module, arguments: Iterator[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
+    """Give the types of arguments that are known here; none of a module that imports none."""
+    if any(each.startswith(f"{_TYPES}.") for each in module.imports.values()):
+        for argument, annotation in arguments:
+            with suppress(LookupError):
+                yield argument, _type(module, annotation)
+
+
 def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tuple[str, ast.expr]]:
-    """List annotated arguments: of `__init__`, or the fields of a dataclass."""
+    """List annotated arguments: of a function such as `__init__`, or the fields of a dataclass."""
     if isinstance(init, ast.FunctionDef):
         for each in (*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs):
             if each.annotation is not None:
@@ -144,10 +152,11 @@ def _read(name: str) -> _Module | None:
 def _module(name: str, tree: ast.Module) -> _Module:
     imports = dict[str, str]()
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return _Module(name, imports, classes)
+    return _Module(name, imports, classes, functions)
 
 
 def _file_of(name: str) -> Path | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 _LOADERS = {"from_pretrained", "from_config", "_from_config"}
 _DTYPES = ("dtype", "torch_dtype")
@@ -72,16 +73,15 @@ def described(
     return make
 
 
-def stored_dtypes(params: Mapping[str, Any]) -> list[str]:
+def stored_dtypes(name: str | None) -> list[str]:
     """Name the dtypes of the floating-point weights in the files that a model was loaded from.
 
     Args:
-        params: arguments of the model, in which a folder, or a name on the hub, is looked for.
+        name: a folder, or a name on the hub.
 
     Returns:
         Such as `["bf16"]`; empty where the files are not known or not safetensors.
     """
-    name = pretrained_of(params)
     hub: Any = sys.modules.get("transformers.utils.hub")
     if name is None or hub is None:
         return []
@@ -92,6 +92,16 @@ def stored_dtypes(params: Mapping[str, Any]) -> list[str]:
         )
     except (OSError, TypeError, ValueError, SafetensorError):
         return []
+
+
+LOADED_FROM, LOADED_BUT = "loaded_from", "loaded_but"
+"""Attributes that a model may have: what its weights were read from, and which were not."""
+
+
+def loaded_from(module: nn.Module, params: Mapping[str, Any]) -> str | None:
+    """Name what a model was loaded from, as it says itself or as its arguments do."""
+    name: str | None = getattr(module, LOADED_FROM, None) or pretrained_of(params)
+    return name
 
 
 def pretrained_of(params: Mapping[str, Any]) -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from torch import nn
 
-Task = str
+from trainer.config.components import Task
 
 # Ends of class names in transformers and peft; the first that fits counts.
-_TASKS: Mapping[str, str] = {
+_TASKS: Mapping[str, Task] = {
     "LMHeadModel": "causal_lm",
     "ForCausalLM": "causal_lm",
     "ForMaskedLM": "masked_lm",
@@ -25,20 +26,24 @@ _TASKS: Mapping[str, str] = {
 }
 
 
-def task_of(module: nn.Module) -> str | None:
+def task_of_class(*names: str, is_encoder_decoder: bool = False) -> Task | None:
+    """Tell what a class of transformers is made for by its name, or by those of its bases."""
+    task = next((t for n in names for end, t in _TASKS.items() if n.endswith(end)), None)
+    return "seq2seq_lm" if is_encoder_decoder and task in {None, "image_text_to_text"} else task
+
+
+def task_of(module: nn.Module) -> Task | None:
     """Tell what a model is made for; None where nothing says it.
 
-    What counts first is an attribute `task` of the module with one of the words of `_TASKS`; then
+    What counts first is an attribute `task` of the module with a word of `Task`; then
     the name of its class, or of one that it inherits from; of an adapter, the model inside it.
     An encoder-decoder is one by `config.is_encoder_decoder`.
     """
     declared = getattr(module, "task", None)
-    if isinstance(declared, str) and declared in _TASKS.values():
+    if declared in get_args(Task):
         return declared
-    names = [kind.__name__ for kind in type(module).__mro__]
-    task = next((t for n in names for end, t in _TASKS.items() if n.endswith(end)), None)
+    names = (kind.__name__ for kind in type(module).__mro__)
     is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
-    if task in {None, "image_text_to_text"} and is_encoder_decoder is True:
-        return "seq2seq_lm"
+    task = task_of_class(*names, is_encoder_decoder=is_encoder_decoder is True)
     inner = getattr(module, "get_base_model", None)  # peft's
     return task_of(inner()) if task is None and callable(inner) else task

@@ -24,6 +24,8 @@ class Net(Base):
 
 class Slow(Schedule):
     floor: Share = 0.0
+
+def make(width: N, other=None): ...
 """
 
 
@@ -42,5 +44,6 @@ def test_a_class_of_one_s_own_declares_its_arguments_as_ours_do(tmp_path):
     settings = {"width": 10, "num_heads": 4, "positions": "rotary"}
     assert "cannot be split" in (settings_fault("my_net_of_tests.Net", settings) or "")
     assert settings_fault("my_net_of_tests.Net", {**settings, "num_heads": "x"}) is None
+    assert declared("my_net_of_tests.make").types == {"width": components.Count}
     assert not declared("my_net_of_tests.missing").types
     assert not declared("torch.nn.Linear").types

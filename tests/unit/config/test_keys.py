@@ -36,7 +36,7 @@ OPTIONS = {
         "accum/gradient": "auto own sum",
         "batch": "own samples tokens",
         "data": "own stdlib text tokens",
-        "model": "gpt2 gpt_small gpt_tiny own",
+        "model": "gpt2 gpt_small gpt_tiny hf own",
         "objective": "auto classify model_loss next_token own token_classify",
         "optimizer": "adamw own sgd",
         "parallel": "auto ddp fsdp hsdp none",
@@ -56,6 +56,7 @@ NEEDS = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
+    "hugging_face": {"num_classes"},
     "ConstantSize": {"global_batch"},
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},

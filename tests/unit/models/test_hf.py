@@ -13,7 +13,7 @@ from tests.lib.heads import save_causal_model
 from trainer.assemble.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
-from trainer.models.hf import PRETRAINED, stored_dtypes
+from trainer.models.hf import PRETRAINED, pretrained_of, stored_dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -35,8 +35,8 @@ def test_a_bf16_file_is_loaded_in_fp32_unless_a_dtype_is_typed(tmp_path: Path, l
     save_causal_model(tmp_path)
     load = {PRETRAINED: str(tmp_path)}
     target = f"{loader}.from_pretrained"
-    assert stored_dtypes(load) == stored_dtypes({"model": load}) == ["bf16"]
-    assert stored_dtypes({PRETRAINED: str(tmp_path / "nothing")}) == stored_dtypes({}) == []
+    assert stored_dtypes(pretrained_of({"model": load})) == stored_dtypes(str(tmp_path)) == ["bf16"]
+    assert stored_dtypes(str(tmp_path / "nothing")) == stored_dtypes(None) == []
     assert dtype_of(built(target, **load)) == torch.float32
     assert dtype_of(built(target, **load, dtype=None)) == torch.float32
     assert dtype_of(built(target, **load, dtype="bfloat16")) == torch.bfloat16

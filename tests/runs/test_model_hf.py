@@ -1,0 +1,85 @@
+"""`model=hf`: a model of transformers by its folder, or by its config, without a line of code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.lib.heads import Head, save_causal_model, save_tokens
+from tests.lib.run_support import go, shell, state
+from trainer.core.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.usefixtures("own_folder"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LINE = "model=hf data._target_=datasets.load_from_disk data.dataset_path=data"
+
+
+def test_a_folder_is_trained_from_its_weights_and_exported_as_it_is_loaded(capsys):
+    save_causal_model(Path("model"))
+    save_tokens(Path("data"))
+    run = go(f"{LINE} model.path=model steps=2")
+    shown = capsys.readouterr().out
+    assert "weights of model, bf16 on disk, fp32 in memory" in shown
+    assert "next_token, as" in shown
+    whole = go(f"{LINE} model.path=model steps=2 accum=fixed accum.micro=2")
+    assert whole.result["loss"] == pytest.approx(run.result["loss"], rel=1e-5)
+    assert shell(f"export run={run.folder} export.to=tuned") == 0
+    model, faults = transformers.AutoModelForCausalLM.from_pretrained(
+        "tuned", output_loading_info=True
+    )
+    assert not any(faults.values())
+    assert all(state(run)[f"model.{name}"].equal(value) for name, value in model.named_parameters())
+
+
+def test_a_body_under_a_new_head_says_what_is_new(capsys):
+    Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("model")
+    save_tokens(Path("data"), "tags")
+    go(f"{LINE} model.path=model model.task=token_classification steps=1")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 new (classifier.bias, classifier.weight)" in shown
+    assert "unused (cls.predictions" in shown
+    assert "token_classify, as BertForTokenClassification" in shown
+
+
+def test_a_config_gives_random_weights_by_the_seed():
+    save_causal_model(Path("model"))
+    save_tokens(Path("data"))
+    line = f"{LINE} model.config=model/config.json steps=1 optimizer.lr=1e-12"
+    one, again, other = (state(go(f"{line} seed={seed}")) for seed in (0, 0, 1))
+    name = next(n for n in one if n.endswith("wte.weight"))
+    assert one[name].equal(again[name])
+    assert not one[name].equal(other[name])
+
+
+@pytest.mark.parametrize(
+    ("typed", "fault"),
+    [
+        ("", "type model.path=FOLDER"),
+        ("model.path=model model.config=model", "both path and config are given"),
+        ("model.path=nowhere", "model.path=nowhere: transformers cannot build it"),
+        ("model.path=model model.task=poetry", "model.task=poetry"),
+        ("model.path=odd", "no class in its config says no task"),
+        ("model.path=own", "own: it needs code from its own folder"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    save_causal_model(Path("model"))
+    save_tokens(Path("data"))
+    config = json.loads(Path("model/config.json").read_text())
+    for folder, changes in (
+        ("odd", {"architectures": None}),
+        ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
+    ):
+        Path(folder).mkdir()
+        Path(folder, "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError) as caught:
+        go(f"{LINE} {typed} steps=1")
+    (line,) = str(caught.value).splitlines()
+    assert fault in line

@@ -1,0 +1,100 @@
+"""Build a model of transformers with the head that a task needs: from files, or from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config.components import ExistingPath, FloatType, PlainText, Task
+from trainer.core.errors import ConfigError
+from trainer.models.hf import LOADED_BUT, LOADED_FROM
+from trainer.models.task import task_of_class
+
+_CLASSES: Mapping[Task, str] = {
+    "causal_lm": "AutoModelForCausalLM",
+    "masked_lm": "AutoModelForMaskedLM",
+    "seq2seq_lm": "AutoModelForSeq2SeqLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+    "multiple_choice": "AutoModelForMultipleChoice",
+    "image_classification": "AutoModelForImageClassification",
+    "image_text_to_text": "AutoModelForImageTextToText",
+    "embedding": "AutoModel",
+}
+_CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
+
+
+def hugging_face(
+    path: PlainText | None = None,
+    config: ExistingPath | None = None,
+    task: Task | None = None,
+    dtype: FloatType = "float32",
+    attn_implementation: PlainText | None = None,
+    num_classes: int | None = None,
+) -> nn.Module:
+    """Build a model of transformers; no code of a model's folder is run, and no pickle read.
+
+    Args:
+        path: folder, or name on the hub, of a model whose weights are read.
+        config: a config.json, its folder, or a name on the hub; the weights are random.
+        task: what it is made for; None is what its config's `architectures` say.
+        dtype: of the weights.
+        attn_implementation: as `from_pretrained` takes it.
+        num_classes: labels of a classifier, from the data; None is what its config says.
+
+    Raises:
+        ConfigError: not one of path and config is given, or transformers cannot build it.
+    """
+    if (path is None) == (config is None):
+        both = "both path and config are given: " if path is not None else ""
+        raise ConfigError(
+            f"model: {both}type model.path=FOLDER for a model with its weights, or "
+            "model.config=FILE for one with random weights"
+        )
+    import transformers  # noqa: PLC0415 - seconds, and only for this option
+
+    key, source = "model.config" if path is None else "model.path", path or config or ""
+    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    try:
+        found: Any = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        names = found.architectures or ()
+        is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))
+        made_for = task or task_of_class(*names, is_encoder_decoder=is_encoder_decoder)
+        if made_for is None:
+            raise ConfigError(
+                f"{key}={source}: {', '.join(names) or 'no class'} in its config says no task: "
+                f"type one, such as model.task=causal_lm ({', '.join(_CLASSES)})"
+            )
+        if num_classes is not None and made_for in _CLASSIFIES:
+            found.num_labels = num_classes
+        kind = getattr(transformers, _CLASSES[made_for])
+        if config is not None:
+            return kind.from_config(found, dtype=getattr(torch, dtype), **options)  # type: ignore[no-any-return]
+        module, told = kind.from_pretrained(
+            path,
+            config=found,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        text = f"transformers cannot build it: {' '.join(str(error).split())}"
+        if "trust_remote_code" in text:
+            text = "it needs code from its own folder, which is not run; use another"
+        raise ConfigError(f"{key}={source}: {text}") from error
+    new, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
+    setattr(module, LOADED_FROM, path)
+    setattr(module, LOADED_BUT, ", ".join(filter(None, [_few("new", new), _few("unused", unused)])))
+    return module  # type: ignore[no-any-return]
+
+
+def _few(what: str, names: list[str]) -> str:
+    """Say how many weights there are of a kind, with the first of their names."""
+    more = ", ..." if len(names) > 2 else ""  # noqa: PLR2004 - enough to know which they are
+    return f"{len(names)} {what} ({', '.join(names[:2])}{more})" if names else ""
