@@ -5,6 +5,7 @@ The contract tests run over whatever files lie in `conf/`, so that a new one nee
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from itertools import cycle, islice, zip_longest
@@ -38,11 +39,17 @@ NEEDED = {
     "accum/budget": "accum.max_tokens=40",
     "objective/classify": f"model._target_={TOYS}.Vision data._target_={TOYS}.Images",
     "objective/model_loss": f"model._target_={TOYS}.LossNet",
+    "model/hf": "model.config=llama.json",
     "data/text": "data.path=corpus.txt",
     "data/tokens": "data.path=corpus.bin model.vocab_size=2000",
 }
 """What an option cannot be without."""
 
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300},
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "max_position_embeddings": 32},
+}
 TINY = {"width": 16, "num_layers": 1, "num_heads": 2, "max_length": 32, "vocab_size": 300}
 """Values for the keys that make a model or a data set large."""
 
@@ -185,7 +192,10 @@ def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_
         Path(f"library/m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
     Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
     np.arange(1, 2000, dtype="<u2").tofile("corpus.bin")
-    line = f"{chosen('model', model)} model.vocab_size=null {chosen('data', data)} steps=2"
+    Path("llama.json").write_text(json.dumps(LLAMA))
+    line = f"{chosen('model', model)} {chosen('data', data)} steps=2"
+    if model != "hf":
+        line = line.replace(" data=", " model.vocab_size=null data=")
     run, other = go(f"{line} checkpoint.every=1 checkpoint.keep=2"), go(f"{line} accum.micro=8")
     assert curve(other, "loss") == pytest.approx(curve(run, "loss"), rel=1e-5)
     assert curve(other, "grad_norm") == pytest.approx(curve(run, "grad_norm"), rel=1e-4)
