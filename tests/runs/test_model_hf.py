@@ -47,7 +47,18 @@ def test_a_body_under_a_new_head_says_what_is_new(capsys):
     assert "token_classify, as BertForTokenClassification" in shown
 
 
-def test_a_config_gives_random_weights_by_the_seed():
+def test_a_head_has_as_many_classes_as_are_typed_and_the_report_is_a_row(capfd):
+    Head("BertForTokenClassification", "BertConfig", "tags").build().save_pretrained("tagger")
+    Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("body")
+    save_tokens(Path("data"), "tags")
+    typed = f"{LINE} model.task=token_classification model.num_classes=5 steps=1"
+    assert state(go(f"{typed} model.path=body"))["model.classifier.weight"].shape == (5, 8)
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+    with pytest.raises(ConfigError, match=r"classifier\.bias is \(3,\) in the files and \(5,\)"):
+        go(f"{typed} model.path=tagger")
+
+
+def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_folder(monkeypatch):
     save_causal_model(Path("model"))
     save_tokens(Path("data"))
     line = f"{LINE} model.config=model/config.json steps=1 optimizer.lr=1e-12"
@@ -55,6 +66,10 @@ def test_a_config_gives_random_weights_by_the_seed():
     name = next(n for n in one if n.endswith("wte.weight"))
     assert one[name].equal(again[name])
     assert not one[name].equal(other[name])
+    run = go(line)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert shell(f"resume={run.folder} steps=2 'trust=[datasets]'") == 0
 
 
 @pytest.mark.parametrize(
@@ -62,9 +77,10 @@ def test_a_config_gives_random_weights_by_the_seed():
     [
         ("", "type model.path=FOLDER"),
         ("model.path=model model.config=model", "both path and config are given"),
-        ("model.path=nowhere", "model.path=nowhere: transformers cannot build it"),
+        ("model.path=nowhere", "model.path=nowhere: no such file or folder"),
         ("model.path=model model.task=poetry", "model.task=poetry"),
         ("model.path=odd", "no class in its config says no task"),
+        ("model.path=kernel", "kernel: its config names an attention kernel on the hub"),
         ("model.path=own", "own: it needs code from its own folder"),
     ],
 )
@@ -75,6 +91,7 @@ def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
     config = json.loads(Path("model/config.json").read_text())
     for folder, changes in (
         ("odd", {"architectures": None}),
+        ("kernel", {"attn_implementation": "someone/kernel"}),
         ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
     ):
         Path(folder).mkdir()

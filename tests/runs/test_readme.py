@@ -49,7 +49,8 @@ def shortened(line: list[str]) -> list[str]:
         w for w in mine if w.partition("=")[0] not in {"steps", "" if is_sweep else "batch.global"}
     ]
     keys = {word.partition("=")[0] for word in mine}
-    small = SHORT if "model._target_" in keys else [*SHORT, *TINY, *(TEXT if is_sweep else [])]
+    has_own_size = {"model._target_", "model.path"} & keys
+    small = SHORT if has_own_size else [*SHORT, *TINY, *(TEXT if is_sweep else [])]
     return [*mine, *(word for word in small if word.partition("=")[0] not in keys)]
 
 

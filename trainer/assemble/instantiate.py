@@ -29,7 +29,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.user_code import causes, described, place_of
-from trainer.models import hf
+from trainer.models import transformers_classes
 
 Built = TypeVar("Built")
 
@@ -71,14 +71,19 @@ def look_up(
         raise ConfigError(f"{typed}: not a class defined in {root}")
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
-    is_option = options_of(key).get(component.name or "", {}).get("_target_") == component.target
-    is_permitted = component.typed_target or is_option or (root in trusted and not is_loader)
-    if is_factory and not is_permitted:
+    is_permitted = component.typed_target or (root in trusted and not is_loader)
+    if is_factory and not is_permitted and not _is_option(component, key):
         text = "a function, not a class; to allow it, type it on the command line"
         raise ConfigError(f"{typed}: {text}")
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
+
+
+def _is_option(component: Component, key: str) -> bool:
+    """Whether one of the built-in options names the target."""
+    option = options_of(key).get(component.name or "", {})
+    return bool(option.get("_target_") == component.target)
 
 
 def _cause(error: BaseException) -> str:
@@ -212,7 +217,7 @@ def _call(
     arguments = arguments_of(component, key, trusted)
     is_partial = arguments.pop("_partial_", False)
     target, arguments = _by_settings(target, arguments, typed=component.typed_target)
-    arguments = hf.with_dtype(target, arguments)
+    arguments = transformers_classes.with_dtype(target, arguments)
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
@@ -241,7 +246,7 @@ def _by_settings(
     if is_model and isinstance(config, Mapping) and "_target_" not in config:
         arguments |= arguments.pop("config")
     if "config" not in arguments:
-        target = hf.described(target, arguments, typed=typed)
+        target = transformers_classes.described(target, arguments, typed=typed)
     return target, arguments
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,6 +32,7 @@ from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.bind import bind
 from trainer.models.task import task_of
+from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.tune.workload import restoring
 
@@ -156,7 +156,7 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
     given = to_device(fields, parameter.device)
     own = ours = math.nan
     # What fails here fails again, in full, where it is needed.
-    with suppress(Exception), _quiet(), restoring(module, objective), torch.no_grad():
+    with suppress(Exception), quiet(), restoring(module, objective), torch.no_grad():
         module.eval()
         output, weights = bind(module)(given), weights_of(objective, given)
         own = float(output.loss)
@@ -170,17 +170,6 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
             f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
             f"or objective={option}"
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' words about the losses that its heads declare."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _chosen(config: RunConfig, objective: Objective, component: Component, why: str = "") -> Chosen:

@@ -20,7 +20,7 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.models.check import vocabulary_of
-from trainer.models.hf import LOADED_BUT, loaded_from, stored_dtypes
+from trainer.models.transformers_classes import LOADED_BUT, loaded_from, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 from trainer.verify.diagnose import low_precision

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read
-from trainer.config.components import COMPONENTS, NAMES_A_PATH
+from trainer.config.components import COMPONENTS, NAMES_A_PATH, ExistingPath
+from trainer.config.declared import declared
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import expanded
@@ -21,11 +23,14 @@ def exists(path: str) -> bool:
 def absolute_paths(config: RunConfig) -> dict[str, Override]:
     """Give an override, by key, for each argument of a class, and `init`, that is a relative path.
 
-    Nothing else about a text says that it is a path, so one that is not there stays as it is.
+    What says so is the name of the argument, or its type. One that is not there stays as it is.
     """
-    found = {}
+    found, targets = {}, {path: attrgetter(path)(config).target for path in COMPONENTS}
+    types = {f"{p}.{n}": kind for p in targets for n, kind in declared(targets[p]).types.items()}
+    declare = {key for key, kind in types.items() if kind in (ExistingPath, ExistingPath | None)}
     for key, value in flat(to_plain(config)).items():
-        is_argument = key.partition(".")[0] in COMPONENTS and NAMES_A_PATH.fullmatch(key)
+        is_named = key.partition(".")[0] in COMPONENTS and NAMES_A_PATH.fullmatch(key)
+        is_argument = is_named or key in declare
         # Of this package `data.path=json` is a format, whatever folder lies beside the run.
         is_format = key == "data.path" and config.data.target.startswith("datasets.")
         if not (is_argument or key == "init") or (is_format and str(value).isidentifier()):

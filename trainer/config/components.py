@@ -89,6 +89,8 @@ Task = Literal[
     "embedding",
 ]
 """What a model is made for."""
+Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+"""Kernels of transformers; a kernel on the hub, which is code, is none."""
 FloatType = Literal["float32", "bfloat16", "float16", "float64"]
 Word = Annotated[
     str,

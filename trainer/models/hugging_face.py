@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.config.components import ExistingPath, FloatType, PlainText, Task
+from trainer.config.components import Attention, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
-from trainer.models.hf import LOADED_BUT, LOADED_FROM
 from trainer.models.task import task_of_class
+from trainer.models.transformers_classes import LOADED_BUT, LOADED_FROM, quiet
 
 _CLASSES: Mapping[Task, str] = {
     "causal_lm": "AutoModelForCausalLM",
@@ -26,15 +27,16 @@ _CLASSES: Mapping[Task, str] = {
     "embedding": "AutoModel",
 }
 _CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
+_FEW = 2  # names, which tell what the others are
 
 
 def hugging_face(
-    path: PlainText | None = None,
+    path: ExistingPath | None = None,
     config: ExistingPath | None = None,
     task: Task | None = None,
     dtype: FloatType = "float32",
-    attn_implementation: PlainText | None = None,
-    num_classes: int | None = None,
+    attn_implementation: Attention | None = None,
+    num_classes: Count | None = None,
 ) -> nn.Module:
     """Build a model of transformers; no code of a model's folder is run, and no pickle read.
 
@@ -44,7 +46,7 @@ def hugging_face(
         task: what it is made for; None is what its config's `architectures` say.
         dtype: of the weights.
         attn_implementation: as `from_pretrained` takes it.
-        num_classes: labels of a classifier, from the data; None is what its config says.
+        num_classes: labels of a classifier; None is as many as its config says.
 
     Raises:
         ConfigError: not one of path and config is given, or transformers cannot build it.
@@ -61,40 +63,67 @@ def hugging_face(
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
         found: Any = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        names = found.architectures or ()
-        is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))
-        made_for = task or task_of_class(*names, is_encoder_decoder=is_encoder_decoder)
-        if made_for is None:
-            raise ConfigError(
-                f"{key}={source}: {', '.join(names) or 'no class'} in its config says no task: "
-                f"type one, such as model.task=causal_lm ({', '.join(_CLASSES)})"
-            )
-        if num_classes is not None and made_for in _CLASSIFIES:
-            found.num_labels = num_classes
+        made_for = _prepare(found, f"{key}={source}", task, num_classes)
         kind = getattr(transformers, _CLASSES[made_for])
-        if config is not None:
-            return kind.from_config(found, dtype=getattr(torch, dtype), **options)  # type: ignore[no-any-return]
-        module, told = kind.from_pretrained(
-            path,
-            config=found,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        with quiet():
+            if path is None:
+                return kind.from_config(found, dtype=getattr(torch, dtype), **options)  # type: ignore[no-any-return]
+            module, told = kind.from_pretrained(
+                path,
+                config=found,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which are refused below
+                **options,
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
+        elif not Path(source).exists():
+            text = "no such file or folder, and no model that the hub or its cache gives"
         raise ConfigError(f"{key}={source}: {text}") from error
+    for name, stored, built in sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"{key}={source}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
+            "model: type another model.num_classes, or leave it out"
+        )
     new, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
     setattr(module, LOADED_FROM, path)
     setattr(module, LOADED_BUT, ", ".join(filter(None, [_few("new", new), _few("unused", unused)])))
     return module  # type: ignore[no-any-return]
 
 
+def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None) -> Task:  # noqa: ANN401 - any config
+    """Find what a config's model is made for, and set the labels of its head.
+
+    Raises:
+        ConfigError: nothing says it, the head that is there has other labels, or the config names
+            attention kernels on the hub, which are code.
+    """
+    names = found.architectures or ()
+    is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))
+    stated = task_of_class(*names, is_encoder_decoder=is_encoder_decoder)
+    made_for = task or stated
+    if made_for is None:
+        raise ConfigError(
+            f"{source}: {', '.join(names) or 'no class'} in its config says no task: type one, "
+            f"such as model.task=causal_lm ({', '.join(_CLASSES)})"
+        )
+    inner = [getattr(found, name, None) for name in found.sub_configs]
+    if any("/" in (getattr(each, "_attn_implementation", None) or "") for each in [found, *inner]):
+        raise ConfigError(
+            f"{source}: its config names an attention kernel on the hub, which is code and is not "
+            "run: take attn_implementation out of its config.json"
+        )
+    if num_classes is not None and made_for in _CLASSIFIES:
+        found.num_labels = num_classes
+    return made_for
+
+
 def _few(what: str, names: list[str]) -> str:
     """Say how many weights there are of a kind, with the first of their names."""
-    more = ", ..." if len(names) > 2 else ""  # noqa: PLR2004 - enough to know which they are
-    return f"{len(names)} {what} ({', '.join(names[:2])}{more})" if names else ""
+    more = ", ..." if len(names) > _FEW else ""
+    return f"{len(names)} {what} ({', '.join(names[:_FEW])}{more})" if names else ""

@@ -87,7 +87,7 @@ class Objective(Described, ABC):
     and only a gradient strategy that lists `batch` in its `couplings` computes it."""
 
     scope: str = "sample"
-    """In a class of one's own `embedding` is short for `Coupling("batch")`."""
+    """In a subclass, `embedding` is short for `coupling = Coupling("batch")`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

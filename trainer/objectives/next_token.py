@@ -63,7 +63,7 @@ class NextToken(Objective):
             ConfigError: the model's logits do not belong to the labels.
         """
         targets = shifted_labels(fields)
-        # Not `isinstance`, which takes a protocol 20 us.
+        # `isinstance` of a protocol would take 20 us.
         if (layer := getattr(model, "output_layer", None)) is not None:
             logits_bytes = 4 * targets.numel() * len(layer.weight)
             if logits_bytes >= LEAST_BYTES and not self.z_loss:

@@ -56,7 +56,6 @@ NEEDS = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
-    "hugging_face": {"num_classes"},
     "ConstantSize": {"global_batch"},
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},

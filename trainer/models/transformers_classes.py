@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,17 @@ def stored_dtypes(name: str | None) -> list[str]:
         )
     except (OSError, TypeError, ValueError, SafetensorError):
         return []
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what transformers logs as it loads or runs a model; the start says it in rows."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 LOADED_FROM, LOADED_BUT = "loaded_from", "loaded_but"

@@ -13,7 +13,7 @@ from tests.lib.heads import save_causal_model
 from trainer.assemble.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
-from trainer.models.hf import PRETRAINED, pretrained_of, stored_dtypes
+from trainer.models.transformers_classes import PRETRAINED, pretrained_of, stored_dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
