@@ -41,7 +41,6 @@ SIZES = [8, 8, 8, 16, 2, 16, 16, 10]
 @pytest.fixture(autouse=True)
 def in_own_folder(own_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "ramp", raising=False)
     Path("ramp.py").write_text(RAMP)
     Path("my_conf/batch").mkdir(parents=True)
     Path("my_conf/batch/growing.yaml").write_text(OPTION)

@@ -95,7 +95,6 @@ def copies(own_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert spec is not None
             assert spec.origin is not None
             own = f"{module.rpartition('.')[2]}{COPY}"
-            monkeypatch.delitem(sys.modules, own, raising=False)
             Path(f"{own}.py").write_text(with_base_of(module, Path(spec.origin).read_text()))
             option = Path("my_conf", group, f"{file.stem}{COPY}.yaml")
             option.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ ADAPTED = "model._target_=adapted.Adapted scheduler=constant"
 @pytest.fixture(autouse=True)
 def _files(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.delitem(sys.modules, "adapted", raising=False)
     Path("adapted.py").write_text(CODE)
     save_file({"weight": torch.randn(1000, 64)}, "base.safetensors")
 

@@ -74,7 +74,6 @@ OWN = {"parts.mine.Tally.mean", AVERAGE}
 def own_code(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module in the current folder, which a run puts on the path."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("mine.py").write_text(CODE)
 
 

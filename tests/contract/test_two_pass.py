@@ -247,7 +247,6 @@ class Watch:
 @pytest.mark.usefixtures("own_folder")
 def test_two_files_add_it_and_sum_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("mine.py").write_text(MINE + DATA + WHOLE)
     option = Path("my_conf/accum/gradient/two.yaml")
     option.parent.mkdir(parents=True)

@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +74,6 @@ def test_the_loop_in_the_readme_is_the_source():
 @pytest.mark.usefixtures("own_folder")
 def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("corpus.jsonl").write_text(
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
     )
@@ -102,7 +100,6 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
 @pytest.mark.usefixtures("own_folder")
 def test_the_classes_of_extending_run_together(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     Path("README.md").write_text(README)
     Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
     parts = {
