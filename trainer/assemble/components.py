@@ -227,8 +227,14 @@ def assemble(
     loader = _loader(config, world, train_set, module)
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
-    chosen = typed or fitting_objective(config, world, module, loader.load(_longest(train_set)))
+
+    def load(objective: Objective | None) -> Fields:
+        _prepare_with(loader, objective)
+        return loader.load(_longest(train_set))
+
+    chosen = typed or fitting_objective(config, world, module, load)
     objective = chosen.objective
+    _prepare_with(loader, objective)
     coupling = strictest(
         model_coupling(module, is_accepted=config.accepts_statistics),
         stated_coupling(config),
@@ -278,10 +284,17 @@ def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) 
     )
 
 
+def _prepare_with(loader: Loader, objective: Objective | None) -> None:
+    """Have an objective change every sample, where it does; else loading seeds no generators."""
+    if objective is not None and type(objective).prepare is not Objective.prepare:
+        loader.prepare_with(objective.prepare)
+
+
 def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
+    own = loader.of(data, num_workers=0)
     return HeldOut(
-        loader=loader.of(data, num_workers=loader.num_workers * data.draws_randomness),
+        loader=loader.of(data, loader.num_workers) if own.draws_randomness else own,
         lengths=data.lengths,
         layout=layout,
         max_tokens=1,  # until it is planned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -89,14 +89,16 @@ def typed_objective(config: RunConfig) -> Chosen | None:
     return _chosen(config, objective, component)
 
 
-def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields: Fields) -> Chosen:
+def fitting_objective(
+    config: RunConfig, world: World, module: nn.Module, load: Callable[[Objective | None], Fields]
+) -> Chosen:
     """Build the objective that a model is made for. Collective.
 
     Args:
         config: with an objective that stands for any.
         world: the ranks.
         module: the model.
-        fields: a collated micro-batch.
+        load: gives a collated micro-batch, as an objective prepares it.
 
     Raises:
         ConfigError: nothing says which objective it is, it lacks a setting that was typed, or it
@@ -104,12 +106,13 @@ def fitting_objective(config: RunConfig, world: World, module: nn.Module, fields
     """
     template = construct(config.objective, "objective", ByModel)
     typed = {key: value for key, value in vars(template).items() if value is not None}
-    (option, settings), why = _by_model(module, fields)
+    (option, settings), why = _by_model(module, load(None))
     params = {**options_of("objective")[option], **settings, **typed}
     component = Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
     chosen = _chosen(config, construct(component, "objective", Objective), component, why)
     if not typed and not chosen.objective.is_of_model:
+        fields = load(chosen.objective)
         world.on_main(lambda: _compare(chosen.objective, option, module, fields))
     return chosen
 

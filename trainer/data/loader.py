@@ -6,7 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing.connection import wait
@@ -22,6 +22,7 @@ from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.own_code import OWN_CODE, OwnCode
 from trainer.core.signals import SIGNALS
 from trainer.core.user_code import described
+from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
     IGNORED_LABEL,
@@ -40,11 +41,15 @@ from trainer.data.samples import (
     as_tensors,
     faults_of,
     num_tokens,
+    preserve_generators,
+    seed_draws,
 )
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
 DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
+Prepare = Callable[[dict[str, Tensor]], Mapping[str, Any]]
+"""Gives a sample as an objective takes it, with as many tokens."""
 AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
 
@@ -68,8 +73,9 @@ class Loader:
     """Loads micro-batches of one data set, in this process or ahead in workers.
 
     What a request gives depends on (data set, seed, request) alone: a sample that may draw random
-    numbers is read under generators seeded by (seed, epoch, id), a `collate` of the data set's own
-    under ones seeded by all ids. The generators of this process stay as they were.
+    numbers is read, and one that an objective changes is changed, under generators seeded by (seed,
+    epoch, id), a `collate` of the data set's own under ones seeded by all ids. The generators of
+    this process stay as they were.
 
     Args:
         dataset: to read from.
@@ -78,10 +84,6 @@ class Loader:
         pin_memory: put fields into page-locked memory, for copies to a GPU.
         limits: what token ids and labels must be below.
         unaligned: fields whose lengths are their own, such as labels of an encoder-decoder.
-
-    Attributes:
-        loads_in_thread: whether `load` may run in a thread beside training; not where it seeds
-            the generators that training draws from.
     """
 
     def __init__(
@@ -96,7 +98,6 @@ class Loader:
     ) -> None:
         self.dataset = DataView.of(dataset)
         self.num_workers = num_workers
-        self.loads_in_thread = num_workers == 0 and not self.dataset.draws_randomness
         self._assemble = _Assembler(self.dataset, seed, limits or {}, frozenset(unaligned))
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
@@ -120,8 +121,23 @@ class Loader:
             pin_memory=self._pin_memory,
             limits=self.limits,
         )
+        loader.prepare_with(self._assemble.prepare)
         vars(loader._assemble)["aligned"] = self._assemble.aligned
         return loader
+
+    @property
+    def draws_randomness(self) -> bool:
+        """Whether loading seeds the generators that training draws from."""
+        return self.dataset.draws_randomness or self._assemble.prepare is not None
+
+    @property
+    def loads_in_thread(self) -> bool:
+        """Whether `load` may run in a thread beside training."""
+        return self.num_workers == 0 and not self.draws_randomness
+
+    def prepare_with(self, prepare: Prepare | None) -> None:
+        """Change every sample before collation; before a stream begins."""
+        self._assemble = replace(self._assemble, prepare=prepare)
 
     @property
     def limits(self) -> Limits:
@@ -249,6 +265,7 @@ class _Assembler(Dataset[Any]):
     seed: int
     limits: Limits
     unaligned: frozenset[str] = frozenset()
+    prepare: Prepare | None = None
 
     def __call__(self, request: Request) -> Fields:
         if not request.ids:
@@ -258,8 +275,8 @@ class _Assembler(Dataset[Any]):
         def name(position: int) -> str:
             return data.name_of(ids[position])
 
-        with data.isolated_rng():
-            samples = data.read_each(ids, seed=self.seed, epoch=request.epoch)
+        with self._isolated():
+            samples = self._prepared(ids, request.epoch)
             data.check_lengths(ids, samples, self.aligned)
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
@@ -295,16 +312,40 @@ class _Assembler(Dataset[Any]):
         if len(lengths) == 0 or data.collate is not None:
             return frozenset()
         ids = [lengths.argmin(), lengths.argmax()]
-        with data.isolated_rng():
-            samples = [data.read(i, seed=self.seed, epoch=0) for i in ids]
+        with self._isolated():
+            samples = self._prepared(ids, epoch=0)
             if lengths.max() == 1 and None in map(num_tokens, samples):
                 return frozenset()
-            others = dict(data.probe(data.spaced(PROBED), seed=self.seed))
+            others = {
+                i: self._as_prepared(i, sample, epoch=0)
+                for i, sample in data.probe(data.spaced(PROBED), seed=self.seed)
+            }
         ids, samples = [*ids, *others], [*samples, *others.values()]
         counts = [num_tokens(sample) for sample in samples]
         pairs = zip(ids, counts, strict=True)
         tokens = [int(lengths[i]) if n is None else n for i, n in pairs]
         return aligned_fields(samples, tokens) - self.unaligned
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Restore the global generators in the end, where anything here seeds them."""
+        with preserve_generators() if self.prepare else nullcontext(), self.dataset.isolated_rng():
+            yield
+
+    def _prepared(self, ids: Sequence[int], epoch: int) -> list[dict[str, Tensor]]:
+        """Read samples, and change them as the objective asks."""
+        samples = self.dataset.read_each(ids, seed=self.seed, epoch=epoch)
+        return [self._as_prepared(*each, epoch) for each in zip(ids, samples, strict=True)]
+
+    def _as_prepared(self, i: int, sample: dict[str, Tensor], epoch: int) -> dict[str, Tensor]:
+        if self.prepare is None:
+            return sample
+        place = f"`prepare` of the objective, on {self.dataset.name_of(i)}"
+        # Draws of its own, and not once more those that the data set had.
+        seed_draws(rng_key(self.seed, epoch, i, "prepare"))
+        with faults_of(place):
+            fields = dict(self.prepare(sample))
+        return as_tensors(fields, lambda: place)
 
     def _collated(
         self, collate: Callable[[Sequence[Sample]], Any], samples: list[Any], request: Request

@@ -114,6 +114,15 @@ class Objective(Described, ABC):
         """Give the same with other settings, of which one may be meant where this is no sum."""
         return ()
 
+    def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Change one sample before it is collated, in the process that loads it.
+
+        What PyTorch, NumPy and Python draw here follows from (seed, epoch, sample) alone: it is the
+        same for every cut, rank, loading process and resumption. A held-out sample draws as in
+        epoch 0. The sample keeps its number of tokens.
+        """
+        return sample
+
     @abstractmethod
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count what each loss and metric is divided by, from the data alone.

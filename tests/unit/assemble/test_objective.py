@@ -58,7 +58,7 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
     module, fields = head.build().double().eval(), fields_of(head.data)
     if head.values == {"num_labels": 1}:
         fields["labels"] = fields["labels"].double()
-    chosen = fitting_objective(checked({}), World(), module, fields)
+    chosen = fitting_objective(checked({}), World(), module, lambda _: fields)
     assert chosen.text.partition(",")[0] == text
     weights, call = weights_of(chosen.objective, fields), bind(module)
     sums = sums_of(chosen.objective, call, fields, weights).losses
@@ -69,7 +69,7 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
 def test_a_model_whose_own_loss_is_another_one_is_refused_with_what_to_type():
     module = Head("BartForCausalLM", "BartConfig", "causal").build()
     with pytest.raises(ConfigError, match="type objective=model_loss for the model's own, or"):
-        fitting_objective(checked({}), World(), module, fields_of("causal"))
+        fitting_objective(checked({}), World(), module, lambda _: fields_of("causal"))
 
 
 class Tagger(nn.Module):
@@ -89,7 +89,7 @@ class Declared(Tagger):
 
 def test_a_model_that_says_nothing_is_judged_by_its_labels():
     def text(kind: str, module: nn.Module) -> str:
-        return fitting_objective(checked({}), World(), module, fields_of(kind)).text
+        return fitting_objective(checked({}), World(), module, lambda _: fields_of(kind)).text
 
     assert text("causal", Tagger()) == "next_token, as the labels are the tokens themselves"
     assert text("class", Tagger()) == "classify, as the data give one label per sample"
@@ -103,9 +103,7 @@ def test_a_model_that_says_nothing_is_judged_by_its_labels():
 def test_settings_reach_the_objective_that_is_chosen_or_are_refused():
     fields = fields_of("class")
     config = checked({"objective.label_smoothing": 0.1})
-    assert (
-        fitting_objective(config, World(), Tagger(), fields).component.params["label_smoothing"]
-        == 0.1
-    )
+    chosen = fitting_objective(config, World(), Tagger(), lambda _: fields)
+    assert chosen.component.params["label_smoothing"] == 0.1
     with pytest.raises(ConfigError, match=r"^objective\.z_loss: Classify takes no such argument"):
-        fitting_objective(checked({"objective.z_loss": 0.1}), World(), Tagger(), fields)
+        fitting_objective(checked({"objective.z_loss": 0.1}), World(), Tagger(), lambda _: fields)
