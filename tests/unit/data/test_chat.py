@@ -1,0 +1,194 @@
+"""Conversations are encoded as the chat template writes them, and the answers alone are learned."""
+
+import json
+
+import pytest
+
+from tests.lib.chats import (
+    CHATML,
+    GENERATION,
+    LLAMA3,
+    MISTRAL,
+    PIECES,
+    THOUGHTS,
+    chat_tokenizer,
+    conversations,
+)
+from trainer.data.chat import encode_messages, encode_prompt, normalize_messages
+
+USER = {"role": "user", "content": "why?"}
+ANSWER = {"role": "assistant", "content": "because it is"}
+TALK = [USER, ANSWER]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer(None)
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def learned(tokenizer, encoded):
+    """The text of each run of loss terms."""
+    ids, counts = encoded
+    runs = [[]]
+    for token, counted in zip(ids, counts, strict=True):
+        if counted:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_of_200_conversations_the_tokens_of_the_answers_count_and_no_other(tokenizer, name):
+    template, pieces_of = PIECES[name]
+    for messages in conversations(200):
+        ids, counts = encode_messages(tokenizer, messages, chat_template=template)
+        by_hand = [(ids_of(tokenizer, text), counted) for text, counted in pieces_of(messages)]
+        assert ids == [token for piece, _ in by_hand for token in piece]
+        assert counts == [counted for piece, counted in by_hand for _ in piece]
+        applied = tokenizer.apply_chat_template(messages, chat_template=template)
+        assert ids == applied["input_ids"]
+        assert ids.count(tokenizer.bos_token_id) == (template in (LLAMA3, MISTRAL))
+
+
+def test_a_token_that_the_tokenizer_merges_over_the_header_is_refused_or_counts_whole(tokenizer):
+    merges = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match="message 2, of the assistant, begins inside a token"):
+        encode_messages(tokenizer, TALK, chat_template=merges)
+    encoded = encode_prompt(tokenizer, "why? ", "because")
+    assert learned(tokenizer, encoded) == [" because</s>"]
+
+
+def test_earlier_answers_that_a_template_changes_are_refused_and_the_last_one_is_not(tokenizer):
+    settings = {"chat_template": THOUGHTS}
+    once = encode_messages(tokenizer, [USER, {**ANSWER, "thought": "is it"}], **settings)
+    assert learned(tokenizer, once) == [
+        "<think>\nis it\n</think>\n\nbecause it is<|im_end|>",
+    ]
+    with pytest.raises(ValueError, match=r"message 2, .* otherwise once more messages follow, .*"):
+        encode_messages(tokenizer, TALK * 2, **settings)
+    pair = encode_prompt(tokenizer, [*TALK, USER], [ANSWER], **settings)
+    assert learned(tokenizer, pair) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
+
+
+def test_both_formats_of_conversations_are_read_and_what_arrow_adds_is_not(tokenizer):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    for messages in conversations(5):
+        shared = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+        stored = [{**m, "tool_calls": None} for m in messages]
+        assert normalize_messages(shared) == normalize_messages(stored) == messages
+
+
+def test_tools_and_variables_reach_the_template(tokenizer):
+    template = "{{ (tools | tojson) if tools else 'none' }}{{ style }}" + CHATML
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        ids, _ = encode_messages(
+            tokenizer,
+            TALK,
+            tools=given,
+            chat_template=template,
+            chat_template_kwargs={"style": "short"},
+        )
+        assert tokenizer.decode(ids).startswith(f"{json.dumps(tools)}short<|im_start|>user")
+    assert (
+        tokenizer.decode(encode_messages(tokenizer, TALK, chat_template=template)[0])[:4] == "none"
+    )
+
+
+def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}"
+        "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
+    talk = normalize_messages([USER, call, {"role": "tool", "content": "2"}, ANSWER])
+    encoded = encode_messages(tokenizer, talk, chat_template=template)
+    assert learned(tokenizer, encoded) == [
+        '[{"name": "add", "arguments": {"x": 1}}]<|im_end|>',
+        "because it is<|im_end|>",
+    ]
+
+
+def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
+    ids, _ = encoded = encode_prompt(tokenizer, "why?\n", "because it is")
+    assert tokenizer.decode(ids) == "<s>why?\nbecause it is</s>"
+    assert learned(tokenizer, encoded) == ["because it is</s>"]
+    # What the texts bring already is not added again.
+    assert encode_prompt(tokenizer, "<s>why?\n", "because it is</s>") == encoded
+    every = encode_prompt(tokenizer, "why?\n", "because it is", completion_only_loss=False)
+    assert every == (ids, [True] * len(ids))
+
+
+def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokenizer):
+    for template in (CHATML, GENERATION):
+        settings = {"chat_template": template}
+        encoded = encode_prompt(tokenizer, [*TALK, USER], [{**ANSWER, "content": "so"}], **settings)
+        assert learned(tokenizer, encoded) == ["so<|im_end|>"]
+        ids, _ = encode_messages(tokenizer, [*TALK, USER, {**ANSWER, "content": "so"}], **settings)
+        assert encoded[0] == ids
+
+
+def test_without_answers_alone_every_token_is_learned(tokenizer):
+    ids, counts = encode_messages(tokenizer, TALK, chat_template=CHATML, assistant_only_loss=False)
+    assert ids == encode_messages(tokenizer, TALK, chat_template=CHATML)[0]
+    assert all(counts)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "words"),
+    [
+        ([USER], CHATML, "no message is of the assistant"),
+        ([ANSWER, USER], CHATML, "message 1, of the assistant, is the first; put a message"),
+        (TALK, None, "the tokenizer has no chat template; type data.chat_template=FILE"),
+        (
+            TALK,
+            "{% for m in messages %}{{ m.content }}{% if m.marks %}{% generation %}"
+            "{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
+            "marks no token of the assistant",
+        ),
+        (TALK, CHATML.partition("{% if")[0], r"begins an answer with '<|im_start|>assistant\\n'"),
+        (TALK, "{{ raise_exception('no thanks') }}", "refuses the conversation: no thanks"),
+        (TALK, "{{ messages | length }}" + CHATML, "renders what precedes message 2, .* otherwise"),
+        (TALK, "{% for", "the chat template refuses the conversation: "),
+    ],
+)
+def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, template, words):
+    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
+        encode_messages(tokenizer, messages, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("hello", "not a list of messages"),
+        ([], "an empty one"),
+        (["hello"], "message 1 is of type str; write an object"),
+        (
+            [{"role": "asistant", "content": "x"}],
+            "message 1 has the unknown role 'asistant'",
+        ),
+        ([{"from": "dog", "value": "x"}], "message 1 has the unknown role 'dog'"),
+        ([USER, {"role": "assistant", "content": None}], "message 2, of the assistant, has no"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_in_plain_words(value, words):
+    with pytest.raises(ValueError, match=words):
+        normalize_messages(value)
+
+
+def test_pairs_of_two_kinds_and_empty_completions_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="both text, or both lists of messages"):
+        encode_prompt(tokenizer, "why?", [ANSWER])
+    with pytest.raises(ValueError, match="the completion is empty"):
+        encode_prompt(tokenizer, "why?", " ")
+    with pytest.raises(ValueError, match="no message is of the assistant"):
+        encode_prompt(tokenizer, TALK, [USER], chat_template=CHATML)

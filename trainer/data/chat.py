@@ -1,0 +1,308 @@
+"""Encode conversations and pairs of prompt and completion, and mark the tokens that are trained on.
+
+A text is rendered by the tokenizer's chat template and tokenised once, as a whole, so that the ids
+are those of `apply_chat_template`. What the assistant wrote in it is the template's own
+`{% generation %}` mask where it has one. Else it is what a turn adds to the rendering of the turns
+before it, which is checked: each such rendering has to begin the whole, in text and in tokens.
+Faults are a ValueError that says in plain words what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+Message = dict[str, Any]
+Encoded = tuple[list[int], list[bool]]
+"""Ids, and which of them are loss terms; both `(tokens,)`."""
+
+ASSISTANT = "assistant"
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool", "function")},
+    **{"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"},  # ShareGPT
+}
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TEMPLATE = "type data.chat_template=FILE for another"
+_MARKED = f"use a template that marks them by {{% generation %}} ({_TEMPLATE})"
+
+
+def normalize_messages(value: object) -> list[Message]:
+    """Read a conversation as TRL (`role`, `content`) or ShareGPT (`from`, `value`) writes it.
+
+    Fields that are None, which is how Arrow stores absent ones, are left out.
+
+    Returns:
+        The messages, in the names and roles that chat templates know.
+
+    Raises:
+        ValueError: it is no list of messages, a role is unknown, or a message holds nothing.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError("the conversation is not a list of messages, or an empty one")
+    return [_normalized(message, f"message {i}") for i, message in enumerate(value, start=1)]
+
+
+def _normalized(message: object, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} is of type {type(message).__name__}; write an object")
+    fields = _without_none(message)
+    if "role" not in fields and "from" in fields:
+        fields = {"role": fields["from"], "content": fields.get("value")}
+    role = fields.get("role")
+    if role not in _ROLES:
+        raise ValueError(f"{name} has the unknown role {role!r}; known are {', '.join(_ROLES)}")
+    if fields.get("content") is None and not fields.get("tool_calls"):
+        raise ValueError(f"{name}, of the {_ROLES[role]}, has no content")
+    return {**fields, "role": _ROLES[role]}
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def encode_messages(
+    tokenizer: Any,  # noqa: ANN401 - a tokenizer of transformers
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | str | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    assistant_only_loss: bool = True,
+) -> Encoded:
+    """Encode a conversation.
+
+    Without a `{% generation %}` mask an answer begins behind the header that the template puts
+    before it, and ends with its end-of-turn token; white space behind that is no loss term.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        messages: as `normalize_messages` gives them.
+        tools: JSON schemas, or the text of their JSON, for the template.
+        chat_template: text of a template; None is the tokenizer's own.
+        chat_template_kwargs: further variables of the template.
+        assistant_only_loss: False makes every token a loss term.
+
+    Raises:
+        ValueError: no answer is in it, or no template, or none that shows where answers are.
+    """
+    chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
+    if not assistant_only_loss:
+        ids, _ = chat.tokenize(chat.render(messages))
+        return ids, [True] * len(ids)
+    return chat.encode_answers(messages, first=0)
+
+
+def encode_prompt(
+    tokenizer: Any,  # noqa: ANN401 - a tokenizer of transformers
+    prompt: str | Sequence[Message],
+    completion: str | Sequence[Message],
+    *,
+    tools: Sequence[Any] | str | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    completion_only_loss: bool = True,
+) -> Encoded:
+    """Encode a prompt and its completion, which are both text or both messages.
+
+    Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
+    holds a part of both is a loss term. Of messages those answers count that are in the completion.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        prompt: what is given.
+        completion: what is learned.
+        tools: JSON schemas, or the text of their JSON, for the template.
+        chat_template: text of a template; None is the tokenizer's own.
+        chat_template_kwargs: further variables of the template.
+        completion_only_loss: False makes every token a loss term.
+
+    Raises:
+        ValueError: one is text and the other messages, or as for `encode_messages`.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str):
+        ids, counts = _encode_texts(tokenizer, prompt, completion)
+        return ids, counts if completion_only_loss else [True] * len(ids)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ValueError("prompt and completion have to be both text, or both lists of messages")
+    chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
+    whole = [*prompt, *completion]
+    if not completion_only_loss:
+        ids, _ = chat.tokenize(chat.render(whole))
+        return ids, [True] * len(ids)
+    return chat.encode_answers(whole, first=len(prompt))
+
+
+def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
+    """Read tools; Arrow cannot store objects that differ, so that many files have them as text."""
+    tools = json.loads(value) if isinstance(value, str) else value
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise ValueError("tools is not a list of JSON schemas")
+    return _without_none(tools) or None
+
+
+def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> Encoded:  # noqa: ANN401
+    if not completion.strip():
+        raise ValueError("the completion is empty, so that there is nothing to learn")
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    end = eos if eos and not completion.endswith(eos) else ""
+    encoded = tokenizer(
+        prompt + completion + end,
+        # Those of the tokenizer begin with a BOS, of which the text may have one already.
+        add_special_tokens=not (bos and prompt.startswith(bos)),
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    if ids[-2:] == [tokenizer.eos_token_id] * 2:  # the tokenizer adds one too
+        ids, offsets = ids[:-1], offsets[:-1]
+    return ids, [end > len(prompt) for _, end in offsets]
+
+
+@final
+@dataclass(frozen=True)
+class _Chat:
+    """A tokenizer with its template and what that is rendered with."""
+
+    tokenizer: Any
+    tools: Sequence[Any] | None
+    chat_template: str | None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode_answers(self, messages: Sequence[Message], first: int) -> Encoded:
+        """Mark the answers among the messages from index `first` on."""
+        answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == ASSISTANT]
+        if not answers:
+            raise ValueError("no message is of the assistant, so that there is nothing to learn")
+        if _GENERATION.search(self.template()):
+            return self.encode_marked(messages, first)
+        text = self.render(messages)
+        ids, offsets = self.tokenize(text)
+        counts = [False] * len(ids)
+        for i in answers:
+            for place in self.answer_tokens(messages, i, text, (ids, offsets)):
+                counts[place] = True
+        return ids, counts
+
+    def encode_marked(self, messages: Sequence[Message], first: int) -> Encoded:
+        """Mark the tokens that the template's own mask marks, from message `first` on."""
+        encoded = self.apply(
+            messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        ids, counts = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
+        if first:  # answers in a prompt are given, and not learned
+            begin = len(self.prefix(messages, first, self.render(messages), ids)[1])
+            counts = [False] * begin + counts[begin:]
+        if not any(counts):
+            raise ValueError(
+                "the chat template marks no token of the assistant in this conversation, though "
+                f"it has {{% generation %}}; {_TEMPLATE}"
+            )
+        return ids, counts
+
+    def template(self) -> str:
+        """Give the text of the template that is used."""
+        if self.chat_template is None and not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template; type data.chat_template=FILE")
+        return self.tokenizer.get_chat_template(self.chat_template, self.tools)  # type: ignore[no-any-return]
+
+    def apply(self, messages: Sequence[Message], **how: Any) -> Any:  # noqa: ANN401
+        """Render by the template; what it raises is a ValueError."""
+        import jinja2  # noqa: PLC0415 - for this option
+
+        template = self.template()
+        try:
+            return self.tokenizer.apply_chat_template(
+                [*messages], tools=self.tools, chat_template=template, **self.variables, **how
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the conversation: {text}") from error
+
+    def render(self, messages: Sequence[Message], *, has_header: bool = False) -> str:
+        """Give the text of some messages; with the header of the answer that is to come."""
+        return self.apply(messages, tokenize=False, add_generation_prompt=has_header)  # type: ignore[no-any-return]
+
+    def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Give the ids of a rendered text, and the characters that each stands for."""
+        # The text has its special tokens: no second BOS.
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def prefix(
+        self, messages: Sequence[Message], i: int, text: str, ids: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        """Check that what a model is given before message `i` begins the whole.
+
+        Returns:
+            Its characters, and its tokens.
+
+        Raises:
+            ValueError: it does not, in text or in tokens.
+        """
+        name = f"message {i + 1}, of the assistant,"
+        if i == 0:
+            raise ValueError(f"{name} is the first; put a message of the user before it")
+        before = self.render(messages[:i], has_header=True)
+        tokens, _ = self.tokenize(before)
+        if not text.startswith(before):
+            raise ValueError(
+                f"the chat template renders what precedes {name} otherwise once it is answered, so "
+                f"that its tokens cannot be found; {_MARKED}"
+            )
+        if ids[: len(tokens)] != tokens:
+            raise ValueError(
+                f"{name} begins inside a token: the text before it ends with "
+                f"{before[-8:]!r} and it begins with {text[len(before) :][:8]!r}; take white space "
+                f"off its beginning, or {_MARKED}"
+            )
+        return len(before), tokens
+
+    def answer_tokens(
+        self,
+        messages: Sequence[Message],
+        i: int,
+        text: str,
+        encoded: tuple[list[int], list[tuple[int, int]]],
+    ) -> range:
+        """Find the tokens of answer `i`, its end-of-turn token included."""
+        ids, offsets = encoded
+        begin, given = self.prefix(messages, i, text, ids)
+        after = self.render(messages[: i + 1])
+        if not text.startswith(after) or len(after) <= begin:
+            raise ValueError(
+                f"the chat template renders message {i + 1}, of the assistant, otherwise once more "
+                "messages follow, as those do that drop earlier thoughts; make it a record whose "
+                f"`prompt` is all that precedes its last answer, or {_MARKED}"
+            )
+        self.check_header(messages, i, text[begin : len(after)], before=text[:begin])
+        end = self.end_of_turn(after)
+        last = max(place for place, (start, _) in enumerate(offsets) if start < end)
+        return range(len(given), last + 1)
+
+    def check_header(self, messages: Sequence[Message], i: int, turn: str, before: str) -> None:
+        """Refuse a template whose header would be learned with the answer."""
+        content = messages[i].get("content")
+        place = turn.find(content.strip()) if isinstance(content, str) else 0
+        header = turn[: max(place, 0)]
+        if header.strip() and self.render(messages[:i]) == before:
+            raise ValueError(
+                f"the chat template begins an answer with {header!r} and has no generation prompt, "
+                f"so that this would be learned too; {_MARKED}"
+            )
+
+    def end_of_turn(self, rendered: str) -> int:
+        """Leave out white space behind the token that ends a turn."""
+        stripped = rendered.rstrip()
+        if stripped != rendered and stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
+            return len(stripped)
+        return len(rendered)
