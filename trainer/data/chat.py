@@ -278,6 +278,8 @@ class _Chat:
         ids, offsets = encoded
         begin, given = self.prefix(messages, i, text, ids)
         after = self.render(messages[: i + 1])
+        if not text.startswith(after):  # some templates end a conversation by it, and no turn
+            after = after.removesuffix(self.tokenizer.eos_token or "")
         if not text.startswith(after) or len(after) <= begin:
             raise ValueError(
                 f"the chat template renders message {i + 1}, of the assistant, otherwise once more "

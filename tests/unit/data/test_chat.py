@@ -13,7 +13,9 @@ from tests.lib.chats import (
     THOUGHTS,
     chat_tokenizer,
     conversations,
+    marked,
 )
+from tests.lib.trl_masks import CASES, STORED, digest
 from trainer.data.chat import encode_messages, encode_prompt, normalize_messages
 
 USER = {"role": "user", "content": "why?"}
@@ -55,6 +57,22 @@ def test_of_200_conversations_the_tokens_of_the_answers_count_and_no_other(token
         assert ids.count(tokenizer.bos_token_id) == (template in (LLAMA3, MISTRAL))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_counts_of_200_records_is_what_trl_learns(case):
+    template, record_of = CASES[case]
+    stored, tokenizer = json.loads(STORED.read_text())[case], chat_tokenizer(template)
+    texts = []
+    for messages in conversations(200):
+        record = record_of(messages)
+        if case == "messages":
+            encoded = encode_messages(tokenizer, record["messages"])
+        else:
+            encoded = encode_prompt(tokenizer, record["prompt"], record["completion"])
+        texts.append(marked(tokenizer, *encoded))
+    assert texts[:2] == stored["first"]
+    assert [digest(text) for text in texts] == stored["sha256"]
+
+
 def test_a_token_that_the_tokenizer_merges_over_the_header_is_refused_or_counts_whole(tokenizer):
     merges = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
@@ -76,6 +94,14 @@ def test_earlier_answers_that_a_template_changes_are_refused_and_the_last_one_is
         encode_messages(tokenizer, TALK * 2, **settings)
     pair = encode_prompt(tokenizer, [*TALK, USER], [ANSWER], **settings)
     assert learned(tokenizer, pair) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
+
+
+def test_a_token_that_ends_the_conversation_and_no_turn_is_learned_once(tokenizer):
+    template = f"{CHATML.removesuffix('{% endif %}')}{{% else %}}{{{{ eos_token }}}}{{% endif %}}"
+    assert learned(tokenizer, encode_messages(tokenizer, TALK * 2, chat_template=template)) == [
+        "because it is<|im_end|>",
+        "because it is<|im_end|>\n</s>",
+    ]
 
 
 def test_both_formats_of_conversations_are_read_and_what_arrow_adds_is_not(tokenizer):
