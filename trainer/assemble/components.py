@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,15 +13,10 @@ from torch import nn
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.data_sets import open_data
-from trainer.assemble.instantiate import (
-    arguments_of,
-    check_components,
-    check_names,
-    construct,
-    look_up,
-)
+from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
+from trainer.assemble.optimizer import ChosenOptimizer, fitting_optimizer, typed_optimizer
 from trainer.assemble.parallel import (
     auto_mode,
     may_shard,
@@ -51,7 +45,7 @@ from trainer.models.compilation import compile_model
 from trainer.models.first_weights import FirstWeights
 from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective, weights_of
-from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer
+from trainer.optim.optimizers import OptimizerSpec
 from trainer.optim.schedules import Schedule
 from trainer.parallel.setup import SHARDED, ParallelSetup
 from trainer.plan.batch_size import BatchSize
@@ -84,7 +78,8 @@ class Components:
     precision: str  # the word that `precision` became
     call: ModelCall  # the module, bound to that precision
     chosen: Chosen  # the objective, as it was typed or as the model is made for
-    spec: OptimizerSpec  # builds the optimizer, once the model is laid out
+    # Builds the optimizer, once the model is laid out; as it was typed or as the model asks for
+    chosen_optimizer: ChosenOptimizer
     schedule: Schedule  # factor of every learning rate, by step
     strategy: GradientStrategy  # how the gradients of micro-batches become the step's
     coupling: Coupling  # of the samples of a step, by model, objective and normalizer
@@ -107,6 +102,11 @@ class Components:
     def objective(self) -> Objective:
         """What turns the model's outputs into loss sums."""
         return self.chosen.objective
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What builds the optimizer."""
+        return self.chosen_optimizer.spec
 
     @property
     def is_sharded(self) -> bool:
@@ -201,7 +201,7 @@ def assemble(
     batch, trust, terms = config.batch, config.trust, terms or Terms()
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
-    typed, spec = typed_objective(config), _optimizer(config)
+    typed, spec = typed_objective(config), typed_optimizer(config)
     # `batch.global` is given by accum.micro and accum.steps where it is null.
     size = {"global_batch": batch.global_batch}
     sizes, schedule, strategy, cut = (
@@ -257,7 +257,7 @@ def assemble(
         precision=precision,
         call=bind_run(module, precision, world),
         chosen=chosen,
-        spec=spec,
+        chosen_optimizer=fitting_optimizer(config, module, terms.contract),
         schedule=schedule,
         strategy=strategy,
         coupling=coupling,
@@ -353,15 +353,6 @@ def _layout(
         group_size=coupling.size,
     )
     return layout, row if packed else example
-
-
-def _optimizer(config: RunConfig) -> OptimizerSpec:
-    kind = look_up(config.optimizer, "optimizer", config.trust)
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
-        own = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
-        check_names(kind, "optimizer", sorted(own))
-        return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
-    return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust)
 
 
 def _cut(config: RunConfig) -> Cut:

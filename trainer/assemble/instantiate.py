@@ -218,6 +218,7 @@ def _call(
     is_partial = arguments.pop("_partial_", False)
     target, arguments = _by_settings(target, arguments, typed=component.typed_target)
     arguments = transformers_classes.with_dtype(target, arguments)
+    target = transformers_classes.noting(target, arguments)
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:

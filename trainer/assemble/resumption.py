@@ -89,7 +89,11 @@ def check_terms(components: Components, before: Terms) -> Terms:
         DataError: the run was begun with other data, and may not change them.
         ConfigError: the run was begun with other steps, and may not; one line per key.
     """
-    found = {"precision": components.precision, "objective": components.chosen.component}
+    found = {
+        "precision": components.precision,
+        "objective": components.chosen.component,
+        "optimizer": components.chosen_optimizer.component,
+    }
     config = components.config.model_copy(update=found)
     now = contract(config, coupling=components.coupling, ranks=components.world.size)
     fingerprint, allow = components.train_set.fingerprint, config.resume_allow

@@ -20,7 +20,7 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.models.check import vocabulary_of
-from trainer.models.transformers_classes import LOADED_BUT, loaded_from, stored_dtypes
+from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 from trainer.verify.diagnose import low_precision
@@ -60,7 +60,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
         _data(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
-        _defaults(components.config),
+        _defaults(components),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
@@ -201,7 +201,28 @@ def _length(components: Components) -> list[Row]:
     return [
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
+        _by_job(components, optimizer),
     ]
+
+
+def _by_job(components: Components, optimizer: str) -> Row:
+    """Give the settings of the optimizer that nobody typed, and why they are those."""
+    chosen = components.chosen_optimizer
+    words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
+    texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
+    text = joined(*texts, chosen.why) if texts else None
+    settings = {name: getattr(components.spec, name) for name in chosen.by_job}
+    return row(
+        *("optimizer", text and f"{optimizer} {text}"),
+        optimizer_defaults=settings,
+        optimizer_reason=chosen.why if texts else None,
+    )
+
+
+def _spaced(value: object) -> str:
+    """Write a number, or several, for a person."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in several)
 
 
 def _time(run_plan: RunPlan) -> list[Row]:
@@ -356,7 +377,7 @@ def _init(components: Components) -> str:
         return f"weights of {show(config.init)}{step}"
     if (loaded := loaded_from(module, config.model.params)) is None:
         return f"as the model is built, seed {config.seed}"
-    return joined(f"weights of {show(loaded)}", getattr(module, LOADED_BUT, "")) or ""
+    return joined(f"weights of {show(loaded)}", loaded_but(module)) or ""
 
 
 def _dtypes(components: Components) -> dict[str, str | None]:
@@ -373,9 +394,11 @@ def _dtypes(components: Components) -> dict[str, str | None]:
     }
 
 
-def _defaults(config: RunConfig) -> Row:
+def _defaults(components: Components) -> Row:
     """Write the defaults that are in force as they would be typed; the length of the run once."""
+    config, by_job = components.config, components.chosen_optimizer.by_job
     plain = flat({**to_plain(config), "epochs": config.total_epochs})
+    plain |= flat({"optimizer": by_job})
     values = {key: plain.get(key) for key in config.unset}
     clock = {"steps", "epochs"}
     typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]

@@ -53,6 +53,10 @@ _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "o
 _STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm", "parts")
 
 
+# Null where the optimizer's class has them by what the model's weights are.
+_BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
+
+
 class ParallelSection(Section):
     """The ranks of a run."""
 
@@ -305,7 +309,8 @@ def contract_diff(
     """Name what a resumed run would change about its step, one line per key.
 
     Keys and whole sections that `allow` names may change; `steps` and `epochs` may grow anyway.
-    `precision=auto` and `objective=auto` are what the checkpoint says that they became.
+    `precision=auto` and `objective=auto` are what the checkpoint says that they became, as are
+    settings of the optimizer that are left to the job.
     """
     faults = []
     for key, before, now in _changes(old, new, allow):
@@ -325,6 +330,7 @@ def _changes(
     for key in sorted(old.keys() | new.keys()):
         before, now = (terms.get(key) for terms in (old, new))
         is_open = key == "precision" and "auto" in (before, now)
+        is_open |= key in _BY_JOB and None in (before, now)
         is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
         if before != now and not is_open and {key, *ancestors(key)}.isdisjoint(allow):
             yield key, before, now

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.config.components import Attention, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
 from trainer.models.task import task_of_class
-from trainer.models.transformers_classes import LOADED_BUT, LOADED_FROM, quiet
+from trainer.models.transformers_classes import note_loaded, quiet
 
 _CLASSES: Mapping[Task, str] = {
     "causal_lm": "AutoModelForCausalLM",
@@ -27,7 +27,6 @@ _CLASSES: Mapping[Task, str] = {
     "embedding": "AutoModel",
 }
 _CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
-_FEW = 2  # names, which tell what the others are
 
 
 def hugging_face(
@@ -90,9 +89,7 @@ def hugging_face(
             f"{key}={source}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
             "model: type another model.num_classes, or leave it out"
         )
-    new, unused = sorted(told["missing_keys"]), sorted(told["unexpected_keys"])
-    setattr(module, LOADED_FROM, path)
-    setattr(module, LOADED_BUT, ", ".join(filter(None, [_few("new", new), _few("unused", unused)])))
+    note_loaded(module, source, told)
     return module  # type: ignore[no-any-return]
 
 
@@ -121,9 +118,3 @@ def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None
     if num_classes is not None and made_for in _CLASSIFIES:
         found.num_labels = num_classes
     return made_for
-
-
-def _few(what: str, names: list[str]) -> str:
-    """Say how many weights there are of a kind, with the first of their names."""
-    more = ", ..." if len(names) > _FEW else ""
-    return f"{len(names)} {what} ({', '.join(names[:_FEW])}{more})" if names else ""

@@ -20,6 +20,8 @@ class ModelTransform(ABC):
     # Whether it draws on the meta device what it draws on the CPU, and reads no values, so that
     # no rank need hold the model whole under `parallel=fsdp`.
     draws_on_meta: ClassVar[bool] = False
+    # Whether it trains few new weights beside a frozen model, which take a larger learning rate.
+    is_adapter: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -21,6 +22,7 @@ _CODE = ("attn_implementation", "experts_implementation")  # may name a kernel o
 PRETRAINED = "pretrained_model_name_or_path"
 """Argument of what loads a model: a folder, or a name on the hub."""
 
+_FEW = 2  # names, which tell what the others are
 _SHORT = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
 
@@ -38,6 +40,25 @@ def with_dtype(target: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
     takes = any(p.name == "dtype" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
     is_typed = any(arguments.get(name) is not None for name in _DTYPES)
     return dict(arguments) if is_typed or not takes else {**arguments, "dtype": "float32"}
+
+
+def noting(target: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Have what loads a model of transformers note on it what its files did not hold."""
+    owner = getattr(target, "__self__", None)
+    is_model = hasattr(owner, "config_class") or hasattr(owner, "_model_mapping")
+    source = arguments.get(PRETRAINED)
+    if not is_model or target.__name__ != "from_pretrained" or not isinstance(source, str):
+        return target
+
+    @functools.wraps(target)
+    def load(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - as transformers gives it
+        found = target(*given, **{**named, "output_loading_info": True})
+        if not isinstance(found, tuple):  # a method of its own
+            return found
+        note_loaded(found[0], source, found[1])
+        return found[0]
+
+    return load
 
 
 def described(
@@ -107,14 +128,38 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-LOADED_FROM, LOADED_BUT = "loaded_from", "loaded_but"
-"""Attributes that a model may have: what its weights were read from, and which were not."""
+LOADED_FROM, _LOADED_BUT = "loaded_from", "loaded_but"
+
+
+def note_loaded(module: nn.Module, source: str, told: Mapping[str, Any]) -> None:
+    """Note on a model where its weights are from, and by transformers' report which are not."""
+    setattr(module, LOADED_FROM, source)
+    kinds = {"new": "missing_keys", "unused": "unexpected_keys"}
+    setattr(module, _LOADED_BUT, {what: sorted(told[key]) for what, key in kinds.items()})
 
 
 def loaded_from(module: nn.Module, params: Mapping[str, Any]) -> str | None:
     """Name what a model was loaded from, as it says itself or as its arguments do."""
     name: str | None = getattr(module, LOADED_FROM, None) or pretrained_of(params)
     return name
+
+
+def new_weights(module: nn.Module) -> list[str]:
+    """Name the parameters of a loaded model that its files did not hold."""
+    found: list[str] = getattr(module, _LOADED_BUT, {}).get("new", [])
+    return found
+
+
+def loaded_but(module: nn.Module) -> str:
+    """Say which weights of a model are new, and which of its files were not used."""
+    groups = getattr(module, _LOADED_BUT, {}).items()
+    return ", ".join(_few(what, names) for what, names in groups if names)
+
+
+def _few(what: str, names: list[str]) -> str:
+    """Say how many weights there are of a kind, with the first of their names."""
+    more = ", ..." if len(names) > _FEW else ""
+    return f"{len(names)} {what} ({', '.join(names[:_FEW])}{more})"
 
 
 def pretrained_of(params: Mapping[str, Any]) -> str | None:

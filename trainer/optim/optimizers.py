@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, final
+from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import nn
@@ -28,6 +28,12 @@ from trainer.core.rows import Described
 Groups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
 
+Job: TypeAlias = Literal["scratch", "pretrained", "new head", "adapter"]
+"""What is done with a model: its weights are drawn, or loaded, or loaded but for its head, or few
+new ones are trained beside them."""
+
+_LOADED: Mapping[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.01}
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(Described, ABC):
@@ -38,6 +44,9 @@ class OptimizerSpec(Described, ABC):
     weight_decay: NonNegative = 0.0
     # Settings by name pattern: `lr`, `weight_decay`, `frozen`
     groups: Groups = field(default_factory=dict)
+
+    # What a job gives the arguments that the config leaves out or null
+    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {}
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""
@@ -77,6 +86,15 @@ class AdamW(OptimizerSpec):
 
     betas: Betas = (0.9, 0.95)  # decay of the two moments
     eps: NonNegative = 1e-8  # added to the root of the second
+
+    # As transformers, and peft for adapters, have them: a rate for weights that are drawn ruins
+    # those that are loaded.
+    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {
+        "scratch": {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
+        "pretrained": {"lr": 2e-5, **_LOADED},
+        "new head": {"lr": 5e-5, **_LOADED},
+        "adapter": {"lr": 2e-4, **_LOADED},
+    }
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""

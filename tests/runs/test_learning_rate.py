@@ -1,0 +1,121 @@
+"""The learning rate that nobody typed: by the job, with its reason, kept where a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lib.heads import Head, save_causal_model, save_tokens
+from tests.lib.nightly import nightly
+from tests.lib.run_support import TOYS, entries, on, shell
+from trainer import train
+from trainer.core.durable import read_json
+from trainer.core.errors import ConfigError
+from trainer.models.transform import ModelTransform
+
+pytestmark = [
+    pytest.mark.usefixtures("own_folder"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+PLAIN = ["device=cpu", "wandb.mode=disabled", "batch.global=8", "steps=1", "scheduler.warmup=0"]
+HF = "data._target_=datasets.load_from_disk data.dataset_path=data"
+LOADED = {"betas": [0.9, 0.999], "weight_decay": 0.01}
+DRAWN = {"betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+class Doubled(ModelTransform):
+    """An adapter, as far as the choice of a rate is concerned."""
+
+    is_adapter = True
+
+    def __call__(self, model):
+        model.requires_grad_(False)
+        next(model.parameters()).requires_grad_(True)
+        return model
+
+
+def planned(line: str) -> dict:
+    """What plan.json says of the optimizer, as a run is planned."""
+    assert shell(f"plan {' '.join(PLAIN)} {line}") == 0
+    (folder,) = {path.parent for path in Path().glob("outputs/*/*plan/plan.json")}
+    plan = read_json(folder / "plan.json")
+    folder.rename(folder.parent.parent.parent / f"seen-{folder.name}")
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "reason"),
+    [
+        ("model=hf model.path=gpt", {"lr": 2e-5, **LOADED}, "as the weights are loaded from gpt"),
+        (
+            "model=hf model.path=body model.task=token_classification",
+            {"lr": 5e-5, **LOADED},
+            "as the head is new (classifier.bias, ...)",
+        ),
+        (
+            f"model=hf model.path=gpt transforms=[{__name__}.Doubled]",
+            {"lr": 2e-4, **LOADED},
+            "as Doubled is an adapter",
+        ),
+        ("model=hf model.config=gpt", {"lr": 3e-4, **DRAWN}, "as the weights are drawn"),
+        (
+            "model=hf model.path=gpt optimizer.lr=0.5 'optimizer.betas=[0,0]'",
+            {"weight_decay": 0.01},
+            "",
+        ),
+        (
+            "model._target_=transformers.AutoModelForCausalLM.from_pretrained "
+            "model.pretrained_model_name_or_path=gpt",
+            {"lr": 2e-5, **LOADED},
+            "as the weights are loaded from gpt",
+        ),
+        nightly(
+            "model._target_=transformers.BertForTokenClassification.from_pretrained "
+            "model.pretrained_model_name_or_path=body",
+            {"lr": 5e-5, **LOADED},
+            "as the head is new (classifier.bias, ...)",
+        ),
+        nightly("model=hf model.path=gpt optimizer=sgd", {}, ""),
+        nightly("model=hf model.path=gpt optimizer._target_=torch.optim.AdamW", {}, ""),
+    ],
+)
+def test_the_rate_follows_from_what_the_weights_are(line, expected, reason, capsys):
+    save_causal_model(Path("gpt"))
+    Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("body")
+    save_tokens(Path("data"), *(["tags"] if "body" in line else []))
+    plan = planned(f"{HF} {line}")
+    assert plan["optimizer_defaults"] == expected
+    assert plan["lr"] == expected.get("lr", plan["lr"])
+    assert (plan["optimizer_reason"] or "").startswith(reason)
+    assert not expected or plan["optimizer_reason"] in " ".join(capsys.readouterr().out.split())
+
+
+def rates(run):
+    """The learning rate of each step."""
+    return [entry["lr"] for entry in entries(run) if "lr" in entry]
+
+
+def test_a_run_that_begins_with_anothers_weights_and_goes_on_keeps_its_rate():
+    first = train([*PLAIN, f"model._target_={TOYS}.Net", f"data._target_={TOYS}.Rows"])
+    assert rates(first) == pytest.approx([3e-4])
+    toys = [f"model._target_={TOYS}.Net", f"data._target_={TOYS}.Rows", "scheduler=constant"]
+    tuned = train([*PLAIN, *toys, f"init={first.folder}"])
+    assert rates(tuned) == pytest.approx([2e-5])
+    assert yaml.safe_load((tuned.folder / "config.yaml").read_text())["optimizer"]["lr"] is None
+    again = on(tuned, "steps=2")
+    assert rates(again) == pytest.approx([2e-5] * 2)
+    assert read_json(again.folder / "plan.json")["optimizer_reason"] == "as the run began"
+    with pytest.raises(ConfigError, match=r"optimizer.lr=0.5: the run has 2e-05; to change it"):
+        on(tuned, "steps=3 optimizer.lr=0.5")
+    assert rates(on(tuned, "steps=3 optimizer.lr=2e-5"))[2] == pytest.approx(2e-5)
+    changed = on(tuned, "steps=4 optimizer.lr=0.5 resume_allow=[optimizer.lr]")
+    assert rates(changed)[3] == pytest.approx(0.5)
+
+
+def test_a_preset_keeps_its_rate():
+    plan = planned("model.width=24 accum=fixed accum.micro=4")
+    assert "lr" not in plan["optimizer_defaults"]
+    assert plan["optimizer_defaults"] == DRAWN

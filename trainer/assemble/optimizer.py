@@ -1,0 +1,97 @@
+"""Choose an optimizer's settings: as typed, else by what the model's first weights are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from trainer.assemble.instantiate import arguments_of, check_names, construct, look_up
+from trainer.config.components import Component
+from trainer.config.messages import show
+from trainer.config.run_config import RunConfig
+from trainer.models.task import task_of
+from trainer.models.transformers_classes import loaded_from, new_weights
+from trainer.optim.optimizers import Job, OptimizerSpec, OwnOptimizer
+
+_GENERATES = {"causal_lm", "seq2seq_lm", "image_text_to_text"}  # whose heads are of their body
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChosenOptimizer:
+    """The optimizer of a run."""
+
+    spec: OptimizerSpec
+    component: Component  # its class and all of its arguments, as if they had been typed
+    by_job: Mapping[str, Any]  # the arguments that nobody typed, and that follow from the job
+    why: str  # the reason for those
+
+
+def typed_optimizer(config: RunConfig, given: Mapping[str, Any] | None = None) -> OptimizerSpec:
+    """Build the optimizer of a config.
+
+    Args:
+        config: of the run.
+        given: arguments that the config leaves open; None for those of a model from scratch.
+
+    Raises:
+        ConfigError: an argument does not fit.
+    """
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
+        own = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
+        check_names(kind, "optimizer", sorted(own))
+        return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
+    given = _settings(config, "scratch") if given is None else given
+    return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust, given)
+
+
+def fitting_optimizer(
+    config: RunConfig, module: nn.Module, recorded: Mapping[str, Any]
+) -> ChosenOptimizer:
+    """Build the optimizer with the settings that suit a model where none are typed.
+
+    A run that goes on has those that it began with, by the contract of its checkpoint, `recorded`;
+    it is empty where a run begins.
+    """
+    job, why = _job(config, module)
+    given = _settings(config, job)
+    if recorded.get("optimizer._target_") == config.optimizer.target:
+        found = {name: recorded.get(f"optimizer.{name}") for name in given}
+        given, why = {n: v for n, v in found.items() if v is not None}, "as the run began"
+    params = config.optimizer.params
+    by_job = {name: value for name, value in given.items() if params.get(name) is None}
+    return ChosenOptimizer(
+        spec=typed_optimizer(config, by_job),
+        component=config.optimizer.model_copy(update={"params": {**params, **by_job}}),
+        by_job=by_job,
+        why=why,
+    )
+
+
+def _settings(config: RunConfig, job: Job) -> Mapping[str, Any]:
+    """Give what the class of an optimizer declares for a job; most declare nothing."""
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    found: Mapping[str, Any] = getattr(kind, "by_job", {}).get(job, {})
+    return found
+
+
+def _job(config: RunConfig, module: nn.Module) -> tuple[Job, str]:
+    """Tell what is done with a model, and why one thinks so."""
+    for index, entry in enumerate(config.transforms):
+        kind = look_up(entry, f"transforms[{index}]", config.trust)
+        if getattr(kind, "is_adapter", False):
+            return "adapter", f"as {kind.__name__} is an adapter"
+    if config.init is not None:
+        return "pretrained", f"as the weights are those of {show(config.init)}"
+    loaded, new = loaded_from(module, config.model.params), new_weights(module)
+    if loaded is None:
+        return "scratch", "as the weights are drawn from the seed"
+    if new and task_of(module) not in _GENERATES:
+        return "new head", f"as the head is new ({new[0]}{', ...' * (len(new) > 1)})"
+    return "pretrained", f"as the weights are loaded from {show(loaded)}"
