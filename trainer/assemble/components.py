@@ -14,6 +14,7 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import check_components, construct
+from trainer.assemble.layout import bind_run, find_layout, longest
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
 from trainer.assemble.optimizer import ChosenOptimizer, fitting_optimizer, typed_optimizer
@@ -26,20 +27,20 @@ from trainer.assemble.parallel import (
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.assemble.terms import Terms
+from trainer.assemble.tokenizer import RunTokenizer
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, strictest
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.norms import model_coupling
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.data.collate import LABELS
-from trainer.data.loader import Loader, Request
+from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
 from trainer.data.view import DataView
-from trainer.models.bind import AUTOCAST, bind
 from trainer.models.check import vocabulary_of
 from trainer.models.compilation import compile_model
 from trainer.models.first_weights import FirstWeights
@@ -54,8 +55,7 @@ from trainer.plan.order import Order
 from trainer.training.batches import Feed, PlannedBatch, Source
 from trainer.training.evaluation import HeldOut
 from trainer.training.window import StepContext
-from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
-from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.tune.layout import COMPILED_SHAPES
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -92,6 +92,7 @@ class Components:
     example: Fields
     # What the model's constructor may take from the data, such as their vocabulary
     given: Mapping[str, Any]
+    tokenizer: Any  # None where no part takes one
 
     @property
     def train_set(self) -> DataView:
@@ -122,6 +123,10 @@ class Components:
         """What the size of a step, from 0, multiplies every learning rate by."""
         order = self.source.order
         return self.schedule.batch_factor(order.size_of(step)) * order.sizes.lr_factor(step)
+
+    def bind(self, module: nn.Module) -> ModelCall:
+        """Bind a module, such as a copy of the run's, to the run's precision."""
+        return bind_run(module, self.precision, self.world)
 
     def feed(self, world: World) -> Feed:
         """Begin to give the micro-batches of a rank."""
@@ -210,39 +215,29 @@ def assemble(
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
-    data = open_data(config, world)
+    tokenizer = RunTokenizer(config)
+    data = open_data(config, world, tokenizer)
     train_set, held_out, lengths = data.train, data.held_out, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
-    mode, why = parallel_mode(config, world), None
     given = arguments_from_data(config, train_set, terms.given)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
-    module, weights = build(in_shards=may_shard(config, world))
-    if mode == "auto":
-        mode, why = world.on_main(lambda: auto_mode(config, world, module))
-        if mode == "ddp" and weights is not None:
-            # A copy needs the weights themselves, not shards of them.
-            module, weights = build()
+    module, weights, mode, why = _build_in_mode(config, world, build)
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module)
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
-
-    def load(objective: Objective | None) -> Fields:
-        _prepare_with(loader, objective)
-        return loader.load(_longest(train_set))
-
-    chosen = typed or fitting_objective(config, world, module, load)
+    chosen = _choose(config, world, typed, module, loader)
     objective = chosen.objective
-    _prepare_with(loader, objective)
+    tokenizer.refuse_unused()
     coupling = strictest(
         model_coupling(module, is_accepted=config.accepts_statistics),
         stated_coupling(config),
         objective.coupling,
     )
-    layout, example = _layout(config, world, loader, coupling, module, precision)
+    layout, example = find_layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(
-        *(config, world, module, mode, AUTOCAST.get(precision)),
+        *(config, world, module, mode, precision),
         single_backward=strategy.single_backward,
         begun=terms.sync,
     )
@@ -267,7 +262,36 @@ def assemble(
         total_steps=config.steps or order.num_steps(config.total_epochs or 1),
         example=example,
         given=given,
+        tokenizer=tokenizer.built,
     )
+
+
+def _build_in_mode(
+    config: RunConfig, world: World, build: Callable[..., tuple[nn.Module, FirstWeights | None]]
+) -> tuple[nn.Module, FirstWeights | None, str, str | None]:
+    """Build the model as the mode of its ranks needs it; gives that mode, and why it is that."""
+    mode, why = parallel_mode(config, world), None
+    module, weights = build(in_shards=may_shard(config, world))
+    if mode == "auto":
+        mode, why = world.on_main(lambda: auto_mode(config, world, module))
+        if mode == "ddp" and weights is not None:
+            # A copy needs the weights themselves, not shards of them.
+            module, weights = build()
+    return module, weights, mode, why
+
+
+def _choose(
+    config: RunConfig, world: World, typed: Chosen | None, module: nn.Module, loader: Loader
+) -> Chosen:
+    """Take the objective that was typed, or the one for the model; samples are prepared for it."""
+
+    def load(objective: Objective | None) -> Fields:
+        _prepare_with(loader, objective)
+        return loader.load(longest(loader.dataset))
+
+    chosen = typed or fitting_objective(config, world, module, load)
+    _prepare_with(loader, chosen.objective)
+    return chosen
 
 
 def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
@@ -301,58 +325,6 @@ def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout)
         most=config.eval.samples,
         is_ordered=config.deterministic == "layout",
     )
-
-
-def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
-    """Bind a module to the run's precision."""
-    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
-
-
-def _longest(data: DataView) -> Request:
-    return Request(ids=(data.lengths.argmax(),), epoch=0, pad_to=data.lengths.max())
-
-
-def _layout(
-    config: RunConfig,
-    world: World,
-    loader: Loader,
-    coupling: Coupling,
-    module: nn.Module,
-    precision: str,
-) -> tuple[Layout, Fields]:
-    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
-    data, device = loader.dataset, planned_device(config, world)
-    request = _longest(data)
-    example = row = loader.load(request)
-    unfit = None
-    if data.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
-        unfit = "this data set or objective cannot use packed samples"
-    elif config.accum.packed is not False:
-        try:
-            row = loader.load(replace(request, packed=True))
-        except DataError as error:
-            unfit = str(error)
-    call = bind_run(module, precision, world)
-    if not world.on_main(lambda: needs_mask(loader, module, call)):
-        leave_out_mask(module)
-    packed = packs(
-        config.accum.packed,
-        module,
-        unfit=unfit,
-        device=device,
-        precision=precision,
-        fill=float(data.lengths.mean()) / max(1, request.pad_to),
-        fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
-    )
-    layout = layout_for(
-        data.lengths[data.lengths.sample()],
-        world_size=world.size,
-        device_type=device.type,
-        packed=packed,
-        compiled=config.compile,
-        group_size=coupling.size,
-    )
-    return layout, row if packed else example
 
 
 def _cut(config: RunConfig) -> Cut:

@@ -7,6 +7,7 @@ from collections.abc import Sized
 from typing import Any
 
 from trainer.assemble.instantiate import construct, look_up
+from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -21,8 +22,10 @@ LABELLING_LIBRARY = "datasets"
 """Its factories take `split` as a label of what they give, or as the name of a part in a file."""
 
 
-def open_data(config: RunConfig, world: World) -> DataSource:
+def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = None) -> DataSource:
     """Open the training and held-out data of a run, or all samples for an evaluation. Collective.
+
+    `tokenizer` is the run's, which data that take one are given.
 
     Raises:
         ConfigError: an argument of the data set is wrong, or its share is.
@@ -42,7 +45,10 @@ def open_data(config: RunConfig, world: World) -> DataSource:
     component = config.data.model_copy(update={"params": params})
     # A seed of its own makes other data of a data set, or other parts; `seed` does neither.
     split_seed = config.data.split_seed
-    given = {"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed}
+    given = {
+        **{"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed},
+        **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
+    }
 
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
     is_typed = "split" in taken and not is_label and params.get("split") is not None

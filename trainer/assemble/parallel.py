@@ -18,6 +18,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import size
 from trainer.core.norms import has_running_norm
 from trainer.core.world import World
+from trainer.models.bind import AUTOCAST
 from trainer.models.recompute import blocks_of
 from trainer.parallel.setup import SHARDED, ParallelSetup, sync_fault
 from trainer.parallel.sync import Deferred, SyncPolicy, reduction_of
@@ -57,14 +58,14 @@ def parallel_setup(
     world: World,
     module: nn.Module,
     mode: str,
-    dtype: torch.dtype | None,
+    precision: str,
     *,
     single_backward: bool = False,
     begun: Sequence[Any] | None = None,
 ) -> ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
-    `dtype` is what the run's matrix products compute in, where it is not what weights are in;
+    `precision` is the word that it became;
     `single_backward` whether a micro-batch has one alone; `begun` mode, ranks and policy that
     `sync=auto` was where the run goes on.
 
@@ -87,6 +88,7 @@ def parallel_setup(
         mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    dtype = AUTOCAST.get(precision)
     if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
         dtype = None
     itemsize = None if dtype is None else dtype.itemsize

@@ -7,30 +7,20 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from trainer.assemble.components import Components
 from trainer.assemble.parallel import planned_device
 from trainer.assemble.precision import has_fast_bf16
 from trainer.assemble.run_plan import RunPlan
+from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
 from trainer.config.rules import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
-from trainer.models.check import vocabulary_of
-from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
-from trainer.verify.diagnose import low_precision
 
-SHORT = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
 
 
@@ -54,9 +44,10 @@ def describe(run_plan: RunPlan) -> list[Row]:
         row("objective", chosen, objective=chosen),
         *objective.describe(facts),
         _loss(components.config.batch.normalizer),
-        *_model(components),
+        *model_rows(components),
         *_groups(components),
         _named(components.config),
+        *tokenizer_rows(components),
         _data(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
@@ -120,23 +111,6 @@ def batch_equation(
     each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
     times = "x" if low == high and whole is None else "of"
     return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
-
-
-def _model(components: Components) -> list[Row]:
-    """Count parameters, and say where their first values come from, and in which dtypes."""
-    config, dtypes = components.config, _dtypes(components)
-    name, init = config.model.name or config.model.target, _init(components)
-    sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
-    trained = sum(count for is_trained, count in sizes if is_trained)
-    frozen = sum(count for is_trained, count in sizes if not is_trained)
-    count = plural(trained + frozen, "parameter")
-    text = joined(name, count, frozen and f"{number(frozen)} frozen")
-    stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
-    begins = joined(init, stored, f"{dtypes['memory']} in memory")
-    return [
-        row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
-        row("init", begins, init=init, dtypes=dtypes),
-    ]
 
 
 def _named(config: RunConfig) -> Row:
@@ -235,7 +209,7 @@ def _time(run_plan: RunPlan) -> list[Row]:
     device = f"{config.device} (not here)" if is_away else str(here)
     workers = components.source.loader.num_workers
     loading = plural(workers, "loading process") + " each" * (components.world.size > 1)
-    means = joined(device, _dtypes(components)["compute"], workers and loading)
+    means = joined(device, dtypes_of(components)["compute"], workers and loading)
     return [
         row("time", text, step_seconds=seconds, time_note=note),
         row("compute", means, device=device, precision=components.precision, num_workers=workers),
@@ -343,13 +317,8 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             f"batch.global={asked} is more than the {there} {unit} of an epoch, so each step uses "
             f"the whole epoch; set batch.global={there}"
         )
-    low, pieces = low_precision(components.module), max(p.num_micro_batches for p in run_plan.plans)
-    if low is not None and pieces > 1:
-        warnings.append(
-            f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
-            "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
-            "model.dtype=float32 does where the class takes it, and type precision=bf16"
-        )
+    pieces = max(p.num_micro_batches for p in run_plan.plans)
+    warnings += model_warnings(components, pieces)
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
     if components.objective.coupling.kind == "batch" and components.held_out is not None:
@@ -357,41 +326,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             f"objective: {type(components.objective).__name__} couples all samples of a step, but "
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"
         )
-    known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
-    is_loaded = loaded_from(components.module, components.config.model.params) is not None
-    # Tables are padded, but not to the double.
-    if is_loaded and known and rows and rows >= 2 * known:
-        warnings.append(
-            f"data: {known} different ids, such as bytes, but the model was loaded with a "
-            f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
-            "own tokenizer, e.g. data._target_=datasets.load_from_disk"
-        )
     return warnings
-
-
-def _init(components: Components) -> str:
-    """Say where the first weights come from."""
-    config, module = components.config, components.module
-    if config.init is not None:
-        step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
-        return f"weights of {show(config.init)}{step}"
-    if (loaded := loaded_from(module, config.model.params)) is None:
-        return f"as the model is built, seed {config.seed}"
-    return joined(f"weights of {show(loaded)}", loaded_but(module)) or ""
-
-
-def _dtypes(components: Components) -> dict[str, str | None]:
-    """Name the dtypes of weights in their files and in memory, and of matrix products."""
-    params = components.config.model.params
-    weights = [p for p in components.module.parameters() if p.is_floating_point()]
-    memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
-    follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
-    return {
-        "disk": ", ".join(stored_dtypes(loaded_from(components.module, params))) or None,
-        "memory": memory,
-        # Without autocast products are computed in what the weights are in.
-        "compute": memory if follows else components.precision,
-    }
 
 
 def _defaults(components: Components) -> Row:

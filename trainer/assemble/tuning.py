@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from trainer.assemble.components import Components, bind_run
+from trainer.assemble.components import Components
 from trainer.assemble.parallel import planned_device, rank_memory
 from trainer.config.cards import card_of, reported_as
 from trainer.config.messages import clip
@@ -42,11 +42,10 @@ from trainer.tune.workload import Tiled, Workload, measured_dims, restoring
 def workload_of(components: Components) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = components.world, components.parallel
-    call_of = partial(bind_run, precision=components.precision, world=world)
-    ranks = partial(setup.fake_ranks, world.size, call_of, world.device)
+    ranks = partial(setup.fake_ranks, world.size, components.bind, world.device)
     return Workload(
         model=components.module,
-        bind=call_of,
+        bind=components.bind,
         objective=components.objective,
         make_optimizer=components.make_optimizer,
         make_fields=_tiled(components),

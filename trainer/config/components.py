@@ -232,6 +232,7 @@ COMPONENTS: Mapping[str, type[Component]] = {
     "accum.gradient": Component,
     "sync": Component,
     "model": Component,
+    "tokenizer": Component,
     "data": Data,
     "objective": Component,
     "optimizer": Component,

@@ -50,7 +50,7 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
-_STEP_KEYS += ("scheduler", "clip_norm", "precision", "batchnorm", "parts")
+_STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "batchnorm", "parts")
 
 
 # Null where the optimizer's class has them by what the model's weights are.
@@ -125,6 +125,7 @@ class RunConfig(Section):
     parallel: ParallelSection
     model: Component
     transforms: tuple[Component, ...] = Field(strict=False)
+    tokenizer: Component
     data: Data
     objective: Component
     optimizer: Component
@@ -340,11 +341,11 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
     roots = {"model", "transforms", *(["objective"] if config.command != "export" else [])}
     if config.command == "evaluate" and not config.evaluates_all:
-        roots |= {"data", "seed"}  # by which samples are held out
+        roots |= {"data", "tokenizer", "seed"}  # by which samples are held out
     faults = []
     new = contract(config)
     # Another path to the base of a model: what it gives is compared with what the run had.
-    paths = {k for k in new if k.startswith("model.") and NAMES_A_PATH.fullmatch(k)}
+    paths = {k for k in new if k.startswith(("model.", "tokenizer.")) and NAMES_A_PATH.fullmatch(k)}
     for key, before, now in _changes(old, new, {*config.resume_allow, *paths}):
         remedy = "leave it out"
         if key.startswith("data."):

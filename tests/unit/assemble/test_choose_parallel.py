@@ -55,7 +55,7 @@ def test_ordered_sums_are_of_whole_copies_and_no_parallelism_of_one_rank():
 def sharded(module: nn.Module, line: str) -> ParallelSetup:
     """Set a model up as shards of two ranks, under precision=bf16."""
     config = prepared(" ".join(overrides(f"{line} parallel=fsdp parallel.ranks=2"))).config
-    return parallel_setup(config, World(size=2), module, "fsdp", torch.bfloat16)
+    return parallel_setup(config, World(size=2), module, "fsdp", "bf16")
 
 
 def test_norms_in_shards_get_an_fp32_stream_under_bf16_as_they_do_in_whole_copies():

@@ -26,7 +26,7 @@ model name nonfinite.limit num_workers objective optimizer optimizer.groups opti
 optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode parallel.ranks
 parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume resume_allow
 run scheduler scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps sync
-transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
+tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
 """
 
 OPTIONS = {
@@ -42,6 +42,7 @@ OPTIONS = {
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
         "scheduler": "constant cosine own wsd",
+        "tokenizer": "auto bytes hf own",
         "sync": "auto deferred hierarchical immediate overlapped own",
     }.items()
 }
@@ -62,6 +63,8 @@ GIVEN = {
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},
     "TokenWindows": {"split"},
+    "hugging_face_tokenizer": {"model"},
+    "tokenizer_of_model": {"model"},
 }
 
 

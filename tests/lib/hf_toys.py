@@ -1,0 +1,69 @@
+"""Small models and tokenizers of Hugging Face, made where a test runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "step",
+    "sums",
+    "batch",
+    "is",
+    "what",
+    "we",
+    "find",
+    "and",
+    "cheapest",
+    "loss",
+    "weight",
+    "rank",
+]
+TEXTS = [" ".join(WORDS[(7 * i + j * j) % len(WORDS)] for j in range(3 + i % 9)) for i in range(60)]
+"""Sixty texts of 3 to 11 words."""
+
+
+def save_tokenizer(folder: Path, num_ids: int = 300, **options: Any) -> Any:
+    """Train a byte-level BPE on the texts and write it; ids 0 to 3: begin, end, pad, mask."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    special = ["<s>", "</s>", "<pad>", "<mask>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=num_ids,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    names = dict(zip(("bos_token", "eos_token", "pad_token", "mask_token"), special, strict=True))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names | options)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_llama(folder: Path, num_ids: int = 320, **settings: Any) -> None:
+    """Write a Llama of one layer with random weights."""
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": num_ids}
+    LlamaForCausalLM(LlamaConfig(**sizes | settings)).save_pretrained(folder)
+
+
+def write_lines(file: Path, records: list[dict[str, Any]]) -> Path:
+    """Write records as JSON lines."""
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file

@@ -1,0 +1,75 @@
+"""Find what hardware, model and data ask of every cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from trainer.assemble.parallel import planned_device
+from trainer.config.run_config import RunConfig
+from trainer.core.coupling import Coupling
+from trainer.core.errors import DataError
+from trainer.core.micro_batch import Fields
+from trainer.core.world import World
+from trainer.data.loader import Loader, Request
+from trainer.data.samples import INPUT_IDS
+from trainer.data.view import DataView
+from trainer.models.bind import AUTOCAST, bind
+from trainer.objectives.base import ModelCall
+from trainer.plan.cut import Layout
+from trainer.tune.layout import layout_for, packs
+from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
+
+
+def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
+    """Bind a module to the run's precision."""
+    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
+
+
+def longest(data: DataView) -> Request:
+    """Ask for the longest sample alone."""
+    return Request(ids=(data.lengths.argmax(),), epoch=0, pad_to=data.lengths.max())
+
+
+def find_layout(
+    config: RunConfig,
+    world: World,
+    loader: Loader,
+    coupling: Coupling,
+    module: nn.Module,
+    precision: str,
+) -> tuple[Layout, Fields]:
+    """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
+    data, device = loader.dataset, planned_device(config, world)
+    request = longest(data)
+    example = row = loader.load(request)
+    unfit = None
+    if data.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
+        unfit = "this data set or objective cannot use packed samples"
+    elif config.accum.packed is not False:
+        try:
+            row = loader.load(replace(request, packed=True))
+        except DataError as error:
+            unfit = str(error)
+    call = bind_run(module, precision, world)
+    if not world.on_main(lambda: needs_mask(loader, module, call)):
+        leave_out_mask(module)
+    packed = packs(
+        config.accum.packed,
+        module,
+        unfit=unfit,
+        device=device,
+        precision=precision,
+        fill=float(data.lengths.mean()) / max(1, request.pad_to),
+        fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
+    )
+    layout = layout_for(
+        data.lengths[data.lengths.sample()],
+        world_size=world.size,
+        device_type=device.type,
+        packed=packed,
+        compiled=config.compile,
+        group_size=coupling.size,
+    )
+    return layout, row if packed else example

@@ -1,0 +1,92 @@
+"""Describe the model of a run and its tokenizer in rows."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.assemble.components import Components
+from trainer.config.messages import show
+from trainer.core.format import number, plural
+from trainer.core.rows import Row, joined, row
+from trainer.models.check import vocabulary_of
+from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
+from trainer.verify.diagnose import low_precision
+
+SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def model_rows(components: Components) -> list[Row]:
+    """Count parameters, and say where their first values come from, and in which dtypes."""
+    config, dtypes = components.config, dtypes_of(components)
+    name, init = config.model.name or config.model.target, _init(components)
+    sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
+    trained = sum(count for is_trained, count in sizes if is_trained)
+    frozen = sum(count for is_trained, count in sizes if not is_trained)
+    count = plural(trained + frozen, "parameter")
+    text = joined(name, count, frozen and f"{number(frozen)} frozen")
+    stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
+    begins = joined(init, stored, f"{dtypes['memory']} in memory")
+    return [
+        row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
+        row("init", begins, init=init, dtypes=dtypes),
+    ]
+
+
+def tokenizer_rows(components: Components) -> list[Row]:
+    """Name the tokenizer, where a part takes one, and count its ids."""
+    if (tokenizer := components.tokenizer) is None:
+        return []
+    name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+    text = joined(name, plural(len(tokenizer), "id"))
+    return [row("tokenizer", text, tokenizer=name, num_ids=len(tokenizer))]
+
+
+def _init(components: Components) -> str:
+    """Say where the first weights come from."""
+    config, module = components.config, components.module
+    if config.init is not None:
+        step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
+        return f"weights of {show(config.init)}{step}"
+    if (loaded := loaded_from(module, config.model.params)) is None:
+        return f"as the model is built, seed {config.seed}"
+    return joined(f"weights of {show(loaded)}", loaded_but(module)) or ""
+
+
+def dtypes_of(components: Components) -> dict[str, str | None]:
+    """Name the dtypes of weights in their files and in memory, and of matrix products."""
+    params = components.config.model.params
+    weights = [p for p in components.module.parameters() if p.is_floating_point()]
+    memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
+    follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
+    return {
+        "disk": ", ".join(stored_dtypes(loaded_from(components.module, params))) or None,
+        "memory": memory,
+        # Without autocast products are computed in what the weights are in.
+        "compute": memory if follows else components.precision,
+    }
+
+
+def model_warnings(components: Components, pieces: int) -> list[str]:
+    """Name what of the model makes the step another; `pieces` are the micro-batches of one."""
+    warnings, low = list[str](), low_precision(components.module)
+    if low is not None and pieces > 1:
+        warnings.append(
+            f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
+            "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
+            "model.dtype=float32 does where the class takes it, and type precision=bf16"
+        )
+    known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
+    is_loaded = loaded_from(components.module, components.config.model.params) is not None
+    # Tables are padded, but not to the double.
+    if is_loaded and known and rows and rows >= 2 * known:
+        warnings.append(
+            f"data: {known} different ids, such as bytes, but the model was loaded with a "
+            f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
+            "own tokenizer, e.g. data._target_=datasets.load_from_disk"
+        )
+    return warnings

@@ -1,0 +1,81 @@
+"""Build tokenizers of transformers: from the files of a model, or of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.config.components import ExistingPath
+from trainer.core.errors import ConfigError
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
+"""Patterns of the files of which a folder with a tokenizer has at least one."""
+
+
+def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
+    """Load a tokenizer; no code of its folder is run.
+
+    Args:
+        path: its folder, or a name on the hub; None is that of the model.
+        model: what the model is loaded from or configured by.
+
+    Raises:
+        ConfigError: there is none, or transformers cannot load it.
+    """
+    source = path or model
+    if source is None:
+        raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
+    folder, place = Path(source), f"tokenizer.path={source}"
+    folder = folder.parent if folder.is_file() else folder
+    if folder.is_dir() and not _has_tokenizer(folder):
+        text = "no tokenizer there: type the folder of one, or tokenizer=bytes"
+        raise ConfigError(f"{place}: {text}")
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and only for this option
+
+    name = str(folder) if folder.is_dir() else source
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        text = f"transformers cannot load it: {' '.join(str(error).split())}"
+        if "trust_remote_code" in text:
+            text = "it needs code from its own folder, which is not run; use another"
+        elif not folder.is_dir():
+            text = "no such folder, and no tokenizer that the hub or its cache gives"
+        raise ConfigError(f"{place}: {text}") from error
+
+
+def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
+    """Load the tokenizer of a model; of one without, give that of bytes.
+
+    Args:
+        path: as `hugging_face_tokenizer` takes it.
+        model: what the model is loaded from or configured by.
+    """
+    if path is None and model is not None:
+        folder = Path(model).parent if Path(model).is_file() else Path(model)
+        path = model if not folder.is_dir() or _has_tokenizer(folder) else None
+    return byte_tokenizer() if path is None else hugging_face_tokenizer(path)
+
+
+def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
+    """Build a tokenizer whose ids are the bytes of UTF-8, then BOS = 256 and EOS = 257."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
+
+    # The library spells each byte as a character that can be printed.
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    bos, eos = "<|bos|>", "<|eos|>"
+    backend = Tokenizer(models.BPE(vocab=vocabulary | {bos: 256, eos: 257}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A {eos}", pair=None, special_tokens=[(bos, 256), (eos, 257)]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, bos_token=bos, eos_token=eos, name_or_path="bytes"
+    )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(True for pattern in _FILES for _ in folder.glob(pattern))
