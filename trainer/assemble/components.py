@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
-from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import bind_run, find_layout, longest
@@ -34,7 +33,6 @@ from trainer.core.coupling import Coupling, strictest
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.norms import model_coupling
-from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader
@@ -42,20 +40,17 @@ from trainer.data.samples import INPUT_IDS
 from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.check import vocabulary_of
-from trainer.models.compilation import compile_model
 from trainer.models.first_weights import FirstWeights
 from trainer.models.task import task_of
-from trainer.objectives.base import ModelCall, Objective, weights_of
+from trainer.objectives.base import ModelCall, Objective
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.optim.schedules import Schedule
 from trainer.parallel.setup import SHARDED, ParallelSetup
 from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
-from trainer.training.batches import Feed, PlannedBatch, Source
+from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut
-from trainer.training.window import StepContext
-from trainer.tune.layout import COMPILED_SHAPES
 from trainer.verify.case import hooked
 
 NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
@@ -147,43 +142,6 @@ class Components:
                 "waits for step()"
             )
         return optimizer
-
-    def step_context(
-        self,
-        *,
-        on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
-        parts: Sequence[Stateful] = (),
-    ) -> StepContext:
-        """Compose the step, and build the optimizer; the model may not be replaced after it.
-
-        `parts` are the user's, which follow every update.
-        """
-        if self.config.compile and self.config.command != "verify":  # which runs copies, in float64
-            compile_model(self.module, COMPILED_SHAPES)
-        model = self.parallel.lay_out(self.module, self.call, self.world, self.weights)
-        optimizer = self.make_optimizer(self.module)
-        scale = LossScale() if self.precision == "fp16" else None
-        return StepContext(
-            model=model,
-            objective=self.objective,
-            terms=tuple(sorted(weights_of(self.objective, self.example))),
-            strategy=self.strategy,
-            sync=self.parallel.sync,
-            deferred_fits=self.parallel.deferred_fits,
-            normalizer=self.config.batch.normalizer,
-            coupling=self.coupling,
-            optimizer=optimizer,
-            lr=self.spec.lr,
-            base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
-            lr_scale=self.lr_scale,
-            schedule=self.schedule,
-            total_steps=self.total_steps,
-            clip_norm=self.config.clip_norm,
-            loss_scale=scale,
-            parts=[*([] if scale is None else [scale]), *parts],
-            world=self.world,
-            on_out_of_memory=on_out_of_memory,
-        )
 
 
 def assemble(

@@ -10,6 +10,7 @@ from trainer.assemble.reporter import open_reporter
 from trainer.assemble.resumed import Saved
 from trainer.assemble.resumption import refuse_unsavable
 from trainer.assemble.run_plan import RunPlan, saved_cut
+from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
@@ -55,7 +56,7 @@ def open_run(
     components, world = run_plan.components, run_plan.components.world
     folder = store.folder.parent
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
-    context = components.step_context(on_out_of_memory=failed, parts=[*own.values()])
+    context = step_context(components, on_out_of_memory=failed, parts=[*own.values()])
     feed = components.feed(world)
     # More steps change no setting of the optimizer, and its groups may hold state.
     is_same = not contract_diff(saved.terms.contract, terms.contract, allow=("steps", "epochs"))

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.assemble.components import assemble
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
+from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms, read_terms
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainer.checkpoint.weights import checkpoint_weights
@@ -44,7 +45,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     data = prepare_on_main(components).components.held_out
     if data is None:
         raise DataError("data.holdout: nothing is held out to evaluate on")
-    metrics = evaluate(components.step_context().model, components.objective, data, world)
+    metrics = evaluate(step_context(components).model, components.objective, data, world)
 
     def report() -> None:
         file = folder / evaluation_file(config)

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.assemble.components import Components
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import RunPlan, prepare
+from trainer.assemble.step import step_context
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -38,7 +39,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     components, loaded, cut = assemble_resumed(config, world)
     run_plan = prepare(components, cut)
     batch, feed = _of_all_ranks(run_plan)
-    report = verify(components.step_context(), batch, feed, whole_fits=_whole_fits(run_plan))
+    report = verify(step_context(components), batch, feed, whole_fits=_whole_fits(run_plan))
     report = replace(report, notes=(*_asides(components), *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.components import assemble
+from trainer.assemble.step import step_context
 from trainer.checkpoint.weights import first_weights
 from trainer.commands.verify import VERIFY_FILE
 from trainer.config.run_config import RunConfig
@@ -39,7 +40,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     alone = replace(components, world=here, parallel=none, layout=layout, cut=cut)
     with closing(alone.feed(here)) as feed:
         found = compare_reduced(
-            *(alone.step_context(), feed.next(), feed),
+            *(step_context(alone), feed.next(), feed),
             lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),
             world,
         )

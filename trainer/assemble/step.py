@@ -1,0 +1,53 @@
+"""Compose the step of what a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainer.accumulate.loss_scale import LossScale
+from trainer.assemble.components import Components
+from trainer.core.stateful import Stateful
+from trainer.models.compilation import compile_model
+from trainer.objectives.base import weights_of
+from trainer.training.batches import PlannedBatch
+from trainer.training.window import StepContext
+from trainer.tune.layout import COMPILED_SHAPES
+
+
+def step_context(
+    components: Components,
+    *,
+    on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None,
+    parts: Sequence[Stateful] = (),
+) -> StepContext:
+    """Compose the step, and build the optimizer; the model may not be replaced after it.
+
+    `parts` are the user's, which follow every update.
+    """
+    config, module, world = components.config, components.module, components.world
+    if config.compile and config.command != "verify":  # which runs copies, in float64
+        compile_model(module, COMPILED_SHAPES)
+    model = components.parallel.lay_out(module, components.call, world, components.weights)
+    optimizer = components.make_optimizer(module)
+    scale = LossScale() if components.precision == "fp16" else None
+    return StepContext(
+        model=model,
+        objective=components.objective,
+        terms=tuple(sorted(weights_of(components.objective, components.example))),
+        strategy=components.strategy,
+        sync=components.parallel.sync,
+        deferred_fits=components.parallel.deferred_fits,
+        normalizer=config.batch.normalizer,
+        coupling=components.coupling,
+        optimizer=optimizer,
+        lr=components.spec.lr,
+        base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
+        lr_scale=components.lr_scale,
+        schedule=components.schedule,
+        total_steps=components.total_steps,
+        clip_norm=config.clip_norm,
+        loss_scale=scale,
+        parts=[*([] if scale is None else [scale]), *parts],
+        world=world,
+        on_out_of_memory=on_out_of_memory,
+    )
