@@ -37,6 +37,7 @@ from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
+from trainer.data.source import OWN_PART
 from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.check import vocabulary_of
@@ -65,7 +66,7 @@ class Components:
     world: World
     split: Split  # how they and the held-out ones were parted
     source: Source  # the same as steps take them: in order, with their lengths, collated
-    held_out: HeldOut | None  # None where the data leave nothing to evaluate on
+    held_out: Mapping[str, HeldOut]  # what is evaluated on, by name; the run's own part has none
     # The model on its device, neither compiled nor wrapped. To be sharded, its parameters are on
     # the meta device.
     module: nn.Module
@@ -110,9 +111,14 @@ class Components:
         return self.parallel.mode in SHARDED and self.config.command in {"train", "plan"}
 
     @property
+    def own_part(self) -> HeldOut | None:
+        """The run's own held-out part; None where the data leave nothing to evaluate on."""
+        return self.held_out.get(OWN_PART)
+
+    @property
     def data_views(self) -> list[DataView]:
         """What is trained and evaluated on."""
-        return [self.train_set, *([self.held_out.loader.dataset] if self.held_out else [])]
+        return [self.train_set, *(each.loader.dataset for each in self.held_out.values())]
 
     def lr_scale(self, step: int) -> float:
         """What the size of a step, from 0, multiplies every learning rate by."""
@@ -175,7 +181,7 @@ def assemble(
     )
     tokenizer = RunTokenizer(config)
     data = open_data(config, world, tokenizer)
-    train_set, held_out, lengths = data.train, data.held_out, data.train.lengths
+    train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     given = arguments_from_data(config, train_set, terms.given)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
@@ -204,7 +210,9 @@ def assemble(
         world=world,
         split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
-        held_out=None if held_out is None else _held_out(config, held_out, loader, layout),
+        held_out={
+            name: _held_out(config, each, loader, layout) for name, each in data.held_out.items()
+        },
         module=module,
         weights=weights,
         precision=precision,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
+import re
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.tokenizer import RunTokenizer
+from trainer.config.components import EVAL_SETS, Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.samples import faults_of
-from trainer.data.source import DataSource, SourceSpec
+from trainer.data.source import OWN_PART, DataSource, SourceSpec
 
 HOLDOUT = 0.05
 """Share that is held out where nobody says."""
@@ -23,26 +27,63 @@ LABELLING_LIBRARY = "datasets"
 
 
 def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = None) -> DataSource:
-    """Open the training and held-out data of a run, or all samples for an evaluation. Collective.
+    """Open what a run trains and evaluates on, or all samples for an evaluation. Collective.
 
     `tokenizer` is the run's, which data that take one are given.
 
     Raises:
-        ConfigError: an argument of the data set is wrong, or its share is.
-        TrainError: the data cannot be built or read.
+        ConfigError: an argument of a data set is wrong, or its share is.
+        TrainError: data cannot be built or read.
     """
-    target = look_up(config.data, "data", config.trust)
-    taken, params = inspect.signature(target).parameters, dict(config.data.params)
-    share = 0.0 if config.evaluates_all else params.get("holdout", HOLDOUT)
+    # `train` and `plan` show what is found on both sides.
+    compares, own = config.command in {"train", "plan"}, config.data
+    others = [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
+    if own.eval_path is not None:
+        path = {**own.params, "path": own.eval_path}
+        others.insert(0, (OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
+    holds_out = not config.evaluates_all and own.eval_path is None
+    spec = partial(_spec, config, tokenizer)
+    source = spec("data", own, holds_out=holds_out)
+    is_whole = config.evaluates_all
+    data = source.open_all(world) if is_whole else source.open(world, compares=compares)
+    for name, key, component in others if compares or config.command == "evaluate" else ():
+        with _faults_under(key):
+            part = spec(key, component, holds_out=False).open_all(world).train
+            data = data.evaluating(name, part, key, world, compares=compares)
+    return data
+
+
+@contextmanager
+def _faults_under(key: str) -> Iterator[None]:
+    """Put the key of a held-out set where a message says `data`, or `data.path` of another path."""
+    word = re.compile(r"^data(\.path)?\b" if key == "data.eval_path" else r"^data\b")
+    try:
+        yield
+    except DataError as error:
+        raise DataError(word.sub(key, str(error))) from error
+
+
+def _spec(
+    config: RunConfig,
+    tokenizer: RunTokenizer | None,
+    key: str,
+    data: Component,
+    *,
+    holds_out: bool,
+) -> SourceSpec:
+    """Say how the data set of a component is built and parted."""
+    target = look_up(data, key, config.trust)
+    taken, params = inspect.signature(target).parameters, dict(data.params)
+    share = params.get("holdout", HOLDOUT) if holds_out else 0.0
     is_share = isinstance(share, int | float) and 0 <= share < 1
     if "holdout" in taken:
-        params |= {"holdout": 0} if config.evaluates_all else {}
+        params |= {} if holds_out else {"holdout": 0}
     elif not is_share:
         text = "must be at least 0 and below 1, or 0 for none"
         raise ConfigError(f"data.holdout={show(share)}: {text}")
     else:
         params.pop("holdout", None)
-    component = config.data.model_copy(update={"params": params})
+    component = data.model_copy(update={"params": params})
     # A seed of its own makes other data of a data set, or other parts; `seed` does neither.
     split_seed = config.data.split_seed
     given = {
@@ -57,9 +98,9 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
     def build(**more: str) -> Any:  # noqa: ANN401 - whatever it makes
         with faults_of(component.target):
             kind = object if gives_parts else Sized  # its parts have a length
-            return construct(component, "data", kind, config.trust, {**given, **more})
+            return construct(component, key, kind, config.trust, {**given, **more})
 
-    source = SourceSpec(
+    return SourceSpec(
         build=build,
         name=component.target,
         takes_split="split" in taken and not (is_label or is_typed or gives_parts),
@@ -69,7 +110,3 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
         skips=config.data.on_bad != "stop" and "on_bad" not in taken,
         seed=config.seed,
     )
-    if config.evaluates_all:
-        return source.open_all(world)
-    # `train` and `plan` show what is found on both sides.
-    return source.open(world, compares=config.command in {"train", "plan"})

@@ -23,7 +23,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.config.components import COMPONENTS, LIBRARIES, LIBRARY_ROOTS, SHARED, Component
+from trainer.config.components import (
+    COMPONENTS,
+    EVAL_SETS,
+    LIBRARIES,
+    LIBRARY_ROOTS,
+    SHARED,
+    Component,
+    owner_of,
+)
 from trainer.config.keys import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
@@ -82,7 +90,7 @@ def look_up(
 
 def _is_option(component: Component, key: str) -> bool:
     """Whether one of the built-in options names the target."""
-    option = options_of(key).get(component.name or "", {})
+    option = options_of(owner_of(key) or key).get(component.name or "", {})
     return bool(option.get("_target_") == component.target)
 
 
@@ -154,12 +162,14 @@ def check_components(config: RunConfig) -> None:
     waiting = [(path, attrgetter(path)(config), False) for path in COMPONENTS]
     takes_steps = config.command not in {"evaluate", "export"}
     for key, each in config.listed():
-        waiting += [(key, each, False)] if takes_steps or key.startswith("transforms") else []
+        is_read = key.startswith(("transforms", EVAL_SETS))
+        waiting += [(key, each, False)] if takes_steps or is_read else []
     for key, component, inner in waiting:
         try:
             target = look_up(component, key, config.trust, inner=inner)
             # Not all shared ones reach a class of the user's own, or an optimizer of PyTorch's.
-            given = {"optimizer": SHARED["optimizer"], "data": {"holdout"}}.get(key, ())
+            owner = owner_of(key)
+            given = {"optimizer": SHARED["optimizer"], "data": {"holdout"}}.get(owner or key, ())
             target, arguments = _by_settings(target, component.params, typed=component.typed_target)
             names = [name for name in arguments if name not in ("_partial_", *given)]
             check_names(target, key, names)

@@ -54,7 +54,7 @@ def open_reporter(
 
 def _record_begin(folder: Path, plan: Record, components: Components) -> None:
     """Record how the run goes on, now that nothing refuses it."""
-    held_out = None if components.held_out is None else components.held_out.loader.dataset
+    parts = {name: each.loader.dataset for name, each in components.held_out.items()}
     publish(folder)
     write_record(folder / PLAN_FILE, plan)
-    write_record(folder / SPLITS_FILE, components.split.to_json(components.train_set, held_out))
+    write_record(folder / SPLITS_FILE, components.split.to_json(components.train_set, parts))

@@ -43,7 +43,7 @@ class SavedCut(SavedFields):
             cost=components.layout.cost,
             settings=asdict(components.cut),
             tuning=tuning,
-            evaluation_tokens=components.held_out.max_tokens if components.held_out else 1,
+            evaluation_tokens=max((h.max_tokens for h in components.held_out.values()), default=1),
         )
         saved._feed = feed
         return saved
@@ -133,7 +133,7 @@ def refuse_changed_data(components: Components, before: Terms) -> None:
 
 
 def _held_out(components: Components) -> str | None:
-    return components.held_out and components.held_out.loader.dataset.fingerprint
+    return components.own_part and components.own_part.loader.dataset.fingerprint
 
 
 def own_parts(config: RunConfig) -> dict[str, Stateful]:

@@ -138,7 +138,9 @@ def prepare(
             components,
             cut=cut,
             parallel=components.parallel.counted(fmean(plan.accum_steps for plan in plans)),
-            held_out=components.held_out and replace(components.held_out, max_tokens=tokens),
+            held_out={
+                name: replace(each, max_tokens=tokens) for name, each in components.held_out.items()
+            },
         ),
         plans=plans,
         tuning=tuning,

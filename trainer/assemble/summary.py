@@ -122,21 +122,22 @@ def _named(config: RunConfig) -> Row:
 
 def _data(components: Components, facts: RunFacts) -> Row:
     """Count what is trained and evaluated on."""
-    config, lengths, held_out = components.config, components.source.lengths, components.held_out
+    config, lengths, parts = components.config, components.source.lengths, components.held_out
     name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
     num_tokens = int(lengths.sum())
-    num_held_out = 0 if held_out is None else len(held_out.loader.dataset)
+    counts = {"": 0, **{name: len(part.lengths) for name, part in parts.items()}}
     text = joined(
         plural(len(lengths), "sample"),
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
-        f"{number(num_held_out)} held out",
+        *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
     )
     return row(
         *("data", f"{name}: {text}"),
         data=name,
         num_samples=len(lengths),
-        num_held_out=num_held_out,
+        num_held_out=counts.pop(""),
+        eval_sets=counts,
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
@@ -234,7 +235,7 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
     often: dict[str, float | str | None] = {"log": config.log.every}
-    if components.held_out is not None:
+    if components.held_out:
         often["evaluate"] = config.eval.every
     often["checkpoint"] = config.checkpoint.every
     cadences = {
@@ -321,7 +322,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     warnings += model_warnings(components, pieces)
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
-    if components.objective.coupling.kind == "batch" and components.held_out is not None:
+    if components.objective.coupling.kind == "batch" and components.held_out:
         warnings.append(
             f"objective: {type(components.objective).__name__} couples all samples of a step, but "
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"

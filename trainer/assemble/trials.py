@@ -44,7 +44,7 @@ class Trials:
     def apply(self, components: Components) -> None:
         """Have the loaders compare numbers with the limits, and losses know the output layer."""
         loader, lengths = components.source.loader, components.source.lengths
-        for each in [loader, *([components.held_out.loader] if components.held_out else [])]:
+        for each in [loader, *(part.loader for part in components.held_out.values())]:
             each.limit(self.limits)
         if self.limits:
             loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without

@@ -27,7 +27,15 @@ from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_
 from trainer.cli.paths import absolute_paths, exists
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
-from trainer.config.components import COMPONENTS, GROUPS, OWN, SHARED, ExistingPath, targets_in
+from trainer.config.components import (
+    COMPONENTS,
+    GROUPS,
+    OWN,
+    SHARED,
+    ExistingPath,
+    owner_of,
+    targets_in,
+)
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
@@ -212,10 +220,13 @@ class Composer:
 
 def _refuse_missing(config: RunConfig) -> None:
     """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
-    path, init = config.data.params.get("path"), config.init
-    is_read = declared(config.data.target).types.get("path") is ExistingPath
-    if path and is_read and config.command != "export" and not exists(str(path)):
-        raise DataError(clip(f"data.path={path}: no such file or folder{_below(str(path))}"))
+    init, paths = config.init, {"data.eval_path": config.data.eval_path}
+    for key, each in (("data", config.data), *config.listed()):
+        if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
+            paths[f"{key}.path"] = each.params.get("path")
+    for key, path in paths.items() if config.command != "export" else ():
+        if path and not exists(path):
+            raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
         if not exists(init):
             raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))

@@ -8,7 +8,7 @@ from operator import attrgetter
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read
-from trainer.config.components import COMPONENTS, NAMES_A_PATH, ExistingPath
+from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.declared import declared
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig, to_plain
@@ -25,16 +25,20 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
 
     What says so is the name of the argument, or its type. One that is not there stays as it is.
     """
-    found, targets = {}, {path: attrgetter(path)(config).target for path in COMPONENTS}
+    found, values = {}, flat(to_plain(config))
+    targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
+    targets |= {key: each.target for key, each in config.listed() if owner_of(key)}
     types = {f"{p}.{n}": kind for p in targets for n, kind in declared(targets[p]).types.items()}
     declare = {key for key, kind in types.items() if kind in (ExistingPath, ExistingPath | None)}
-    for key, value in flat(to_plain(config)).items():
-        is_named = key.partition(".")[0] in COMPONENTS and NAMES_A_PATH.fullmatch(key)
+    for key, value in values.items():
+        is_named = owner_of(key) and NAMES_A_PATH.fullmatch(key)
         is_argument = is_named or key in declare
         # Of this package `data.path=json` is a format, whatever folder lies beside the run.
         is_format = key == "data.path" and config.data.target.startswith("datasets.")
         if not (is_argument or key == "init") or (is_format and str(value).isidentifier()):
             continue
+        if key.startswith(EVAL_SETS) and value == values.get(f"data.{key.split('.', 3)[3]}"):
+            continue  # it follows that of the data
         texts = [each for each in (value if isinstance(value, list) else [value]) if each]
         if all(isinstance(each, str) for each in texts):
             paths = [str(expanded(each).absolute()) if exists(each) else each for each in texts]

@@ -15,8 +15,9 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.overrides import classify, parse, quote, read, without, word_of
+from trainer.cli.overrides import classify, dotted, parse, quote, read, without, word_of
 from trainer.cli.trust import refuse_odd_files
+from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -109,7 +110,8 @@ def _check_over(
         if word_of(typed, size) is not None and word_of(saved, size) is None:
             saved = without(saved, other)  # batch.global gives it
     if word_of(typed, "data.holdout") == "all":  # of other data
-        saved = without(saved, "eval.samples")
+        sets = [key for key in map(dotted, saved) if key.startswith(EVAL_SETS)]
+        saved = without(saved, "eval.samples", "data.eval_path", *sets)
     merged = saved_runs.merge(saved, typed, composer.groups)
     return composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig
 
 from trainer.cli.overrides import TARGET
-from trainer.config.components import COMPONENTS, LISTS, targets_in
+from trainer.config.components import COMPONENTS, LISTS, eval_sets, owner_of, targets_in
 from trainer.config.messages import clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
@@ -38,9 +38,10 @@ def consented_components(
         own: classes of a run that the user made.
     """
     found = set()
-    for path in (*COMPONENTS, *LISTS):
-        named = _classes(path, lookup(tree, path))
-        consented = {*own, *_typed_classes(typed), *_classes(path, _own_option(full, path))}
+    sections = {path: lookup(tree, path) for path in (*COMPONENTS, *LISTS)} | eval_sets(tree)
+    for path, section in sections.items():
+        named, option = _classes(path, section), _own_option(full, owner_of(path) or path)
+        consented = {*own, *_typed_classes(typed), *_classes(path, option)}
         if named and named <= consented:
             found.add(path)
     return frozenset(found)

@@ -19,6 +19,7 @@ from trainer.core.durable import write_record
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.console import show_read
+from trainer.report.metrics import named_means
 from trainer.training.consistency import check_consistency
 from trainer.training.evaluation import HeldOut, evaluate
 
@@ -42,18 +43,23 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not config.evaluates_all:
         refuse_changed_data(components, terms)
     check_consistency(world, components.data_views, components.module, components.weights)
-    data = prepare_on_main(components).components.held_out
-    if data is None:
+    parts = prepare_on_main(components).components.held_out
+    if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
-    metrics = evaluate(step_context(components).model, components.objective, data, world)
+    model = step_context(components).model
+    means = {n: evaluate(model, components.objective, part, world) for n, part in parts.items()}
 
     def report() -> None:
         file = folder / evaluation_file(config)
-        what, record = _described(config, terms, data)
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        more = f" (written to {file.name})" if config.evaluates_all else ""
-        show_read(loaded, f"{what}: {figures}{more}")
-        names = {f"eval_{name}": value for name, value in metrics.items()}
+        lines, record = [], dict[str, Any]()
+        for name, metrics in means.items():
+            what, facts = _described(config, terms, name, parts[name])
+            record |= {"sets": {**record.get("sets", {}), name: facts}} if name else facts
+            figures = ", ".join(f"{figure} {value:.4f}" for figure, value in metrics.items())
+            lines.append(f"{what}: {figures}")
+        lines[-1] += f" (written to {file.name})" if config.evaluates_all else ""
+        show_read(loaded, *lines)
+        names = {f"eval_{name}": value for name, value in named_means(means).items()}
         write_record(file, {"step": loaded.step, **names, **record})
 
     world.on_main(report)
@@ -67,14 +73,17 @@ def _for_any_data(config: RunConfig, terms: Terms) -> RunConfig:
     return config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
 
 
-def _described(config: RunConfig, terms: Terms, data: HeldOut) -> tuple[str, dict[str, Any]]:
+def _described(
+    config: RunConfig, terms: Terms, name: str, data: HeldOut
+) -> tuple[str, dict[str, Any]]:
     """Say which samples are evaluated, for the screen and for the record."""
-    section, before = to_plain(config)["data"], terms.contract
+    plain, before = to_plain(config), terms.contract
+    section = plain["eval"]["sets"][name] if name else plain["data"]
     keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
     is_own = all(before.get(key) == contract(config)[key] for key in keys)
     count, most = data.num_samples, len(data.lengths)
-    what = f"held out ({count} samples)"
-    if config.evaluates_all:
+    what = f"{name or 'held out'} ({count} samples)"
+    if config.evaluates_all and not name:
         place = f"other data, {show(section.get('path') or section['_target_'])}"
         whose = "the run's own data, those it trained on among them" if is_own else place
         what = f"{f'all {most}' if count == most else f'{count} of {most}'} samples of {whose}"

@@ -38,7 +38,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     # Held-out losses of simple models, in nats per token, which the data may know.
     entropies = components.train_set.facts.byte_entropies
     simple: dict[str, float] = {}
-    if entropies is not None and components.held_out is not None:
+    if entropies is not None and components.own_part and config.data.eval_path is None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
     result = {
         "step": trained.step,

@@ -97,6 +97,7 @@ Word = Annotated[
     BeforeValidator(_as_text),
     Field(pattern=r"^\w[\w.-]{0,99}$", description="one word of letters, digits, -, _ and ."),
 ]
+Name = Annotated[Word, Field(pattern=r"^[^.]*$")]  # which begins those of figures
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
@@ -212,6 +213,7 @@ class Data(Component):
 
     on_bad: Literal["stop", "skip"]
     split_seed: Seed
+    eval_path: ExistingPath | None
 
 
 class Batch(Component):
@@ -243,6 +245,9 @@ COMPONENTS: Mapping[str, type[Component]] = {
 LISTS: tuple[str, ...] = ("transforms", "parts", "hooks")
 """Where a config names several classes, in their order."""
 
+EVAL_SETS = "eval.sets"
+"""Where a config names held-out sets, each with the arguments of its data that differ."""
+
 GROUPS: tuple[str, ...] = ("parallel", *COMPONENTS)
 """Where a folder of `conf/` gives options; `accum.gradient` is the folder `accum/gradient`."""
 
@@ -253,8 +258,32 @@ def extra_keys(path: str) -> dict[str, str]:
     return {f.alias or name: name for name, f in fields if name not in Component.model_fields}
 
 
+def eval_sets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the named held-out sets of a config by key, each laid over its data unless of a class.
+
+    What is no mapping stays as it is, for the schema to refuse.
+    """
+    sets, data = (tree.get(section) for section in ("eval", "data"))
+    sets = sets.get("sets") if isinstance(sets, Mapping) else None
+    same = set_arguments(data if isinstance(data, Mapping) else {})
+    same.pop("holdout", None)  # all of it is evaluated
+    return {
+        f"{EVAL_SETS}.{name}": same | dict(entry)
+        if isinstance(entry, Mapping) and "_target_" not in entry
+        else entry
+        for name, entry in (sets.items() if isinstance(sets, Mapping) else ())
+    }
+
+
+def set_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what of the settings of data a held-out set may have, too."""
+    return {name: data[name] for name in data if name not in extra_keys("data")}
+
+
 def owner_of(key: str) -> str | None:
-    """Name the innermost component that a dotted key belongs to."""
+    """Name the innermost component that a dotted key belongs to; a held-out set is like data."""
+    if key.startswith(f"{EVAL_SETS}."):
+        return "data"
     owners = [path for path in COMPONENTS if f"{key}.".startswith(f"{path}.")]
     return max(owners, key=len, default=None)
 

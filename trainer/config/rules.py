@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
-from trainer.config.components import COMPONENTS
+from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
@@ -77,6 +77,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
+    ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )
@@ -136,6 +137,12 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if view["step"] != "last" and not has_run:
         text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="
         yield line("step", view["step"], text)
+    if view["data.eval_path"] is not None and view["data.path"] is None:
+        text = "takes the place of data.path, which these data lack; see eval.sets"
+        yield line("data.eval_path", view["data.eval_path"], text)
+    for key in view:
+        if key.startswith(f"{EVAL_SETS}.") and key.endswith(".holdout"):
+            yield line(key, view[key], "all samples of a set are evaluated; leave it out")
     outputs = str(view["outputs"])
     if ".." in PurePath(outputs).parts or outputs.startswith("~"):
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")

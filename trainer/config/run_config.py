@@ -20,6 +20,7 @@ from trainer.config.cards import CardName
 from trainer.config.components import (
     AUTO_OBJECTIVE,
     COMPONENTS,
+    EVAL_SETS,
     LIBRARIES,
     LISTS,
     NAMES_A_PATH,
@@ -30,6 +31,7 @@ from trainer.config.components import (
     Component,
     Count,
     Data,
+    Name,
     Natural,
     Positive,
     Section,
@@ -74,6 +76,10 @@ class Eval(Section):
     every: Cadence | None
     samples: Count | None
     at_start: bool
+    sets: Annotated[
+        dict[Name, Component],
+        Field(description="a mapping, e.g. {web: {path: web.jsonl}}"),
+    ]
 
 
 class Checkpoint(Section):
@@ -205,10 +211,11 @@ class RunConfig(Section):
         ]
 
     def listed(self) -> Iterator[tuple[str, Component]]:
-        """Give the classes of lists, each with its key: `hooks[0]`."""
+        """Give the classes of lists and of held-out sets, each with its key: `hooks[0]`."""
         for name in LISTS:
             entries: tuple[Component, ...] = getattr(self, name)
             yield from ((f"{name}[{place}]", each) for place, each in enumerate(entries))
+        yield from ((f"{EVAL_SETS}.{name}", each) for name, each in self.eval.sets.items())
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -16,13 +16,16 @@ from pydantic import ValidationError
 
 from trainer.config.components import (
     COMPONENTS,
+    EVAL_SETS,
     FROM_DATA,
     LISTS,
     OWN,
     SHARED,
     convert,
+    eval_sets,
     extra_keys,
     owner_of,
+    set_arguments,
     type_like,
 )
 from trainer.config.declared import declared
@@ -153,26 +156,35 @@ def _leaf_faults(
 
 def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
     """Read every constructor argument as the type it has there or in its option, in place."""
-    for path in COMPONENTS:
-        section, example = lookup(tree, path), lookup(base, path)
+    sections = {path: lookup(tree, path) for path in COMPONENTS} | eval_sets(tree)
+    for place, section in sections.items():
+        owner, typed = owner_of(place) or place, lookup(tree, place)
+        if not isinstance(typed, dict):
+            continue
+        example = lookup(base, owner) if place == owner else set_arguments(lookup(base, owner))
         # A class that its option does not name takes arguments that only its constructor knows.
         is_own = section.get("_target_") != example.get("_target_")
-        types = {} if is_own else {name: type_like(value) for name, value in example.items()}
-        own = declared(str(section.get("_target_"))).types
-        types |= {n: t | None if n in FROM_DATA else t for n, t in own.items()}
-        is_shared = not is_own or path == "optimizer"
-        types |= {n: t for n, t in SHARED.get(path, {}).items() if is_shared or n in own}
-        for name, value in section.items():
-            key, default = f"{path}.{name}", example.get(name)
-            if name in extra_keys(path) or value == MISSING:
+        types = _types(owner, section, {} if is_own else example)
+        for name, value in typed.items():
+            key, default = f"{place}.{name}", example.get(name)
+            if name in extra_keys(place) or value == MISSING:
                 continue
             if name not in example and not is_own:
                 yield _unknown(key, value, base, choices)
             elif name in types and not (type(value) is type(default) and value == default):
                 try:
-                    section[name] = convert(types[name], value)
+                    typed[name] = convert(types[name], value)
                 except ValidationError:
                     yield value_fault(key, types[name], value, default)
+
+
+def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
+    """Give the types of a component's arguments, by its option where it is of its class."""
+    types = {name: type_like(value) for name, value in example.items()}
+    own = declared(str(section.get("_target_"))).types
+    types |= {n: t | None if n in FROM_DATA else t for n, t in own.items()}
+    is_shared = bool(example) or owner == "optimizer"
+    return types | {n: t for n, t in SHARED.get(owner, {}).items() if is_shared or n in own}
 
 
 _ELSEWHERE: Mapping[str, Sequence[str]] = {
@@ -233,6 +245,13 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
         if isinstance(entries := tree.get(name), list | tuple):
             sections = [{"_target_": each} if isinstance(each, str) else each for each in entries]
             fields[name] = [_component(section, name, {}, typed) for section in sections]
+    if isinstance(evaluation := tree.get("eval"), Mapping) and "sets" in evaluation:
+        options = {key.replace(".", "/"): choices.get("data") for key in eval_sets(tree)}
+        sets = {
+            key.removeprefix(f"{EVAL_SETS}."): _component(section, key, options, typed)
+            for key, section in eval_sets(tree).items()
+        }
+        fields["eval"] = {**evaluation, "sets": sets or evaluation["sets"]}
     return fields
 
 

@@ -12,11 +12,22 @@ from trainer.core.world import World
 from trainer.data.bad_samples import readable
 from trainer.data.joined import Joined
 from trainer.data.samples import HELD_OUT, TRAIN
-from trainer.data.split import Overlap, Split, find_overlap, have_equal_contents, split_warnings
+from trainer.data.split import (
+    Overlap,
+    Split,
+    find_overlap,
+    have_equal_contents,
+    overlap_warning,
+    split_warnings,
+)
 from trainer.data.view import DataView, split_by_seed
 
 HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
 """What a held-out part may be called, the first one first, beside one called `train`."""
+
+
+OWN_PART = ""
+"""The name of the run's own held-out part, whose figures have no name before theirs."""
 
 
 @final
@@ -25,8 +36,26 @@ class DataSource:
     """The data of a run."""
 
     train: DataView  # what is trained on
-    held_out: DataView | None  # None where nothing is
+    held_out: Mapping[str, DataView]  # what is evaluated on by name, the run's own part first
     split: Split  # how they were parted
+
+    def evaluating(
+        self, name: str, data: DataView, key: str, world: World, *, compares: bool
+    ) -> DataSource:
+        """Add samples to evaluate on, which a key of the config gives. Collective.
+
+        With `compares` they are looked for in training, and those that are there are a warning.
+        """
+        split, found = self.split, None
+        if compares:
+            found = Overlap(**world.on_main(lambda: asdict(find_overlap(self.train, data))))
+            warnings = *split.warnings, *overlap_warning(key, found, self.train)
+            split = replace(split, warnings=warnings)
+        if name == OWN_PART:
+            split = replace(split, rule=f"the samples of {key}", holdout=None, overlap=found)
+        else:
+            split = replace(split, sets={**split.sets, name: found})
+        return replace(self, held_out={**self.held_out, name: data}, split=split)
 
 
 @final
@@ -65,12 +94,12 @@ class SourceSpec:
         train, rest = parts
         split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
         if not len(rest) or self.holdout == 0:
-            return DataSource(train=train, held_out=None, split=split)
+            return DataSource(train=train, held_out={}, split=split)
         if compares:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
             split = replace(split, overlap=Overlap(**found))
         split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
-        return DataSource(train=train, held_out=rest, split=split)
+        return DataSource(train=train, held_out={OWN_PART: rest}, split=split)
 
     def open_all(self, world: World) -> DataSource:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""
@@ -78,7 +107,8 @@ class SourceSpec:
         parts = [part for part in parts if len(part)] or parts[:1]
         every = parts[0] if len(parts) == 1 else DataView(Joined(parts))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
-        return DataSource(train=every, held_out=every if len(every) else None, split=split)
+        held_out = {OWN_PART: every} if len(every) else {}
+        return DataSource(train=every, held_out=held_out, split=split)
 
     def _parts(self, world: World) -> tuple[list[DataView], str, tuple[str, ...]]:
         """Build what the data set brings: one or two parts, by what, and what to warn of."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -52,10 +52,16 @@ class Split:
     holdout: float | None  # share that was asked for; None where the data bring their own parts
     seed: int  # `data.split_seed`.
     overlap: Overlap | None = None  # of the contents; None where they were not compared
+    # Likewise of each named held-out set
+    sets: Mapping[str, Overlap | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # what a person must know about it
 
-    def to_json(self, train: DataView, held_out: DataView | None) -> dict[str, Any]:
-        """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`."""
+    def to_json(self, train: DataView, parts: Mapping[str, DataView]) -> dict[str, Any]:
+        """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`.
+
+        `parts` are the held-out ones by name; the run's own has none.
+        """
+        held_out = parts.get("")
         count = 0 if held_out is None else len(held_out)
         places = np.arange(min(count, LISTED_IDS))
         ids: list[int] = [] if held_out is None else held_out.original_ids(places).tolist()
@@ -68,6 +74,10 @@ class Split:
             "num_listed": len(ids),
             "held_out": ids,
             "overlap": self.overlap and asdict(self.overlap),
+            "sets": {
+                name: {"num_samples": len(parts[name]), "overlap": found and asdict(found)}
+                for name, found in self.sets.items()
+            },
         }
 
 
@@ -99,13 +109,7 @@ def find_overlap(train: DataView, held_out: DataView) -> Overlap:
 
 def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterable[str]:
     """Warn of samples on both sides, and of a share far from the one asked for."""
-    shared = split.overlap
-    if shared is not None and shared.found > SHARED_SHARE * shared.held_out:
-        yield (
-            f"data: {shared.found:,} of {plural(shared.held_out, 'held-out sample')} that were "
-            f"compared are trained on too (among {shared.training:,} of {len(train):,}), so the "
-            "held-out loss is too good; see splits.json"
-        )
+    yield from overlap_warning("data", split.overlap, train)
     if asked := split.holdout:
         parts = {
             "tokens": (held_out.lengths.sum(), train.lengths.sum()),
@@ -120,6 +124,16 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
                     "share"
                 )
                 return
+
+
+def overlap_warning(key: str, shared: Overlap | None, train: DataView) -> Iterable[str]:
+    """Warn of samples that are evaluated and trained on, by the key that gives them."""
+    if shared is not None and shared.found > SHARED_SHARE * shared.held_out:
+        yield (
+            f"{key}: {shared.found:,} of {plural(shared.held_out, 'held-out sample')} that were "
+            f"compared are trained on too (among {shared.training:,} of {len(train):,}), so the "
+            "held-out loss is too good; see splits.json"
+        )
 
 
 def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:

@@ -141,11 +141,12 @@ class Screen:
         del self._consoles[1:]
 
 
-def show_read(loaded: Loaded, text: str) -> None:
-    """Print what was done with a checkpoint, and which it was."""
+def show_read(loaded: Loaded, *texts: str) -> None:
+    """Print what was done with a checkpoint, a line each, and which it was."""
     screen = Screen()
     screen.name_checkpoint(loaded)
-    screen.line(f"step {loaded.step}: {text}")
+    for text in texts:
+        screen.line(f"step {loaded.step}: {text}")
     screen.close()
 
 

@@ -17,6 +17,9 @@ from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_
 
 SAMPLES_FILE = "samples.jsonl"
 
+Means = Mapping[str, Mapping[str, float]]
+"""Of an evaluation: by the name of what is held out, then by that of the figure."""
+
 EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 
 
@@ -83,16 +86,16 @@ class MetricsLog:
                 more["skipped"] = bad
             self._samples.write({"step": step, "ids": list(ids), **more})
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> Entry:
+    def evaluation(self, step: int, means: Means, seconds: float) -> Entry:
         """Write an evaluation; steps before it must be flushed.
 
         Args:
             step: after which it was made.
-            metrics: means by name, written as `eval_...`.
+            means: of each part, written as `eval_...`.
             seconds: wall time.
         """
         entry: Entry = {"step": step}
-        entry |= {f"eval_{name}": float(value) for name, value in metrics.items()}
+        entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
         return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def flush(self) -> list[Entry]:
@@ -118,6 +121,15 @@ class MetricsLog:
         entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
         self._metrics.write(entry)
         return entry
+
+
+def named_means(means: Means) -> dict[str, float]:
+    """Put the name of each part before those of its figures; the run's own part has none."""
+    return {
+        f"{part}_{name}".removeprefix("_"): value
+        for part, metrics in means.items()
+        for name, value in metrics.items()
+    }
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:

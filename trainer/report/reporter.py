@@ -18,7 +18,7 @@ from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
 from trainer.report.journal import Entry
-from trainer.report.metrics import MetricsLog
+from trainer.report.metrics import Means, MetricsLog
 from trainer.report.records import Record
 from trainer.report.wandb import WandbMirror
 
@@ -111,13 +111,15 @@ class RunReporter:
         self._metrics.consumed(step, ids, skipped_ids)
         self._show(self._metrics.step(entry))
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Take a pass over the held-out data after a step: means by name, and its seconds."""
+    def evaluation(self, step: int, means: Means, seconds: float) -> None:
+        """Take a pass over all that is held out after a step, and its seconds."""
         self._show(self._metrics.flush())
-        entry = self._metrics.evaluation(step, metrics, seconds)
-        means = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        text = f"{step_of(step, self._steps)}  held out: {means}  ({duration(seconds)})"
-        self._screen.line(text, "bold")
+        entry = self._metrics.evaluation(step, means, seconds)
+        times = [*[""] * (len(means) - 1), f"  ({duration(seconds)})"]
+        for (part, metrics), time in zip(means.items(), times, strict=True):
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            text = f"{step_of(step, self._steps)}  {part or 'held out'}: {figures}{time}"
+            self._screen.line(text, "bold")
         self._note(step, "on_eval", entry)
 
     def flush(self) -> None:

@@ -17,6 +17,7 @@ from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, State, Stateful
 from trainer.plan.order import Order
+from trainer.report.metrics import named_means
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
@@ -34,7 +35,7 @@ class Run:
     config: RunConfig
     context: StepContext
     feed: Feed
-    held_out: HeldOut | None
+    held_out: Mapping[str, HeldOut]  # by name; the run's own part has none
     reporter: Reporter
     checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
     was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
@@ -202,19 +203,20 @@ def _evaluate_if_due(run: Run, progress: Progress) -> None:
 
 def _evaluate(run: Run, progress: Progress) -> None:
     """Evaluate, once at a step, unless a signal comes; the run that goes on evaluates first."""
-    if run.held_out is None or progress.evaluated_at == progress.step:
+    if not run.held_out or progress.evaluated_at == progress.step:
         return
     progress.evaluated_at = progress.step
     started, context = time.perf_counter(), run.context
     run.feed.pause()
     try:
-        metrics = evaluate(
-            context.model, context.objective, run.held_out, context.world, run.was_asked
-        )
+        means = {
+            name: evaluate(context.model, context.objective, part, context.world, run.was_asked)
+            for name, part in run.held_out.items()
+        }
     except Preempted:
         _end(run, progress, _preempted(progress.step))
-    run.reporter.evaluation(progress.step, metrics, time.perf_counter() - started)
-    progress.evaluation = metrics
+    run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
+    progress.evaluation = named_means(means)
 
 
 def record_of(

@@ -51,7 +51,7 @@ def built(target: str, **values: object) -> tuple[DataView, DataView | None, Any
 
 def parts(config: RunConfig) -> tuple[DataView, DataView | None, Any]:
     data = open_data(config, World())
-    return data.train, data.held_out, data.split
+    return data.train, data.held_out.get(""), data.split
 
 
 def write(path: Path) -> str:
@@ -82,7 +82,7 @@ def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Pa
     assert len({*contents(train), *contents(held_out)}) == COUNT
     assert split.overlap.found == 0
     assert split.warnings == ()
-    kept = split.to_json(train, held_out)
+    kept = split.to_json(train, {"": held_out})
     assert sorted([*kept["held_out"], *train.original_ids(range(30))]) == [*range(COUNT)]
     assert kept["rule"] == "samples drawn by data.split_seed"
 
@@ -163,7 +163,7 @@ def test_parts_that_share_samples_are_named_and_others_are_not() -> None:
     assert (len(train), len(held_out)) == (COUNT, 8)
     (warning,) = split.warnings
     assert warning.startswith("data: 8 of 8 held-out samples that were compared are trained on too")
-    assert split.to_json(train, held_out)["overlap"] == {
+    assert split.to_json(train, {"": held_out})["overlap"] == {
         "held_out": 8,
         "training": COUNT,
         "found": 8,

@@ -165,7 +165,7 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     reporter.start(ROWS, PLAN)
     for step in range(1, 31):
         reporter.step(record(step))
-    reporter.evaluation(30, {"loss": 4.5}, 1.0)
+    reporter.evaluation(30, {"": {"loss": 4.5}}, 1.0)
     assert "━" in seen()
     assert "\x1b[" in seen()
     reporter.finish(RESULT, [])

@@ -48,7 +48,7 @@ def test_entries_are_written_at_once_and_numbers_that_json_does_not_know_are_nul
     log, grad_norm = MetricsLog(tmp_path, pytest.fail, keep_samples=True), torch.tensor(0.75)
     more = {"skipped": "not finite", "replays": 2, "noise_scale": torch.tensor(12.0)}
     log.step(record(loss=torch.tensor(math.nan), padding=math.inf, grad_norm=grad_norm, **more))
-    log.evaluation(1, {"loss": math.nan, "accuracy": 0.3}, 1.5)
+    log.evaluation(1, {"": {"loss": math.nan, "accuracy": 0.3}}, 1.5)
     grad_norm.zero_()  # the file does not lag on a CPU
     step, evaluation = strictly(tmp_path / METRICS_FILE)
     assert tuple(step) == (*STEP_KEYS, *more)
@@ -123,7 +123,7 @@ def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_syn
             assert [entry["step"] for entry in written] == ([2] if step == 3 else [])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    log.evaluation(0, {"loss": 1.0}, 1.0)
+    log.evaluation(0, {"": {"loss": 1.0}}, 1.0)
     log.sync()
     entries = [e for e in strictly(tmp_path / METRICS_FILE) if "loss" in e]
     assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]

@@ -1,0 +1,107 @@
+"""What is evaluated beside, or in place of, the part that a run holds out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.lib.run_support import entries, go, on, overrides, read_json, shell, state
+from trainer.cli.main import FinishedRun
+
+pytestmark = pytest.mark.usefixtures("texts")
+
+GPT = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1 scheduler=constant"
+TEXT = f"{GPT} data=text data.path=d.jsonl data.max_length=32 eval.every=2"
+SETS = "data.eval_path=val.jsonl eval.sets.web.path=web.jsonl eval.sets.seen.path=d.jsonl"
+NAMES = ("loss", "accuracy")
+
+
+@pytest.fixture
+def texts(own_folder: None) -> None:
+    """Three files of a document a line, which share none, and one without any."""
+    for file, count in (("d.jsonl", 40), ("val.jsonl", 7), ("web.jsonl", 11), ("none.jsonl", 0)):
+        records = (json.dumps({"text": f"{file}, document {n}"}) for n in range(count))
+        Path(file).write_text("".join(f"{record}\n" for record in records))
+
+
+def evaluations(run: FinishedRun) -> list[dict[str, float]]:
+    """The evaluations of a run, without their times."""
+    found = [entry for entry in entries(run) if "eval_seconds" in entry]
+    return [{name: v for name, v in e.items() if name != "eval_seconds"} for e in found]
+
+
+def test_a_file_and_named_sets_are_evaluated_whole_and_nothing_is_held_out_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = go(f"{TEXT} {SETS} steps=4")
+    screen = capsys.readouterr().out
+    plan, splits = (read_json(run.folder / name) for name in ("plan.json", "splits.json"))
+    assert (plan["num_samples"], plan["num_held_out"]) == (40, 7)
+    assert plan["eval_sets"] == {"web": 11, "seen": 40}
+    (warning,) = plan["warnings"]
+    assert warning.startswith("eval.sets.seen: 40 of 40 held-out samples that were compared")
+    assert (splits["rule"], splits["overlap"]["found"]) == ("the samples of data.eval_path", 0)
+    overlap = {"held_out": 11, "training": 40, "found": 0}
+    assert splits["sets"]["web"] == {"num_samples": 11, "overlap": overlap}
+    figures = [f"eval_{part}{name}" for part in ("", "web_", "seen_") for name in NAMES]
+    assert [[*each] for each in evaluations(run)] == [["step", *figures]] * 2
+    assert "step 4/4  web: loss " in screen
+    assert "step 4/4  held out: loss " in screen
+    assert_each_is_what_an_evaluation_of_it_alone_gives(run)
+
+
+def assert_each_is_what_an_evaluation_of_it_alone_gives(run: FinishedRun) -> None:
+    last = evaluations(run)[-1]
+    assert shell(f"evaluate run={run.folder}") == 0
+    record = read_json(run.folder / "evaluate.json")
+    assert {name: record[name] for name in last} == pytest.approx(last, rel=1e-6)
+    assert (record["samples"], record["sets"]["web"]["samples"]) == (7, 11)
+    for file, part in (("val.jsonl", ""), ("web.jsonl", "web_")):
+        assert shell(f"evaluate run={run.folder} data.path={file} data.holdout=all") == 0
+        (path,) = run.folder.glob("evaluate-*.json")
+        found = read_json(path)
+        path.unlink()
+        assert found["eval_loss"] == pytest.approx(last[f"eval_{part}loss"], rel=1e-6)
+        assert "sets" not in found  # they are of the run's own data
+
+
+def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, run = go(f"{TEXT} {SETS} steps=4"), go(f"{TEXT} {SETS} steps=2")
+    monkeypatch.chdir(tmp_path.parent)
+    more = f"eval.sets.more.path={tmp_path / 'val.jsonl'} eval.sets.more.max_length=16"
+    on(run, f"steps=4 {more}")
+    found, expected = evaluations(run), evaluations(whole)
+    assert found[0] == expected[0]
+    assert found[1].pop("eval_more_loss") != found[1]["eval_loss"]
+    assert found[1].pop("eval_more_accuracy") is not None
+    assert found[1] == expected[1]
+    assert all(tensor.equal(state(run)[name]) for name, tensor in state(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "text"),
+    [
+        ("data.eval_path=nope", 3, "data.eval_path=nope: no such file or folder in "),
+        ("data.eval_path=none.jsonl", 3, "data.eval_path=none.jsonl: holds no documents"),
+        ("data=stdlib data.eval_path=web.jsonl", 2, "takes the place of data.path, which these"),
+        ("eval.sets.web=web.jsonl", 2, "must be a mapping, e.g. {web: {path: web.jsonl}}"),
+        ("eval.sets.web.path=nope", 3, "eval.sets.web.path=nope: no such file or folder in "),
+        ("eval.sets.web.path=none.jsonl", 3, "eval.sets.web.path=none.jsonl: holds no documents"),
+        ("eval.sets.web.pth=x", 2, "eval.sets.web.pth: unknown setting. data=text has "),
+        ("eval.sets.web.on_bad=skip", 2, "eval.sets.web.on_bad: unknown setting."),
+        ("eval.sets.web.max_length=1", 2, "eval.sets.web.max_length=1: must be a whole number"),
+        ("eval.sets.web.holdout=0.1", 2, "all samples of a set are evaluated; leave it out"),
+        ("eval.sets.web._target_=mine.Web", 2, "eval.sets.web._target_=mine.Web: No module named"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_that_names_its_key(
+    typed: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = "" if "data=" in typed else "data=text data.path=d.jsonl"
+    assert shell(" ".join(overrides(f"{GPT} {data} {typed}"))) == code
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert text in fault.replace(f"{Path.cwd()}/", "")
