@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.assemble.reporter import PLAN_FILE
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import prepare
+from trainer.assemble.shown_samples import shown_samples
 from trainer.assemble.summary import describe
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
@@ -29,7 +30,8 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     except CannotRunFake:  # shapes do not do
         components, loaded, cut = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, cut)
-    plan = record_of(rows := describe(run_plan))
+    rows = [*describe(run_plan), *shown_samples(run_plan.components)]
+    plan = record_of(rows)
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
     screen.name_checkpoint(loaded)

@@ -214,6 +214,7 @@ class Data(Component):
     on_bad: Literal["stop", "skip"]
     split_seed: Seed
     eval_path: ExistingPath | None
+    show: Natural
 
 
 class Batch(Component):

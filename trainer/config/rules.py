@@ -50,6 +50,7 @@ _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
 _ALL = (
     "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
 )
+_SHOWS = "shows samples under train plan; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
@@ -78,6 +79,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("run", ..., "command", _STARTING, _IS_READ),
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
+    ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )

@@ -53,6 +53,7 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "batchnorm", "parts")
+_FREE_KEYS = ("data.on_bad", "data.show")  # within them, and free all the same
 
 
 # Null where the optimizer's class has them by what the model's weights are.
@@ -296,7 +297,7 @@ def contract(
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
-    return {key: value for key, value in flat(tree).items() if key != "data.on_bad"}
+    return {key: value for key, value in flat(tree).items() if key not in _FREE_KEYS}
 
 
 def evaluation_file(config: RunConfig) -> str:

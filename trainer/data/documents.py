@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -138,6 +139,11 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         start = int(begin == 0)
         tokens[start : start + len(body)] = body
         return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Write tokens as text, with words for BOS and EOS."""
+        words = {BOS: b"<|bos|>", EOS: b"<|eos|>"}
+        return b"".join(words.get(i) or bytes([i]) for i in ids).decode(errors="replace")
 
     @cached_property
     def fingerprint(self) -> str:

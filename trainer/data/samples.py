@@ -42,6 +42,8 @@ class Samples(Protocol):
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.
     * `split_rule`, `holdout`: of data that split themselves: by what, in words, and the share that
       was asked to be held out.
+    * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes
+      in their order: for samples that a person is shown.
     * `num_cut`: tokens that `max_length` left out.
     * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
     """

@@ -1,0 +1,117 @@
+"""Show samples as the model gets them: decoded, with what is learned in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, final
+
+from torch import Tensor
+
+from trainer.assemble.components import Components
+from trainer.core.format import plural, printable_lines
+from trainer.core.micro_batch import Fields
+from trainer.core.rows import Row, joined, row
+from trainer.data.collate import LABELS
+from trainer.data.loader import Request
+from trainer.data.samples import INPUT_IDS, faults_of
+from trainer.models.task import task_of
+from trainer.objectives.base import IGNORED, Objective, weights_of
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def shown_samples(components: Components) -> list[Row]:
+    """Describe the first `data.show` samples of step 1, for a person and for plan.json."""
+    count, source = components.config.data.show, components.source
+    if not count:
+        return []
+    view, rows, records = components.train_set, list[Row](), list[dict[str, Any]]()
+    has_targets = task_of(components.module) == "seq2seq_lm"
+    for i in source.order.next(source.order.start).ids[:count].tolist():
+        request = Request(ids=(i,), epoch=0, pad_to=int(source.lengths[i]))
+        fields = source.loader.load(request)
+        with faults_of(f"`decode` of {view.kind}"):
+            shown = _Shown(
+                fields,
+                view.optional("decode") or _numbers,
+                view.optional("label_names"),
+                _terms(fields, components.objective, has_targets=has_targets),
+            )
+            text = printable_lines(shown.text())
+        tokens = plural(source.lengths[i], "token")
+        terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
+        name = joined(view.name_of(i), shown.terms is not None and tokens, terms)
+        rows.append(row("sample", f"{name}\n{text}", in_plan=True))
+        records.append({"id": int(view.original_ids([i])[0]), "text": text})
+    return [*rows, row(shown_samples=records)]
+
+
+def _numbers(ids: Sequence[int]) -> str:
+    """Stand in for the decoder of a data set that has none."""
+    return "".join(f"{number} " for number in ids)
+
+
+def _terms(fields: Fields, objective: Objective, *, has_targets: bool) -> list[bool] | None:
+    """Mark the tokens of one sample that are loss terms; None where labels are not of tokens."""
+    ids, labels = fields.get(INPUT_IDS), fields.get(LABELS)
+    if ids is None or labels is None or ids.shape != labels.shape or has_targets:
+        return None
+    terms: list[bool] = (labels != IGNORED).flatten().tolist()
+    counts = weights_of(objective, fields).values()
+    if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
+        terms[0] = False  # the objective predicts each token from those before
+    return terms
+
+
+@final
+@dataclass(frozen=True)
+class _Shown:
+    """One sample, collated alone."""
+
+    fields: Fields
+    decode: Decode
+    names: Sequence[str] | None  # of classes
+    terms: list[bool] | None  # which tokens are loss terms, where labels are of tokens
+
+    def text(self) -> str:
+        """Write it out."""
+        ids, labels = self.fields.get(INPUT_IDS), self.fields.get(LABELS)
+        if self.terms is not None and ids is not None and labels is not None:
+            return "".join(self._marked(ids.flatten().tolist(), labels.flatten().tolist()))
+        return " -> ".join(filter(None, [self._given(ids), self._learned(labels)]))
+
+    def _marked(self, ids: list[int], labels: list[int]) -> Iterator[str]:
+        """Give runs of tokens; of tokens with classes of their own each one with its class."""
+        assert self.terms is not None  # see `text`
+        end, before = 0, ""
+        pairs = list(zip(self.terms, labels if self.names else [0] * len(ids), strict=True))
+        for (is_term, label), run in groupby(pairs):
+            end += len(list(run))
+            # Of the whole so far: what stands alone may be decoded without the space before it.
+            whole = self.decode(ids[:end])
+            text, before = whole[len(before) :], whole
+            name = f"={self._class(label)}" if self.names else ""
+            yield f"[[{text}{name}]]" if is_term else text
+
+    def _given(self, ids: Tensor | None) -> str:
+        if ids is None:
+            names = ((n, f) for n, f in self.fields.items() if n != LABELS)
+            return ", ".join(f"{name} {tuple(field.shape[1:])}" for name, field in names)
+        # One row, or one for each of several choices.
+        return "\n".join(map(self.decode, ids.reshape(-1, ids.shape[-1]).tolist()))
+
+    def _learned(self, labels: Tensor | None) -> str | None:
+        """Give the class by its name, the target of an encoder-decoder, or numbers."""
+        if labels is None:
+            return None
+        values = labels.flatten().tolist()
+        if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
+            return f"[[{self.decode([value for value in values if value != IGNORED])}]]"
+        return f"[[{', '.join(map(self._class, values))}]]"
+
+    def _class(self, label: float) -> str:
+        """Name a class; else write the number."""
+        known = self.names or ()
+        return known[label] if isinstance(label, int) and 0 <= label < len(known) else f"{label:g}"
