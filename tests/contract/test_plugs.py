@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from tests.lib import run_toys
+from tests.lib import head_toys, run_toys
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import CONF
 from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, state
@@ -25,6 +25,7 @@ from tests.reliability.rank_work import run_as_rank
 from trainer.cli.main import FinishedRun
 from trainer.cli.main import run as run_line
 
+HEADS = head_toys.__name__
 EXACT = 1e-12
 """Relative difference in float64 of what is only cut differently."""
 
@@ -37,8 +38,17 @@ UPDATE = (
 NEEDED = {
     "accum/fixed": "accum.micro=3",
     "accum/budget": "accum.max_tokens=40",
-    "objective/classify": f"model._target_={TOYS}.Vision data._target_={TOYS}.Images",
+    **dict.fromkeys(
+        ("objective/classify", "objective/multiple_choice"),
+        f"model._target_={TOYS}.Vision data._target_={TOYS}.Images",
+    ),
     "objective/model_loss": f"model._target_={TOYS}.LossNet",
+    "objective/masked_lm": f"tokenizer._target_={HEADS}.Tokens objective.mlm_probability=0.5",
+    "objective/seq2seq": f"model._target_={HEADS}.Translator data._target_={HEADS}.Translations",
+    "objective/question_answering": f"model._target_={HEADS}.Finder data._target_={HEADS}.Answers",
+    "objective/regression": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores",
+    "objective/multi_label": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores "
+    "data.whole=true",
     "model/hf": "model.config=llama.json",
     "data/text": "data.path=corpus.txt",
     "data/tokens": "data.path=corpus.bin model.vocab_size=2000",

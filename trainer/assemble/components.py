@@ -170,7 +170,8 @@ def assemble(
     batch, trust, terms = config.batch, config.trust, terms or Terms()
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
-    typed, spec = typed_objective(config), typed_optimizer(config)
+    tokenizer = RunTokenizer(config)
+    typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
     # `batch.global` is given by accum.micro and accum.steps where it is null.
     size = {"global_batch": batch.global_batch}
     sizes, schedule, strategy, cut = (
@@ -179,7 +180,6 @@ def assemble(
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
-    tokenizer = RunTokenizer(config)
     data = open_data(config, world, tokenizer)
     train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
@@ -191,7 +191,7 @@ def assemble(
     loader = _loader(config, world, train_set, module)
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
-    chosen = _choose(config, world, typed, module, loader)
+    chosen = _choose(config, world, typed, module, loader, tokenizer)
     objective = chosen.objective
     tokenizer.refuse_unused()
     coupling = strictest(
@@ -247,7 +247,12 @@ def _build_in_mode(
 
 
 def _choose(
-    config: RunConfig, world: World, typed: Chosen | None, module: nn.Module, loader: Loader
+    config: RunConfig,
+    world: World,
+    typed: Chosen | None,
+    module: nn.Module,
+    loader: Loader,
+    tokenizer: RunTokenizer,
 ) -> Chosen:
     """Take the objective that was typed, or the one for the model; samples are prepared for it."""
 
@@ -255,7 +260,7 @@ def _choose(
         _prepare_with(loader, objective)
         return loader.load(longest(loader.dataset))
 
-    chosen = typed or fitting_objective(config, world, module, load)
+    chosen = typed or fitting_objective(config, world, module, load, tokenizer)
     _prepare_with(loader, chosen.objective)
     return chosen
 

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from trainer.assemble.instantiate import construct
+from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config.components import (
     AUTO_OBJECTIVE,
     Component,
@@ -36,19 +37,18 @@ from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
 from trainer.tune.workload import restoring
 
-_OWN_LOSS: Mapping[str, Any] = {"reduction": "mean", "causal": False}
-_BY_TASK: Mapping[Task, tuple[str, Mapping[str, Any]]] = {
-    "causal_lm": ("next_token", {}),
-    "masked_lm": ("token_classify", {}),
-    "token_classification": ("token_classify", {}),
-    "sequence_classification": ("classify", {}),
-    "image_classification": ("classify", {}),
-    "multiple_choice": ("classify", {}),
-    # The inputs of a decoder, a mask over a prompt, are made from the labels within the model.
-    "seq2seq_lm": ("model_loss", _OWN_LOSS),
-    "question_answering": ("model_loss", _OWN_LOSS),
-    "image_text_to_text": ("model_loss", {"reduction": "mean", "causal": True}),
+_BY_TASK: Mapping[str | None, str] = {
+    "causal_lm": "next_token",
+    "masked_lm": "masked_lm",
+    "token_classification": "token_classify",
+    "sequence_classification": "classify",
+    "image_classification": "classify",
+    "multiple_choice": "multiple_choice",
+    "seq2seq_lm": "seq2seq",
+    "question_answering": "question_answering",
+    "image_text_to_text": "next_token",
 }
+_NUMBERS = {"regression": "regression", "multi_label_classification": "multi_label"}
 _CLASSIFIES: tuple[Task, ...] = ("sequence_classification", "image_classification")
 _ONE, _MANY = "one label per sample", "a label per pixel"
 _TO_TYPE = (
@@ -78,19 +78,25 @@ class ByModel:
     class_weights: Weights | None = None
     reduction: Reduction | None = None
     causal: bool | None = None
+    mlm_probability: Share | None = None
 
 
-def typed_objective(config: RunConfig) -> Chosen | None:
+def typed_objective(config: RunConfig, tokenizer: RunTokenizer) -> Chosen | None:
     """Build the objective of a config; None where the model is to say which one it is."""
     component = config.objective
     if component.target == AUTO_OBJECTIVE:
         return None
-    objective = construct(component, "objective", Objective, config.trust)
+    given = tokenizer.given_to(component, "objective")
+    objective = construct(component, "objective", Objective, config.trust, given)
     return _chosen(config, objective, component)
 
 
 def fitting_objective(
-    config: RunConfig, world: World, module: nn.Module, load: Callable[[Objective | None], Fields]
+    config: RunConfig,
+    world: World,
+    module: nn.Module,
+    load: Callable[[Objective | None], Fields],
+    tokenizer: RunTokenizer | None = None,
 ) -> Chosen:
     """Build the objective that a model is made for. Collective.
 
@@ -99,6 +105,7 @@ def fitting_objective(
         world: the ranks.
         module: the model.
         load: gives a collated micro-batch, as an objective prepares it.
+        tokenizer: the run's, for an objective that takes one.
 
     Raises:
         ConfigError: nothing says which objective it is, it lacks a setting that was typed, or it
@@ -106,25 +113,29 @@ def fitting_objective(
     """
     template = construct(config.objective, "objective", ByModel)
     typed = {key: value for key, value in vars(template).items() if value is not None}
-    (option, settings), why = _by_model(module, load(None))
-    params = {**options_of("objective")[option], **settings, **typed}
+    option, why = _by_model(module, load(None))
+    params = {**options_of("objective")[option], **typed}
     component = Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
-    chosen = _chosen(config, construct(component, "objective", Objective), component, why)
+    given = (tokenizer or RunTokenizer(config)).given_to(component, "objective")
+    objective = construct(component, "objective", Objective, given=given)
+    chosen = _chosen(config, objective, component, why)
     if not typed and not chosen.objective.is_of_model:
         fields = load(chosen.objective)
         world.on_main(lambda: _compare(chosen.objective, option, module, fields))
     return chosen
 
 
-def _by_model(module: nn.Module, fields: Fields) -> tuple[tuple[str, Mapping[str, Any]], str]:
-    """Name the option for a model, or for its labels, with its settings, and why it is that."""
+def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
+    """Name the option for a model, or for its labels, and why it is that."""
     task, name = task_of(module), type(module).__name__
-    if task in _CLASSIFIES and not _has_classes(module, fields):
-        return ("model_loss", _OWN_LOSS), f"as {name} has no single class"
-    if task is not None:
-        return _BY_TASK[task], f"as {name} is made for {task}"
     labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
+    if task in _CLASSIFIES and (problem := _problem_of(module, fields)) in _NUMBERS:
+        return _NUMBERS[problem], f"as {name} is made for {problem}"
+    if task == "masked_lm" and labels is not None and not _are_equal(labels, ids):
+        return "token_classify", "as the data say by their labels which tokens are hidden"
+    if task in _BY_TASK:
+        return _BY_TASK[task], f"as {name} is made for {task}"
     if labels is None:
         fault = f"the data give no field named labels (they give: {', '.join(fields)})"
     elif labels.is_floating_point() or labels.is_complex():
@@ -134,9 +145,9 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[tuple[str, Mapping[str
             "objective=model_loss where the model computes its loss"
         )
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
-        return ("classify", {}), f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
+        return "classify", f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
     elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):
-        return ("next_token", {}), "as the labels are the tokens themselves"
+        return "next_token", "as the labels are the tokens themselves"
     else:
         fault = "labels are sequences, but not the input_ids themselves"
     raise ConfigError(
@@ -161,9 +172,9 @@ def _compare(objective: Objective, option: str, module: nn.Module, fields: Field
     # What fails here fails again, in full, where it is needed.
     with suppress(Exception), quiet(), restoring(module, objective), torch.no_grad():
         module.eval()
-        output, weights = bind(module)(given), weights_of(objective, given)
-        own = float(output.loss)
-        losses = sums_of(objective, lambda _: output, given, weights).losses
+        call, weights = bind(module), weights_of(objective, given)
+        own = float(call(given).loss)
+        losses = sums_of(objective, call, given, weights).losses
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
@@ -187,10 +198,16 @@ def _are_tokens(labels: Tensor, ids: Tensor) -> bool:
     return bool(((labels == ids) | (labels == IGNORED)).all())
 
 
-def _has_classes(module: nn.Module, fields: Fields) -> bool:
-    """Whether a classifier of transformers chooses one class, and is not made for real numbers."""
+def _are_equal(labels: Tensor, ids: Tensor | None) -> bool:
+    return ids is not None and torch.equal(labels, ids)
+
+
+def _problem_of(module: nn.Module, fields: Fields) -> str:
+    """Tell what a classifier predicts, as transformers does: by its config, or by the labels."""
     config, labels = getattr(module, "config", None), fields.get(LABELS)
-    problem = getattr(config, "problem_type", None)
+    if problem := getattr(config, "problem_type", None):
+        return str(problem)
+    if getattr(config, "num_labels", None) == 1:
+        return "regression"
     is_real = labels is not None and labels.is_floating_point()
-    is_number = problem is None and getattr(config, "num_labels", None) == 1
-    return not (is_real or is_number or problem in {"regression", "multi_label_classification"})
+    return "multi_label_classification" if is_real else "single_label_classification"

@@ -1,7 +1,8 @@
-"""Predict every token from those before it: language modelling."""
+"""Predict tokens: every one from those before it, or what a subclass takes for targets."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, final
@@ -21,7 +22,7 @@ from trainer.objectives.base import (
     Sums,
     at_least_single,
     labels_of,
-    logits_from,
+    logits_of,
 )
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 
@@ -30,13 +31,11 @@ LEAST_BYTES = 2**23
 fast with all at once. A matter of shapes alone, so that a run gives the same numbers anywhere."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class NextToken(Objective):
-    """Cross entropy of the next token, in nats, summed over the tokens that have one.
+class TokenEntropy(Objective):
+    """Cross entropy of a token at each position that has a target, in nats.
 
-    Labels are shifted here: `labels` equal to `input_ids`, with -100 where no loss is wanted, is
-    right. The terms are `cross_entropy` and, where asked for, `z_loss`; the metric is `accuracy`.
+    The terms are `cross_entropy` and, where asked for, `z_loss`; the metric is `accuracy`.
     """
 
     metric_names = ("accuracy",)
@@ -49,10 +48,17 @@ class NextToken(Objective):
     z_loss: NonNegative = 0.0
     label_smoothing: Share = 0.0  # share of the target spread over the vocabulary, in [0, 1)
 
+    @abstractmethod
+    def targets(self, fields: Fields) -> Tensor:
+        """Give the token at each position of the logits, `(batch, time)` int64; -100 for none."""
+
+    def inputs(self, model: ModelCall, fields: Fields) -> Fields:
+        """Give what the model is called with: all but labels, of which it would compute a loss."""
+        return {name: value for name, value in fields.items() if name != "labels"}
+
     def weights(self, fields: Fields) -> Mapping[str, float]:
-        """Count the tokens that have a next one, under every name."""
-        shifted = shifted_labels(fields) if "cu_seqlens" in fields else _sequences(fields)[:, 1:]
-        count = float(torch.count_nonzero(shifted != IGNORED))
+        """Count the targets, under every name."""
+        count = float(torch.count_nonzero(self.targets(fields) != IGNORED))
         names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
         return dict.fromkeys(names, count)
 
@@ -62,17 +68,17 @@ class NextToken(Objective):
         Raises:
             ConfigError: the model's logits do not belong to the labels.
         """
-        targets = shifted_labels(fields)
+        targets, fields = self.targets(fields), self.inputs(model, fields)
         # `isinstance` of a protocol would take 20 us.
         if (layer := getattr(model, "output_layer", None)) is not None:
             logits_bytes = 4 * targets.numel() * len(layer.weight)
             if logits_bytes >= LEAST_BYTES and not self.z_loss:
                 return self._in_chunks(cast("LayeredCall", model), fields, targets)
-        return self._from_logits(logits_from(model, fields), targets)
+        return self._from_logits(logits_of(model(fields)), targets)
 
     def _in_chunks(self, model: LayeredCall, fields: Fields, targets: Tensor) -> Sums:
         """Sum from what goes into the output layer, without the logits of all positions."""
-        layer, hidden = model.output_layer, logits_from(model.without_output_layer, fields)
+        layer, hidden = model.output_layer, logits_of(model.without_output_layer(fields))
         _check_shapes(hidden, targets)
         entropy, hits = linear_cross_entropy(
             hidden.flatten(0, -2),
@@ -108,8 +114,22 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(
             f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
-            f"{tuple(targets.shape)}; next_token needs (batch, time, vocabulary)"
+            f"{tuple(targets.shape)}: (batch, time, vocabulary) is needed"
         )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NextToken(TokenEntropy):
+    """Cross entropy of the next token, in nats, summed over the tokens that have one.
+
+    Labels are shifted here: `labels` equal to `input_ids`, with -100 where no loss is wanted, is
+    right.
+    """
+
+    def targets(self, fields: Fields) -> Tensor:
+        """See the base class."""
+        return shifted_labels(fields)
 
 
 def shifted_labels(fields: Fields) -> Tensor:
@@ -127,19 +147,19 @@ def shifted_labels(fields: Fields) -> Tensor:
     Raises:
         ConfigError: the data give no labels, or none that are a sequence per sample.
     """
-    targets = F.pad(_sequences(fields)[:, 1:], (0, 1), value=IGNORED).long()
+    targets = F.pad(sequences_of(fields)[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:
         ends = fields["cu_seqlens"][1:].long() - 1
         targets.index_fill_(1, ends, IGNORED)
     return targets
 
 
-def _sequences(fields: Fields) -> Tensor:
+def sequences_of(fields: Fields) -> Tensor:
     """Take the labels, which must be a sequence per sample."""
     labels = labels_of(fields)
     if labels.ndim != 2:  # noqa: PLR2004 - (batch, time)
         raise ConfigError(
-            f"objective=next_token: labels of shape {tuple(labels.shape)} are not sequences "
+            f"objective: labels of shape {tuple(labels.shape)} are not sequences "
             "of tokens, (batch, time); for one number per sample use objective=classify"
         )
     return labels

@@ -38,7 +38,8 @@ OPTIONS = {
         "batch": "own samples tokens",
         "data": "own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own",
-        "objective": "auto classify model_loss next_token own token_classify",
+        "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
+        "next_token own question_answering regression seq2seq token_classify",
         "optimizer": "adamw own sgd",
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
@@ -61,6 +62,7 @@ GIVEN = {
     "ConstantSize": {"global_batch"},
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},
+    "MaskedLM": {"tokenizer"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},
     "TokenWindows": {"split"},

@@ -137,7 +137,7 @@ def test_labels_of_another_objective_are_one_line_with_shapes_and_remedy(
         objective.weights(fields)
         objective.sums(lambda _: torch.zeros(logits), fields)
 
-    with pytest.raises(ConfigError, match=f"^objective[.=].*{fault}") as caught:
+    with pytest.raises(ConfigError, match=f"^objective[.=:].*{fault}") as caught:
         compute()
     assert len(str(caught.value).splitlines()) == 1
 

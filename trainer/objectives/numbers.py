@@ -1,0 +1,71 @@
+"""Predict numbers, or which of several labels apply: labels that are no single class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import (
+    IGNORED,
+    ModelCall,
+    Objective,
+    Sums,
+    at_least_single,
+    logits_from,
+)
+
+_LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "squared_error": F.mse_loss,
+    "binary_cross_entropy": F.binary_cross_entropy_with_logits,
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Objective):
+    """Squared error, or binary cross entropy in nats, of each number of a sample.
+
+    The labels are `(batch,)` or `(batch, numbers)`, in any dtype; one of -100 is no loss term. The
+    loss is divided by the count of numbers, as transformers and PyTorch have it.
+    """
+
+    sums_samples = True
+
+    loss: Literal["squared_error", "binary_cross_entropy"] = "squared_error"
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count the labels."""
+        return {self.loss: float((_labels(fields) != IGNORED).sum())}
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        """Sum over the batch, in float32 at least.
+
+        Raises:
+            ConfigError: the logits are not `(batch, numbers)`, one for each label.
+        """
+        labels = _labels(fields)
+        logits = at_least_single(logits_from(model, fields))
+        if logits.shape != labels.shape:
+            raise ConfigError(
+                f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
+                f"{tuple(labels.shape)}: one number for each is needed (model.num_classes)"
+            )
+        labels = labels.to(logits.dtype)
+        terms = _LOSSES[self.loss](logits, labels, reduction="none")
+        return Sums(losses={self.loss: terms.masked_fill(labels == IGNORED, 0.0).sum()})
+
+
+def _labels(fields: Fields) -> Tensor:
+    """Take the labels, as `(batch, numbers)`."""
+    if "labels" not in fields:
+        raise ConfigError(
+            f"objective: the data give no field named labels (they give: {', '.join(fields)})"
+        )
+    labels = fields["labels"]
+    return labels[:, None] if labels.dim() == 1 else labels

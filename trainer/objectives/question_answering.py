@@ -1,0 +1,76 @@
+"""Find where an answer begins and ends in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
+
+ENDS = ("start", "end")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnswering(Objective):
+    """Half the cross entropy of the first token of an answer, and half that of its last.
+
+    The data give `start_positions` and `end_positions`, `(batch,)`; one outside of the sample, such
+    as -100, is no loss term. Padding is no place for an answer: the loss does not depend on it. The
+    metric is `exact_match`.
+    """
+
+    metric_names = ("exact_match",)
+    sums_samples = True
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count the positions."""
+        start, end = (targets != IGNORED for targets in _targets(fields))
+        both = {"exact_match": float((start & end).sum())}
+        return {"start": float(start.sum()), "end": float(end.sum()), **both}
+
+    def sums(self, model: ModelCall, fields: Fields) -> Sums:
+        """Sum over the batch, in float32 at least.
+
+        Raises:
+            ConfigError: the model gives no `start_logits` and `end_logits`, `(batch, time)`.
+        """
+        targets = _targets(fields)
+        output = model({n: f for n, f in fields.items() if not n.endswith("_positions")})
+        losses, hits = {}, []
+        for end, target in zip(ENDS, targets, strict=True):
+            logits = getattr(output, f"{end}_logits", None)
+            if not isinstance(logits, Tensor) or logits.shape != fields["input_ids"].shape:
+                raise ConfigError(
+                    f"model: forward returned a {type(output).__name__} without {end}_logits of "
+                    f"shape {tuple(fields['input_ids'].shape)}: objective=question_answering needs "
+                    "start_logits and end_logits, (batch, time)"
+                )
+            logits = at_least_single(logits)
+            if "attention_mask" in fields:
+                logits = logits.masked_fill(fields["attention_mask"] == 0, -torch.inf)
+            entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+            losses[end] = entropy / len(ENDS)
+            hits.append(logits.argmax(-1) == target)
+        return Sums(losses=losses, metrics={"exact_match": (hits[0] & hits[1]).sum()})
+
+
+def _targets(fields: Fields) -> list[Tensor]:
+    """Give the positions of both ends, -100 where they are outside of their sample."""
+    names = [f"{end}_positions" for end in ENDS]
+    if missing := [name for name in names if name not in fields]:
+        raise ConfigError(
+            f"objective=question_answering: the data give no {' and no '.join(missing)} (they "
+            f"give: {', '.join(fields)})"
+        )
+    ids = fields["input_ids"]
+    lengths = fields["attention_mask"].sum(-1) if "attention_mask" in fields else ids.shape[1]
+    each = (fields[name].reshape(len(ids)).long() for name in names)
+    return [at.masked_fill((at < 0) | (at >= lengths), IGNORED) for at in each]

@@ -1,0 +1,53 @@
+"""Predict the tokens of a second sequence from a first: translation, summaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import IGNORED, ModelCall
+from trainer.objectives.next_token import TokenEntropy, sequences_of
+
+DECODER_IDS = "decoder_input_ids"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Seq2Seq(TokenEntropy):
+    """Cross entropy of the labels, which have lengths of their own and are not shifted.
+
+    What the decoder reads are the labels moved by one: by the model's own method
+    `prepare_decoder_input_ids_from_labels`, or behind the start token of its config. Data may bring
+    `decoder_input_ids`.
+    """
+
+    def targets(self, fields: Fields) -> Tensor:
+        """See the base class."""
+        return sequences_of(fields).long()
+
+    def inputs(self, model: ModelCall, fields: Fields) -> Fields:
+        """Add what the decoder reads.
+
+        Raises:
+            ConfigError: the model does not say what a sequence starts with.
+        """
+        given = super().inputs(model, fields)
+        if DECODER_IDS in given:
+            return given
+        module, labels = getattr(model, "module", None), self.targets(fields)
+        if prepare := getattr(module, "prepare_decoder_input_ids_from_labels", None):
+            return {**given, DECODER_IDS: prepare(labels=labels)}
+        config = getattr(module, "config", None)
+        start, pad = (getattr(config, f"{n}_token_id", None) for n in ("decoder_start", "pad"))
+        if start is None or pad is None:
+            raise ConfigError(
+                f"objective=seq2seq: {type(module).__name__} has no config.decoder_start_token_id "
+                f"and pad_token_id: set them, or let the data give {DECODER_IDS}"
+            )
+        moved = F.pad(labels[:, :-1], (1, 0), value=start)
+        return {**given, DECODER_IDS: moved.masked_fill(moved == IGNORED, pad)}
