@@ -50,8 +50,9 @@ NEEDED = {
     "objective/multi_label": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores "
     "data.whole=true",
     "model/hf": "model.config=llama.json",
+    "data/hf": "data.path=corpus.jsonl",
     "data/text": "data.path=corpus.txt",
-    "data/tokens": "data.path=corpus.bin model.vocab_size=2000",
+    "data/tokens": "data.path=corpus.bin data.vocab_size=258",
 }
 """What an option cannot be without."""
 
@@ -201,7 +202,8 @@ def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_
     for i in range(60):
         Path(f"library/m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
     Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
-    np.arange(1, 2000, dtype="<u2").tofile("corpus.bin")
+    Path("corpus.jsonl").write_text("".join(f'{{"text": "Line {i}"}}\n' for i in range(60)))
+    (np.arange(1, 2000, dtype="<u2") % 258).tofile("corpus.bin")
     Path("llama.json").write_text(json.dumps(LLAMA))
     line = f"{chosen('model', model)} {chosen('data', data)} steps=2"
     if model != "hf":

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainer.assemble.instantiate import construct, look_up
-from trainer.assemble.tokenizer import RunTokenizer
+from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config.components import EVAL_SETS, Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
@@ -18,6 +18,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.samples import faults_of
 from trainer.data.source import OWN_PART, DataSource, SourceSpec
+from trainer.models.task import stated_purpose, task_of_class
 
 HOLDOUT = 0.05
 """Share that is held out where nobody says."""
@@ -48,7 +49,9 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
     data = source.open_all(world) if is_whole else source.open(world, compares=compares)
     for name, key, component in others if compares or config.command == "evaluate" else ():
         with _faults_under(key):
-            part = spec(key, component, holds_out=False).open_all(world).train
+            # Classes that are words have the numbers that they have in training.
+            labels = data.train.optional("label_names")
+            part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
             data = data.evaluating(name, part, key, world, compares=compares)
     return data
 
@@ -70,6 +73,7 @@ def _spec(
     data: Component,
     *,
     holds_out: bool,
+    labels: Any = None,  # noqa: ANN401 - names, whatever holds them
 ) -> SourceSpec:
     """Say how the data set of a component is built and parted."""
     target = look_up(data, key, config.trust)
@@ -89,6 +93,8 @@ def _spec(
     given = {
         **{"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed},
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
+        **(_purpose_of_model(config) if "task" in taken else {}),
+        "label_names": labels,
     }
 
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
@@ -110,3 +116,10 @@ def _spec(
         skips=config.data.on_bad != "stop" and "on_bad" not in taken,
         seed=config.seed,
     )
+
+
+def _purpose_of_model(config: RunConfig) -> dict[str, Any]:
+    """Give what the model is made for, and how many positions it takes, as far as that is known."""
+    source, named = source_of_model(config), task_of_class(*config.model.target.split("."))
+    task, positions = (None, None) if source is None else stated_purpose(source)
+    return {"task": config.model.params.get("task") or named or task, "max_positions": positions}

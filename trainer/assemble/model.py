@@ -62,8 +62,15 @@ def arguments_from_data(
     return {
         "vocab_size": known,
         "num_classes": data.facts.num_classes,
-        "max_length": config.data.params.get("max_length"),
+        "max_length": _max_length(config, data),
     }
+
+
+def _max_length(config: RunConfig, data: DataView) -> Any:  # noqa: ANN401 - a number, or None
+    """Give what was typed or, where that is null, what the data made of it."""
+    params = config.data.params
+    typed = params.get("max_length")
+    return data.optional("max_length") if typed is None and "max_length" in params else typed
 
 
 def build_model(

@@ -48,7 +48,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
         *_groups(components),
         _named(components.config),
         *tokenizer_rows(components),
-        _data(components, facts),
+        *_data(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
         _defaults(components),
@@ -120,8 +120,8 @@ def _named(config: RunConfig) -> Row:
     return row("with", joined(*names), named_classes=names)
 
 
-def _data(components: Components, facts: RunFacts) -> Row:
-    """Count what is trained and evaluated on."""
+def _data(components: Components, facts: RunFacts) -> list[Row]:
+    """Count what is trained and evaluated on, and let the data say what they are."""
     config, lengths, parts = components.config, components.source.lengths, components.held_out
     name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
     num_tokens = int(lengths.sum())
@@ -132,7 +132,7 @@ def _data(components: Components, facts: RunFacts) -> Row:
         cut and f"{short(cut)} more are left out",
         *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
     )
-    return row(
+    counted = row(
         *("data", f"{name}: {text}"),
         data=name,
         num_samples=len(lengths),
@@ -141,6 +141,8 @@ def _data(components: Components, facts: RunFacts) -> Row:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
+    describe = components.train_set.optional("describe_records")
+    return [counted, *([] if describe is None else describe(facts))]
 
 
 def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:

@@ -35,7 +35,7 @@ class RunTokenizer:
         if "tokenizer" not in inspect.signature(target).parameters:
             return {}
         if self.built is None:
-            given = {"model": _source_of_model(config)}
+            given = {"model": source_of_model(config)}
             self.built = construct(config.tokenizer, "tokenizer", object, config.trust, given)
         return {"tokenizer": self.built}
 
@@ -54,8 +54,8 @@ class RunTokenizer:
             )
 
 
-def _source_of_model(config: RunConfig) -> str | None:
-    """Name what the model is loaded from, or configured by."""
+def source_of_model(config: RunConfig) -> str | None:
+    """Name what the model is loaded from, or configured by; None where it is neither."""
     params = config.model.params
     paths = (params.get("path"), params.get("config"), pretrained_of(params))
     return next((path for path in paths if isinstance(path, str)), None)

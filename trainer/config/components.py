@@ -103,6 +103,14 @@ Words = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(strict=False, description="a list, e.g. [a,b]"),
 ]
+ColumnNames = Annotated[
+    dict[str, str],
+    Field(description="a mapping of roles to names of columns, e.g. {text: body}"),
+]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
+]
 ParameterGroups = Annotated[
     dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
     Field(

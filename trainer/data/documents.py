@@ -84,7 +84,7 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         word = {"cut": "", "chunk": "|chunk with context", "drop": "|drop"}[overlong]
         self._settings = f"{max_length}|{holdout!r}|{seed}{word}"
         whole = np.diff(index.offsets) + 2
-        self._documents, self._begins, self._lengths = _divide(whole, max_length, overlong)
+        self._documents, self._begins, self._lengths = divide(whole, max_length, overlong)
         held_out = held_out_mask(index.groups, holdout, seed)
         is_held_out = held_out[self._documents]
         self._ids = {TRAIN: np.flatnonzero(~is_held_out), HELD_OUT: np.flatnonzero(is_held_out)}
@@ -189,13 +189,23 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         return counts.reshape(VOCAB_SIZE, VOCAB_SIZE)
 
 
-def _divide(
-    whole: IntArray, max_length: int, overlong: Overlong
+def divide(
+    whole: IntArray, max_length: int, overlong: Overlong, context: int = 1
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide documents into samples: of each its document, first token there, length."""
-    counts, stride = np.ones_like(whole), max_length - 1
+    """Divide documents into samples.
+
+    Args:
+        whole: `(documents,)`, tokens of each.
+        max_length: most tokens of a sample.
+        overlong: what becomes of longer documents.
+        context: tokens that a later sample has from the end of the one before.
+
+    Returns:
+        Of each sample its document, first token there, and length, `(samples,)` each.
+    """
+    counts, stride = np.ones_like(whole), max_length - context
     if overlong == "chunk":
-        counts = -(-(whole - 1) // stride)
+        counts = np.maximum(-(-(whole - context) // stride), 1)
     elif overlong == "drop":
         counts = (whole <= max_length).astype(np.int64)
     documents = np.repeat(np.arange(len(whole)), counts)

@@ -3,21 +3,23 @@
 An index is a folder: `documents.bin` holds the bytes of all documents end to end, `offsets.bin`
 (int64, little-endian) where each begins, `groups.bin` (uint64) what must stay on one side of a
 split, and `index.json` the key of the corpus and the digests of the arrays. It is written under a
-temporary name and renamed once, so builders may race; one that is torn or damaged fails its
-digests and is built again.
+temporary name and renamed once; of several processes one builds it, and the others wait for that.
+One that is torn or damaged fails its digests and is built again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -25,6 +27,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from trainer.core import signals
 from trainer.core.durable import make_own_folder
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import expanded
@@ -41,11 +44,14 @@ LISTED_SKIPS = 100
 SKIP_CAP = 0.01
 """Largest share of bad records that `data.on_bad=skip` passes over; one is always allowed."""
 
+WAIT_S = 0.1
+"""Seconds between two looks at whether another process has built the index."""
+
 Add = Callable[[bytes, bytes], None]
 """Adds one document: its bytes, and what it is grouped by when a split is drawn."""
 
-Build = Callable[[Add], Sequence[str]]
-"""Adds all documents of a corpus, and says why records were left out."""
+Build = Callable[[Add], tuple[Sequence[str], Mapping[str, Any]]]
+"""Adds all documents of a corpus, says why records were left out, and what else is known of all."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +69,7 @@ class Index:
     digest: str  # SHA-256 of the three arrays
     num_skipped: int  # records that were left out
     skipped: tuple[str, ...]  # why the first of them were
+    facts: Mapping[str, Any]  # what else is known of all documents
 
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)
@@ -77,9 +84,9 @@ def cached_index(
         kind: begins the name of its folder.
         settings: what is read and how; one index is kept for each kind and settings.
         files: what the documents are read from; others of that name, size and time are the same.
-        build: is given a function that adds a document, and returns why records were left out. It
-            must turn its own OSError into something else: one that leaves it counts as a failure
-            to write.
+        build: is given a function that adds a document, and returns why records were left out, and
+            facts to keep beside the documents. It must turn its own OSError into something else:
+            one that leaves it counts as a failure to write.
         reader: version of what reads them.
 
     Raises:
@@ -98,7 +105,10 @@ def cached_index(
             _log.warning("%s: rebuilding the index", error)
             shutil.rmtree(path, ignore_errors=True)
     try:
-        _write(path, key, build)
+        make_own_folder(path.parent)
+        with _locked(path.parent / f".{path.name}.lock"):
+            if not path.exists():  # else another process was first
+                _write(path, key, build)
     except OSError as error:
         raise DataError(
             f"data: cannot write the index {path} ({error}); name another folder in TRAIN_CACHE"
@@ -123,10 +133,26 @@ def cache_folder() -> Path:
     return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "step-trainer"
 
 
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock while an index is built; of other processes, wait for it."""
+    with file.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                signals.check()
+                time.sleep(WAIT_S)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
 def _write(path: Path, key: str, build: Build) -> None:
     offsets, groups = array("q", [0]), array("Q")
     digest = hashlib.sha256()
-    make_own_folder(path.parent)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         with (folder / "documents.bin").open("wb") as file:
@@ -138,8 +164,8 @@ def _write(path: Path, key: str, build: Build) -> None:
                 draw = hashlib.blake2b(group, digest_size=8).digest()
                 groups.append(int.from_bytes(draw, "little"))
 
-            skipped = build(add)
-            about: dict[str, Any] = {"key": key, "num_skipped": len(skipped)}
+            skipped, facts = build(add)
+            about: dict[str, Any] = {"key": key, "num_skipped": len(skipped), "facts": facts}
             about["skipped"] = skipped[:LISTED_SKIPS]
             file.flush()
             os.fsync(file.fileno())  # past CHECKED_BYTES nothing would notice bytes that are lost
@@ -168,7 +194,7 @@ def _open(path: Path, key: str) -> Index:
         )
         digest = hashlib.sha256((about["arrays"] + about["documents"]).encode()).hexdigest()
         skipped = about["num_skipped"], tuple(about["skipped"])
-        index = Index(path, key, blob, offsets, groups, digest, *skipped)
+        index = Index(path, key, blob, offsets, groups, digest, *skipped, about["facts"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"data: the index {path} cannot be read ({error}); run again") from error
     if not is_whole:

@@ -45,6 +45,8 @@ class Samples(Protocol):
     * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes
       in their order: for samples that a person is shown.
     * `num_cut`: tokens that `max_length` left out.
+    * `describe_records`: `describe_records(facts) -> Sequence[Row]`, rows for the start block: what
+      the records were recognised as, and how many of them are no samples.
     * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
     """
 

@@ -67,7 +67,7 @@ class StdlibText(ByteDocuments):
 def _stdlib_index(root: Path) -> Index:
     modules = sorted(_modules(root))
 
-    def build(add: Add) -> list[str]:
+    def build(add: Add) -> tuple[list[str], dict[str, str]]:
         label = f"indexing the Python standard library, {len(modules)} modules"
         num_documents, skipped = 0, list[str]()
         with progress(label) as advance, warnings.catch_warnings():
@@ -86,7 +86,7 @@ def _stdlib_index(root: Path) -> Index:
             raise DataError(
                 f"data=stdlib: no Python source below {root}; use data=text data.path=FILE"
             )
-        return skipped
+        return skipped, {}
 
     states = {name: (root / name).stat() for name in modules}
     return cached_index("stdlib", str(root), states, build, reader=sys.version)

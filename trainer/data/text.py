@@ -73,7 +73,7 @@ def _text_index(path: Path, field: str | None, skips: bool) -> Index:
         states = {str(file): file.stat() for file in files}
     size = sum(status.st_size for status in states.values())
 
-    def build(add: Add) -> list[str]:
+    def build(add: Add) -> tuple[list[str], dict[str, str]]:
         total, bad = 0, list[str]()
         with progress(f"indexing {path}, {size:,} bytes") as advance:
             in_lines = _json_lines(files, field)
@@ -96,7 +96,7 @@ def _text_index(path: Path, field: str | None, skips: bool) -> Index:
             )
         if len(bad) == total:
             raise DataError(f"data.path={path}: holds no documents")
-        return bad
+        return bad, {}
 
     return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="3")
 

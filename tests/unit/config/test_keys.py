@@ -36,7 +36,7 @@ OPTIONS = {
         "accum": "auto budget fixed own",
         "accum/gradient": "auto own sum",
         "batch": "own samples tokens",
-        "data": "own stdlib text tokens",
+        "data": "hf own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own",
         "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
         "next_token own question_answering regression seq2seq token_classify",
@@ -52,6 +52,7 @@ OPTIONS = {
 NEEDS = {
     "accum=budget": {"accum.max_tokens": 4096},
     "accum=fixed": {"accum.micro": 8},
+    "data=hf": {"data.path": "notes.jsonl"},
     "data=text": {"data.path": "notes.txt"},
     "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
 }
@@ -63,6 +64,7 @@ GIVEN = {
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},
     "MaskedLM": {"tokenizer"},
+    "HuggingFaceData": {"tokenizer", "task", "max_positions", "label_names", "seed", "on_bad"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},
     "TokenWindows": {"split"},

@@ -28,7 +28,7 @@ def opened(documents=None, reader="key"):
         assert documents is not None, "built again"
         for document in documents:
             add(document, document)
-        return ()
+        return (), {}
 
     return cached_index("text", "settings", {}, build, reader=reader)
 

@@ -1,0 +1,342 @@
+"""`data=hf`: what records of each format become, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from tests.lib.hf_toys import write_lines
+from trainer.core.errors import ConfigError, DataError, TrainError
+from trainer.data.hugging_face import HuggingFaceData
+from trainer.data.tokenizers import byte_tokenizer
+
+LETTERS = "abcdefgh"
+PAD, UNKNOWN, BEGIN, END = range(4)
+FIRST = {letter: 5 + i for i, letter in enumerate(LETTERS)}
+"""Ids of the letters at the beginning of a word; within one they are 8 more."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    """A tokenizer like BERT's: words of the letters a to h, one token each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*special, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    backend = Tokenizer(
+        models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token=special[UNKNOWN])
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", BEGIN), ("[SEP]", END)],
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    fields = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=fields,
+        **dict(zip(names, special, strict=True)),
+    )
+
+
+def opened(folder: Path, records: list[Any], tokenizer: Any, task: Any = None, **more: Any) -> Any:
+    """Open records that are written as JSON lines, all on the side that is trained on."""
+    file = write_lines(folder / "records.jsonl", records)
+    return HuggingFaceData(str(file), tokenizer, task, **{"holdout": 0.0, **more})
+
+
+def listed(data: Any) -> list[dict[str, Any]]:
+    """Give the samples as numbers."""
+    return [{name: field.tolist() for name, field in data[i].items()} for i in range(len(data))]
+
+
+TEXTS = [{"text": "abcdefg"}, {"text": " "}, {"text": "x"}, {"text": "abcdefg"}]
+
+
+def test_text_is_a_document_between_begin_and_end_and_long_ones_are_chunked(tmp_path):
+    data = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5)
+    first = [256, *b"abcdefg", 257]
+    chunks = [first[:5], first[4:9], [256, *b"x", 257]]
+    assert [s["input_ids"] for s in listed(data)] == [*chunks, *chunks[:2]]
+    assert data.lengths.tolist() == [5, 5, 3, 5, 5]
+    assert data.num_cut == 0
+    assert "1 without text left out" in data.describe_records(None)[0].text
+    cut = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="cut")
+    assert (len(cut), cut.num_cut) == (3, 8)
+    dropped = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="drop")
+    assert [s["input_ids"] for s in listed(dropped)] == [chunks[2]]
+
+
+def test_text_of_a_masked_model_has_special_tokens_around_every_sample(tmp_path, words):
+    data = opened(tmp_path, [{"text": "a b c d e"}], words, "masked_lm", max_length=4)
+    inner = [[FIRST["a"], FIRST["b"]], [FIRST["c"], FIRST["d"]], [FIRST["e"]]]
+    assert [s["input_ids"] for s in listed(data)] == [[BEGIN, *ids, END] for ids in inner]
+    assert data.num_cut == 0
+
+
+def test_a_text_with_its_own_begin_has_no_second_one(tmp_path):
+    tokenizer = byte_tokenizer()
+    data = opened(tmp_path, [{"text": f"{tokenizer.bos_token}ab"}], tokenizer)
+    assert listed(data)[0]["input_ids"] == [256, *b"ab", 257]
+
+
+def test_it_is_tokenised_once_and_again_where_the_contents_change(tmp_path, cache, monkeypatch):
+    records = [{"text": f"text {i}"} for i in range(20)]
+    first = opened(tmp_path, records, byte_tokenizer())
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.data.records.RecordSource.load", None)
+        again = opened(tmp_path, records, byte_tokenizer())
+    assert again.fingerprint == first.fingerprint
+    assert listed(again) == listed(first)
+    changed = opened(tmp_path, [*records[:-1], {"text": "text x"}], byte_tokenizer())
+    assert changed.fingerprint != first.fingerprint
+    assert [each.name for each in cache.iterdir() if not each.name.startswith("hf-")] == []
+
+
+def test_copies_and_chunks_stay_on_one_side(tmp_path):
+    records = [{"text": f"{i % 20:02d} is the document"} for i in range(60)]
+    sides = opened(tmp_path, records, byte_tokenizer(), max_length=9, holdout=0.2).splits()
+    texts = [
+        {tuple(s["input_ids"]) for s in listed(side) if s["input_ids"][0] == 256}
+        for side in sides.values()
+    ]
+    assert not texts[0] & texts[1]
+
+
+def write_all_kinds(folder: Path) -> None:
+    records = [{"text": text} for text in ("ab", "cd", "ef")]
+    data = datasets.Dataset.from_list(records)
+    data.to_csv(folder / "a.csv", index=False)
+    data.to_parquet(folder / "a.parquet")
+    data.save_to_disk(folder / "saved")
+    (folder / "a.json").write_text(json.dumps(records, indent=1))
+    (folder / "a.txt").write_text("ab\n\ncd\n\nef\n")
+    write_lines(folder / "a.jsonl", records)
+    (folder / "texts").mkdir()
+    for name, record in zip("123", records, strict=True):
+        (folder / f"texts/{name}.txt").write_text(record["text"])
+
+
+def test_all_kinds_of_files_give_the_same_and_nothing_is_written_beside_them(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_all_kinds(folder)
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    for name in ("a.csv", "a.parquet", "saved", "a.json", "a.txt", "a.jsonl", "texts"):
+        data = HuggingFaceData(str(folder / name), byte_tokenizer(), holdout=0.0)
+        texts = [bytes(s["input_ids"][1:-1]).strip() for s in listed(data)]
+        assert texts == [b"ab", b"cd", b"ef"], name
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+
+
+def test_parts_are_known_by_the_names_of_files(tmp_path):
+    write_lines(tmp_path / "train-1.jsonl", [{"text": "a"}, {"text": "b"}])
+    write_lines(tmp_path / "validation.jsonl", [{"text": "c"}])
+    sides = HuggingFaceData(str(tmp_path), byte_tokenizer()).splits()
+    assert [len(side) for side in sides.values()] == [2, 1]
+    assert sides["train"].split_rule == "parts train and validation of the data"
+    few = HuggingFaceData(str(tmp_path / "train-1.jsonl"), byte_tokenizer(), max_samples=1)
+    assert len(few) == 1
+
+
+def test_many_records_are_encoded_in_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.data.encode.MANY_RECORDS", 50)
+    records = [{"text": f"text {i}"} for i in range(200)]
+    data = opened(tmp_path, records, byte_tokenizer())
+    assert [bytes(s["input_ids"][1:-1]).decode() for s in listed(data)] == [
+        record["text"] for record in records
+    ]
+    with pytest.raises(DataError, match=r"records.jsonl:151: the text is of type int"):
+        opened(tmp_path, [*records[:150], {"text": 3}, *records[:99]], byte_tokenizer())
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def turn(asked: str, answer: str) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    }
+
+
+def learned(sample: dict[str, Any]) -> str:
+    """Give the text of the loss terms."""
+    return bytes(each for each in sample["labels"] if 0 <= each < 256).decode()
+
+
+def test_only_answers_are_learned_and_long_conversations_are_dropped(tmp_path):
+    records = [turn("ab", "cd"), turn("ab", "c" * 100)]
+    data = opened(tmp_path, records, byte_tokenizer(), max_length=40, chat_template=CHAT)
+    (sample,) = listed(data)
+    assert bytes(sample["input_ids"]).decode() == "<user>ab;<assistant>cd;"
+    assert learned(sample) == "cd;"
+    assert "1 longer than data.max_length left out" in data.describe_records(None)[0].text
+    how = {"chat_template": CHAT, "overlong": "cut", "max_length": 40}
+    left = opened(tmp_path, records, byte_tokenizer(), truncation="left", **how)
+    assert learned(listed(left)[1]) == "c" * 39 + ";"
+    long = [turn("ab", "cd"), turn("a" * 100, "cd")]
+    assert len(opened(tmp_path, long, byte_tokenizer(), **how)) == 1  # no answer is left
+    whole = opened(
+        tmp_path, records[:1], byte_tokenizer(), assistant_only_loss=False, chat_template=CHAT
+    )
+    assert learned(listed(whole)[0]) == "<user>ab;<assistant>cd;"
+
+
+@pytest.mark.parametrize(
+    ("record", "answer"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "b;"),
+        ({"prompt": "a", "completion": "b"}, "b"),
+        (
+            {
+                "prompt": turn("a", "b")["messages"][:1],
+                "completion": turn("a", "b")["messages"][1:],
+            },
+            "b;",
+        ),
+        ({"instruction": "a", "input": "x", "output": "b"}, "b;"),
+    ],
+)
+def test_formats_with_answers(tmp_path, record, answer):
+    (sample,) = listed(opened(tmp_path, [record], byte_tokenizer(), chat_template=CHAT))
+    assert learned(sample) == answer
+
+
+def ids_of(text: str) -> list[int]:
+    return [BEGIN, *(FIRST[letter] for letter in text), END]
+
+
+def test_labels_are_numbers_words_or_real(tmp_path, words):
+    task = "sequence_classification"
+    named = [{"text": "a b", "label": "yes"}, {"text": "c", "label": "no"}]
+    data = opened(tmp_path, named, words, task)
+    assert listed(data) == [
+        {"input_ids": ids_of("ab"), "labels": 1},
+        {"input_ids": ids_of("c"), "labels": 0},
+    ]
+    assert (data.num_classes, data.label_names) == (2, ["no", "yes"])
+    pairs = [{"premise": "a", "hypothesis": "b", "label": 2}]
+    data = opened(tmp_path, pairs, words, task)
+    assert listed(data) == [
+        {
+            "input_ids": [*ids_of("a"), FIRST["b"], END],
+            "token_type_ids": [0, 0, 0, 1, 1],
+            "labels": 2,
+        }
+    ]
+    assert (data.num_classes, data.label_names) == (3, None)
+    real = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1}]
+    data = opened(tmp_path, real, words, task)
+    assert [s["labels"] for s in listed(data)] == [0.5, 1.0]
+    assert data.num_classes == 1
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["z", "y"])}
+    )
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    data = HuggingFaceData(str(tmp_path / "saved"), words, task, holdout=0.0)
+    assert data.label_names == ["z", "y"]
+    assert [s["labels"] for s in listed(data)] == [1, 0]
+
+
+def test_tags_go_with_the_first_piece_of_a_word(tmp_path, words):
+    records = [{"tokens": ["ab", "c"], "ner_tags": ["O", "X"]}]
+    data = opened(tmp_path, records, words, "token_classification")
+    assert listed(data)[0]["labels"] == [-100, 0, -100, 1, -100]
+    assert data.label_names == ["O", "X"]
+
+
+def test_answers_are_found_in_the_tokens_of_their_context(tmp_path, words):
+    asked = {"question": "a b", "context": "c d ef g"}
+    records = [
+        asked | {"answers": {"text": ["ef"], "answer_start": [4]}},
+        asked | {"answers": {"text": [], "answer_start": []}},
+        asked | {"answers": {"text": ["g"], "answer_start": [7]}},
+    ]
+    data = opened(tmp_path, records, words, "question_answering", max_length=9)
+    spans = [(s["start_positions"], s["end_positions"]) for s in listed(data)]
+    assert spans == [(6, 7), (0, 0)]
+    assert "1 without their answer once they are cut" in data.describe_records(None)[0].text
+
+
+def test_choices_are_rows_and_are_padded_together(tmp_path, words):
+    records = [
+        {"question": "a", "choices": ["b", "c d"], "answer": "c d"},
+        {"question": "a b c", "choices": ["b", "c d"], "answer": "A"},
+    ]
+    data = opened(tmp_path, records, words, "multiple_choice")
+    fields = data.collate([data[0], data[1]])
+    assert fields["input_ids"].shape == (2, 2, 8)
+    assert fields["labels"].tolist() == [1, 0]
+    assert fields["attention_mask"].sum((1, 2)).tolist() == [5 + 6, 7 + 8]
+
+
+def test_an_encoder_decoder_learns_a_target(tmp_path, words):
+    data = opened(tmp_path, [{"document": "a b c", "summary": "d"}], words, "seq2seq_lm")
+    assert listed(data) == [{"input_ids": ids_of("abc"), "labels": ids_of("d")}]
+
+
+BAD: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([{"body": "a"}], {}, "its columns are body, and causal_lm takes .* data.columns="),
+    ([{"text": "a"}, {"text": 3}], {}, r"records.jsonl:2: the text is of type int"),
+    ([{"text": "a"}, ["b"]], {}, r"records.jsonl:2: not a JSON object but of type list"),
+    ([{"text": "a"}, {"body": "b"}], {}, r"records.jsonl:2: no column 'text'; it has 'body'"),
+    ([], {}, "holds no records"),
+    ([{"prompt": "a", "completion": ""}], {}, r"records.jsonl:1: the completion is empty"),
+    ([turn("a", "b")], {}, "the tokenizer has no chat template"),
+    ([turn("a", "b")], {"overlong": "chunk"}, "data.overlong=chunk: a record of the format chat"),
+    ([{"chosen": "a", "rejected": "b"}], {}, "preference pairs"),
+    ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column; there are text"),
+    ([{"text": "a"}], {"columns": {"body": "text"}}, "no such role; for causal_lm there are"),
+    ([{"text": "a"}], {"chat_template": "gone"}, "data.chat_template=gone: no such file"),
+]
+
+
+@pytest.mark.parametrize(("records", "options", "fault"), BAD)
+def test_what_is_wrong_is_one_line(tmp_path, records, options, fault):
+    with pytest.raises(TrainError, match=fault) as caught:
+        opened(tmp_path, records, byte_tokenizer(), **options)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_bad_files_and_labels_are_named(tmp_path, words):
+    (tmp_path / "odd.csv").write_bytes(b"text\n\xff\n")
+    (tmp_path / "image.png").touch()
+    for name, fault in (
+        ("odd.csv", "cannot be read as csv: not UTF-8"),
+        ("image.png", "no file ends with one of"),
+        ("gone.jsonl", "no such file or folder"),
+    ):
+        with pytest.raises(DataError, match=fault):
+            HuggingFaceData(str(tmp_path / name), words)
+    for second, fault in ((None, "the label None"), (1, "labels are of the types int, str")):
+        records = [{"text": "a", "label": "x"}, {"text": "b", "label": second}]
+        with pytest.raises(DataError, match=fault):
+            opened(tmp_path, records, words, "sequence_classification")
+    with pytest.raises(ConfigError, match="no more than special tokens"):
+        opened(tmp_path, TEXTS, words, "masked_lm", max_length=2)
+
+
+def test_bad_records_are_skipped_counted_and_named(tmp_path):
+    records = [{"text": "a"}] * 150 + [{"text": 3}]
+    data = opened(tmp_path, records, byte_tokenizer(), on_bad="skip")
+    assert (len(data), data.num_skipped) == (150, 1)
+    assert "records.jsonl:151: the text is of type int" in data.skipped[0]
+    with pytest.raises(DataError, match="3 of 152 records are bad"):
+        opened(tmp_path, [*records[:149], *records[-1:] * 3], byte_tokenizer(), on_bad="skip")

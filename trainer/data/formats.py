@@ -1,0 +1,141 @@
+"""Recognise what records hold by the names of their columns, for the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from trainer.config.components import Task
+from trainer.core.errors import ConfigError, DataError
+
+_PAIRS = (
+    *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2")),
+    *(("question", "sentence"), ("question", "passage"), ("text", "text_pair"), ("text1", "text2")),
+)
+_LABELLED = [
+    *({"text": first, "text_pair": second, "label": "label"} for first, second in _PAIRS),
+    *(
+        {"text": text, "label": label}
+        for text in ("text", "sentence")
+        for label in ("label", "labels")
+    ),
+]
+_TARGETS = (
+    *(("source", "target"), ("text", "summary"), ("document", "summary"), ("dialogue", "summary")),
+    *(("article", "highlights"), ("prompt", "completion"), ("input", "target")),
+)
+_ENDINGS = {name: name for name in ("ending0", "ending1", "ending2", "ending3")}
+
+# The usual names of columns by their role, for each format; the first that are all there count.
+_CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "chat": [{"messages": name} for name in ("messages", "conversations", "conversation")],
+    "prompt and completion": [{"prompt": "prompt", "completion": "completion"}],
+    "instruction": [{"instruction": "instruction", "output": "output"}],
+    "text": [{"text": "text"}],
+    "label": _LABELLED,
+    "tags": [
+        {"tokens": tokens, "tags": tags}
+        for tokens in ("tokens", "words")
+        for tags in ("tags", "ner_tags", "labels", "pos_tags")
+    ],
+    "span": [{"question": "question", "context": "context", "answers": "answers"}],
+    "choices": [
+        {"sent1": "sent1", "sent2": "sent2", **_ENDINGS, "label": "label"},
+        *(
+            {"question": "question", "choices": "choices", "answer": a}
+            for a in ("answer", "answerKey")
+        ),
+    ],
+    "source and target": [{"source": source, "target": target} for source, target in _TARGETS],
+}
+_OPTIONAL: Mapping[str, Mapping[str, str]] = {
+    "chat": {"tools": "tools"},
+    "prompt and completion": {"tools": "tools"},
+    "instruction": {"input": "input"},
+}
+"""Columns that are used where they are there, by format."""
+
+_FORMATS: Mapping[Task, Sequence[str]] = {
+    "causal_lm": ["chat", "prompt and completion", "instruction", "text"],
+    "masked_lm": ["text"],
+    "seq2seq_lm": ["source and target"],
+    "sequence_classification": ["label"],
+    "token_classification": ["tags"],
+    "question_answering": ["span"],
+    "multiple_choice": ["choices"],
+}
+"""What a model for a task can be trained on, the first that fits first."""
+
+
+@final
+@dataclass(frozen=True)
+class Format:
+    """What the records of a data set hold."""
+
+    name: str
+    columns: Mapping[str, str]  # by role
+
+    def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the values of a record by role.
+
+        Raises:
+            ValueError: a column is not there.
+        """
+        for role, column in self.columns.items():
+            if column not in record and role not in _OPTIONAL.get(self.name, {}):
+                has = ", ".join(map(repr, record)) or "none"
+                raise ValueError(f"no column {column!r}; it has {has}")
+        return {role: record.get(column) for role, column in self.columns.items()}
+
+
+def recognise(
+    place: str, columns: Collection[str], task: Task, typed: Mapping[str, str] | None = None
+) -> Format:
+    """Find the format of records by their columns, for a model that is made for a task.
+
+    Args:
+        place: what the records are read from, for messages.
+        columns: of the records.
+        task: what the model is made for.
+        typed: names of columns by role, in place of the usual ones.
+
+    Raises:
+        ConfigError: a role is none, or no record has a typed column.
+        DataError: the columns are those of no format that fits the task.
+    """
+    typed = typed or {}
+    if {"chosen", "rejected"} <= {*columns} and not typed:
+        raise DataError(
+            f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
+            "answers alone, type data.columns={messages: chosen}"
+        )
+    _check_typed(typed, columns, task)
+    for name, usual in _usual(task):
+        names = {**usual, **{role: typed[role] for role in typed if role in usual}}
+        found = {role: column for role, column in names.items() if column in columns}
+        needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
+        if found.keys() >= needed | typed.keys():
+            return Format(name, found)
+    wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
+    raise DataError(
+        f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
+        f"{' or '.join(wanted) or 'none that this reads'}; say which they are, e.g. "
+        f"data.columns={{{next(iter(wanted), 'text').split()[0]}: {next(iter(columns), 'NAME')}}}"
+    )
+
+
+def _usual(task: Task) -> Iterator[tuple[str, Mapping[str, str]]]:
+    for name in _FORMATS.get(task, ()):
+        for usual in _CONVENTIONS[name]:
+            yield name, {**usual, **_OPTIONAL.get(name, {})}
+
+
+def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task) -> None:
+    roles = dict.fromkeys(role for _, usual in _usual(task) for role in usual)
+    for role, column in typed.items():
+        text = f"data.columns={{{role}: {column}}}"
+        if role not in roles:
+            raise ConfigError(f"{text}: no such role; for {task} there are {', '.join(roles)}")
+        if column not in columns:
+            raise ConfigError(f"{text}: no such column; there are {', '.join(columns)}")

@@ -1,0 +1,253 @@
+"""Read records in the formats of the field, and give them as a model's tokenizer encodes them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from trainer.config.components import (
+    ColumnNames,
+    Count,
+    Overlong,
+    Pair,
+    Share,
+    Task,
+    TemplateVariables,
+    Text,
+)
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.format import expanded
+from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.encode import ends_of, pad_token_of
+from trainer.data.records import find_records
+from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
+from trainer.data.token_cache import EncodeOptions, cached_records
+from trainer.data.token_samples import FieldSamples, TextSamples, TokenSamples
+from trainer.plan.cut import IntArray
+
+DEFAULT_LENGTH = 1024
+
+
+@final
+class HuggingFaceData(Dataset[dict[str, Tensor]]):
+    """Records of a file, a folder or the hub, tokenised once into a cache.
+
+    What a record becomes depends on its columns and on what the model is made for:
+
+    * `text`: a document, with the special tokens of the tokenizer around it; it ends with EOS for
+      a causal model, and a masked model's samples have them around each.
+    * `messages` (`role`, `content`; `tools`), `conversations` (`from`, `value`), `prompt` and
+      `completion` (texts or messages), `instruction`, `input` and `output`: what a causal model
+      learns, with -100 in `labels` where a token is no loss term.
+    * `text` or a pair such as `premise` and `hypothesis`, and `label`: a number, a word, or a
+      `ClassLabel`; real numbers are for a regression.
+    * `tokens` and `tags`: a label for the first piece of each word, -100 elsewhere.
+    * `question`, `context`, `answers`: `start_positions` and `end_positions`.
+    * `sent1`, `sent2`, `ending0` to `ending3`, `label`, or `question`, `choices`, `answer`:
+      `(choices, time)`.
+    * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
+
+    Records are held out by their ids, so that copies of one, and all samples of a document, stay
+    on one side; a source that brings parts, such as `train` and `validation`, keeps them.
+
+    Args:
+        path: a file or folder of JSON, JSON lines, CSV, Parquet, Arrow or text; a folder that
+            `save_to_disk` wrote; or a name on the hub.
+        tokenizer: of transformers, or with its names.
+        task: what the model is made for; None is `causal_lm`.
+        max_positions: most tokens that the model takes; None is not known.
+        label_names: of classes, in their order; None is those of the data.
+        subset: of a name on the hub, its configuration.
+        columns: names of columns by role, where they are not the usual ones.
+        max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
+            and model take, if that is less.
+        overlong: what becomes of longer records; None is `chunk` for text, `drop` for what has
+            answers, and `cut` for the rest.
+        truncation: which end of a conversation goes where it is cut.
+        holdout: share that is held out, where the source brings no part for it.
+        seed: selects which.
+        max_samples: most records of each part, at even distances; None is all.
+        assistant_only_loss: False makes every token of a conversation a loss term.
+        completion_only_loss: False makes the prompt a loss term, too.
+        chat_template: a file, or the template itself; None is the tokenizer's.
+        chat_template_kwargs: further variables of the template.
+        on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted by
+            `num_skipped` and listed in `skipped`.
+
+    Attributes:
+        vocab_size: ids are below it.
+        num_classes: of labels; 1 of real numbers; None without labels.
+        label_names: of classes that are words; None without them.
+        pad_token_id: what `input_ids` are padded with.
+
+    Raises:
+        ConfigError: an argument does not fit the records.
+        DataError: the source cannot be read, its columns are not recognised, a record is bad, or
+            nothing is left to train on.
+    """
+
+    draws_randomness = False
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
+        self,
+        path: Text,
+        tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
+        task: Task | None = None,
+        max_positions: int | None = None,
+        label_names: Sequence[str] | None = None,
+        subset: Text | None = None,
+        columns: ColumnNames | None = None,
+        max_length: Pair | None = None,
+        overlong: Overlong | None = None,
+        truncation: Literal["right", "left"] = "right",
+        holdout: Share = 0.05,
+        seed: int = 0,
+        max_samples: Count | None = None,
+        assistant_only_loss: bool = True,
+        completion_only_loss: bool = True,
+        chat_template: Text | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+        on_bad: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        # Set, it also spares processes that are forked later a warning of the library.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
+        self.max_length = max_length or min(filter(None, limits))
+        self.vocab_size, self.pad_token_id = len(tokenizer), pad_token_of(tokenizer)
+        options = EncodeOptions(
+            task=task or "causal_lm",
+            columns=dict(columns or {}),
+            label_names=None if label_names is None else tuple(label_names),
+            max_samples=max_samples,
+            max_length=self.max_length,
+            overlong=overlong,
+            truncation=truncation,
+            assistant_only_loss=assistant_only_loss,
+            completion_only_loss=completion_only_loss,
+            chat_template=_template(chat_template),
+            chat_template_kwargs=dict(chat_template_kwargs or {}),
+        )
+        source = find_records(path, subset)
+        self._index = cached_records(source, tokenizer, options, skips=on_bad == "skip")
+        self._split, self._samples = TRAIN, self._laid_out(tokenizer, options)
+        held_out = self._held_out(holdout, seed)
+        sides = {TRAIN: ~held_out, HELD_OUT: held_out}
+        self._documents = {name: np.flatnonzero(mask) for name, mask in sides.items()}
+        self._ids = {n: np.flatnonzero(m[self._samples.documents]) for n, m in sides.items()}
+        self._settings = f"{self._samples.settings}|{self.holdout!r}|{seed}"
+        if not len(self):
+            raise DataError(f"data.path={path}: no record is left to train on")
+
+    def _laid_out(self, tokenizer: Any, options: EncodeOptions) -> TokenSamples:  # noqa: ANN401
+        """Give the samples of the cache, and take over what it knows of them."""
+        index, facts = self._index, self._index.facts
+        self.num_skipped, self.skipped = index.num_skipped, index.skipped
+        self.num_classes, self.label_names = facts.get("num_classes"), facts.get("label_names")
+        self.collate: Callable[[Sequence[Sample]], dict[str, Tensor]] | None = None
+        if facts["fields"]:
+            if num_rows := facts.get("num_rows"):
+                self.collate = partial(_stacked, self.pad_token_id)
+            return FieldSamples(index, facts["fields"], num_rows or 1)
+        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        if self.max_length <= len(ends) * ends.of_samples:
+            text = "no more than special tokens; set a larger one"
+            raise ConfigError(f"data.max_length={self.max_length}: {text}")
+        return TextSamples(index, ends, self.max_length, facts["overlong"])
+
+    def _held_out(self, holdout: float, seed: int) -> Any:  # noqa: ANN401 - an array of bool
+        """Mark the documents that are held out, and say by what rule."""
+        counts = self._index.facts["counts"]
+        self.holdout: float | None = None
+        if len(counts) > 1:
+            self.split_rule = f"parts {' and '.join(counts)} of the data"
+            return np.arange(len(self._index.groups)) >= counts[TRAIN]
+        self.holdout = holdout
+        self.split_rule = "whole records, copies of one together, drawn by data.split_seed"
+        return held_out_mask(self._index.groups, holdout, seed)
+
+    def splits(self) -> dict[str, HuggingFaceData]:
+        """Give both sides, which share the cache."""
+        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
+        for name, side in sides.items():
+            side._split = name
+            for cached in ("lengths", "fingerprint"):
+                vars(side).pop(cached, None)
+        return sides
+
+    @property
+    def original_ids(self) -> IntArray:
+        """Index of each sample among those of both sides, `(samples,)`."""
+        return self._ids[self._split]
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Tokens of each sample, `(samples,)`."""
+        return self._samples.lengths[self.original_ids]
+
+    @property
+    def num_cut(self) -> int:
+        """Tokens of this side's records that are in no sample."""
+        ids, documents = self.original_ids, self._documents[self._split]
+        repeated = self._samples.num_repeated(ids)
+        return self._samples.num_tokens(documents) - int(self.lengths.sum()) + repeated
+
+    def __len__(self) -> int:
+        return len(self.original_ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
+        return self._samples.read(int(self.original_ids[i]))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the ids and the settings of this split."""
+        text = f"{self._index.digest}|{self._split}|{self._settings}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what the records were recognised as, and what became of the others."""
+        known = self._index.facts
+        columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
+        text = joined(f"{known['format']} ({', '.join(columns)})", self._left_out())
+        left_out = {"num_dropped": known["dropped"], "data_columns": known["columns"]}
+        return [row("", text, data_format=known["format"], **left_out)]
+
+    def _left_out(self) -> str:
+        dropped = self._index.facts["dropped"].items()
+        return ", ".join(f"{count:,} {reason} left out" for reason, count in dropped)
+
+
+def _template(typed: str | None) -> str | None:
+    """Read a chat template, where a file was typed in place of its text."""
+    if typed is None or "{" in typed:
+        return typed
+    file = expanded(typed)
+    if not file.is_file():
+        raise ConfigError(
+            f"data.chat_template={typed}: no such file, and no template, which has {{"
+        )
+    return file.read_text()
+
+
+def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Stack samples of rows, `(choices, time)`, padded on the right to the longest."""
+    longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
+
+    def padded(name: str, field: Tensor) -> Tensor:
+        if field.dim() == 0:
+            return field
+        fill = pad_token if name == INPUT_IDS else 0
+        return F.pad(field, (0, longest - field.shape[1]), value=fill)
+
+    names = samples[0]
+    return {name: torch.stack([padded(name, each[name]) for each in samples]) for name in names}

@@ -1,0 +1,239 @@
+"""Read records through `datasets`: files of the field's formats, folders of them, names on the hub.
+
+A record of JSON stays text until it is encoded: so it is as it was written, whatever the others
+hold, and one that is bad has a line. Nothing is written beside the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from trainer.core.errors import DataError
+from trainer.core.format import expanded
+from trainer.data.files import files_at, reading
+from trainer.data.samples import TRAIN
+from trainer.data.source import HELD_OUT_NAMES
+from trainer.plan.cut import IntArray
+
+_KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), "json"),
+    **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
+}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
+_HASHED_BYTES = 2**30
+"""Up to here files are known by their contents, beyond it by their name, size and time: a start may
+cost a second, not a reading of the whole corpus."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RecordSource:
+    """Where records are read from."""
+
+    path: str  # as it was typed
+    kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
+    # By part: `train`, and a held-out one where names say so. Empty for a name on the hub.
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    subset: str | None = None  # of a name on the hub, its configuration
+
+    @property
+    def digest(self) -> str:
+        """Tell the files apart from others; empty for a name on the hub."""
+        digest = hashlib.blake2b(digest_size=16)
+        every = [(part, file) for part, files in self.files.items() for file in files]
+        states = [file.stat() for _, file in every]
+        is_hashed = sum(state.st_size for state in states) <= _HASHED_BYTES
+        for (part, file), state in zip(every, states, strict=True):
+            known = f"{file}|{state.st_size}|{state.st_mtime_ns}"
+            if is_hashed:
+                with reading(file), file.open("rb") as stream:
+                    known = hashlib.file_digest(stream, hashlib.blake2b).hexdigest()
+            digest.update(f"{part}|{known}|".encode())
+        return digest.hexdigest() if every else ""
+
+    def load(self, scratch: Path) -> dict[str, Any]:
+        """Give a `datasets.Dataset` of each part, mapped from files in `scratch` where it can be.
+
+        Records of JSON are strings in a column `text`.
+
+        Raises:
+            DataError: a file cannot be read; names it.
+        """
+        files = [file for each in self.files.values() for file in each]
+        if files and not sum(file.stat().st_size for file in files):
+            raise DataError(f"data.path={self.path}: holds no records")
+        with _explained(self):
+            if self.kind in {"saved", "hub"}:
+                return _parts_of(self._opened())
+            if self.kind == "json" and _holds_lists(self.files):
+                return {part: _listed(files) for part, files in self.files.items()}
+            return self._loaded(scratch)
+
+    def _opened(self) -> Any:  # noqa: ANN401 - a Dataset, or several by name
+        import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
+
+        if self.kind == "saved":
+            return datasets.load_from_disk(str(expanded(self.path)))
+        return datasets.load_dataset(self.path, self.subset)
+
+    def _loaded(self, scratch: Path) -> dict[str, Any]:
+        import datasets  # noqa: PLC0415
+
+        files = {part: [str(file) for file in each] for part, each in self.files.items()}
+        first = next(iter(self.files.values()))[0]
+        options: dict[str, Any] = {}
+        if self.kind == "text":
+            is_file = expanded(self.path).is_file()
+            options["sample_by"] = "paragraph" if is_file else "document"
+        elif self.kind == "csv" and ".tsv" in first.suffixes:
+            options["sep"] = "\t"
+        reader = "text" if self.kind == "json" else self.kind
+        parts = datasets.load_dataset(reader, data_files=files, cache_dir=str(scratch), **options)
+        return dict(parts)
+
+    def name_of(self, part: str, row: int) -> str:
+        """Name a record, by its number from 0 in its part: by its line where it has one."""
+        files = self.files.get(part, ())
+        is_lines = self.kind == "json" and not _holds_lists(self.files)
+        if not is_lines or any(_COMPRESSED & set(file.suffixes) for file in files):
+            return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
+        for file in files:
+            with file.open() as stream:
+                count = sum(1 for _ in stream)
+            if row < count:
+                return f"{file}:{row + 1}"
+            row -= count
+        return self.path
+
+
+def find_records(path: str, subset: str | None = None) -> RecordSource:
+    """Find out what a path holds; a folder or files are parted by words in their names.
+
+    Args:
+        path: file, folder, or name on the hub.
+        subset: of a name on the hub, its configuration.
+
+    Raises:
+        DataError: there is nothing, or files of several kinds.
+    """
+    place = expanded(path).absolute()
+    is_name = _HUB_NAME.fullmatch(path) and not place.suffix
+    if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
+        return RecordSource(path=path, kind="hub", subset=subset)
+    with reading(place):
+        files = files_at(place)
+    if place.is_dir() and any((place / name).is_file() for name in _SAVED):
+        return RecordSource(path=path, kind="saved", files={TRAIN: files})
+    found = {file: kind for file in files if (kind := _kind_of(file))}
+    kinds = Counter(found.values())
+    if len(kinds) > 1:
+        del kinds["text"]  # such as a licence beside the data
+    if len(kinds) != 1:
+        text = (
+            f"holds files of several kinds ({', '.join(kinds)}); name one file, or a folder of one"
+        )
+        known = ", ".join(_KINDS)
+        raise DataError(
+            f"data.path={path}: {text if kinds else f'no file ends with one of {known}'}"
+        )
+    (kind,) = kinds
+    files = [file for file in files if found.get(file) == kind]
+    return RecordSource(path=path, kind=kind, files=_parted(files, place))
+
+
+def _kind_of(file: Path) -> str | None:
+    suffixes = [each.lower() for each in file.suffixes if each.lower() not in _COMPRESSED]
+    return _KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def _parted(files: Sequence[Path], root: Path) -> dict[str, Sequence[Path]]:
+    """Part files by words such as `train` and `test`, where all of their names have one."""
+    named: dict[str, list[Path]] = {}
+    for file in files:
+        words = _PART.findall(str(file.relative_to(root)).lower()) if file != root else []
+        named.setdefault(words[0] if words else "", []).append(file)
+    held_out = [name for name in HELD_OUT_NAMES if name in named]
+    if "" in named or TRAIN not in named or not held_out:
+        return {TRAIN: files}
+    return {TRAIN: named[TRAIN], held_out[0]: named[held_out[0]]}
+
+
+def _parts_of(opened: Any) -> dict[str, Any]:  # noqa: ANN401 - a Dataset, or several by name
+    """Take the part that is trained on, and a held-out one, by how their names begin."""
+    if not isinstance(opened, Mapping):
+        return {TRAIN: opened}
+    if len(opened) == 1:
+        return {TRAIN: next(iter(opened.values()))}
+    train = next((name for name in opened if name.startswith(TRAIN)), None)
+    if train is None:
+        raise DataError(f"data: no part is called train; there are {', '.join(opened)}")
+    parts = {TRAIN: opened[train]}
+    for word in HELD_OUT_NAMES:
+        for name in opened:
+            if name.startswith(word) and len(parts) == 1:
+                parts[word] = opened[name]
+    return parts
+
+
+def _holds_lists(files: Mapping[str, Sequence[Path]]) -> bool:
+    """Whether files of JSON hold one list each, and no lines."""
+    first = next(iter(files.values()))[0]
+    if first.suffix.lower() != ".json":
+        return False
+    with reading(first), first.open("rb") as stream:
+        return stream.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _listed(files: Sequence[Path]) -> Any:  # noqa: ANN401 - a Dataset
+    """Read files that hold a list of records each."""
+    import datasets  # noqa: PLC0415
+
+    records = list[str]()
+    for file in files:
+        try:
+            content = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise DataError(f"data: {file}: not JSON ({error})") from error
+        records += [json.dumps(record) for record in content]
+    return datasets.Dataset.from_dict({"text": records})
+
+
+def select(records: Any, count: int | None) -> tuple[Any, IntArray]:  # noqa: ANN401 - a Dataset
+    """Take at most so many records, at even distances; gives them, and their numbers."""
+    if count is None or count >= len(records):
+        return records, np.arange(len(records))
+    rows = np.linspace(0, len(records) - 1, count, dtype=np.int64)
+    return records.select(rows), rows
+
+
+@contextmanager
+def _explained(source: RecordSource) -> Iterator[None]:
+    """Say in one line what `datasets` cannot read."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        decoding = next((c for c in causes if isinstance(c, UnicodeDecodeError)), None)
+        why = "not UTF-8" if decoding else " ".join(str(causes[-1]).split())
+        where = f"data.path={source.path}"
+        if source.kind == "hub":
+            text = "no such file or folder, and no data set that the hub or its cache gives"
+            raise DataError(f"{where}: {text} ({why:.200})") from error
+        raise DataError(f"{where}: cannot be read as {source.kind}: {why:.300}") from error

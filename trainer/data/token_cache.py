@@ -1,0 +1,247 @@
+"""Tokenise records once, into a cache that is opened ever after."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, final
+
+from trainer.config.components import Overlong, Task
+from trainer.core.errors import ConfigError, DataError
+from trainer.data.chat_encoder import ChatEncoder
+from trainer.data.encode import (
+    BadRecordError,
+    Encoder,
+    RecordEncoder,
+    TextEncoder,
+    ends_of,
+    records_of,
+    show_progress,
+)
+from trainer.data.files import progress
+from trainer.data.formats import Format, recognise
+from trainer.data.index import SKIP_CAP, Add, Index, cache_folder, cached_index
+from trainer.data.label_encoders import (
+    ChoiceEncoder,
+    LabelEncoder,
+    Labels,
+    SpanEncoder,
+    TagEncoder,
+    TargetEncoder,
+    labels_of,
+    values_of,
+)
+from trainer.data.records import RecordSource, select
+from trainer.data.samples import TRAIN
+
+_LOOKED_AT = 100
+"""Records of JSON whose names are looked at to recognise the format."""
+_OVERLONG: Mapping[str, Overlong] = {
+    **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
+}
+"""What becomes of longer records where nobody says; of all others the head is kept."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How records are encoded; see `HuggingFaceData`."""
+
+    task: Task
+    columns: Mapping[str, str]
+    label_names: tuple[str, ...] | None
+    max_samples: int | None
+    max_length: int
+    overlong: Overlong | None
+    truncation: Literal["right", "left"]
+    assistant_only_loss: bool
+    completion_only_loss: bool
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any]
+
+
+def cached_records(
+    source: RecordSource,
+    tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
+    options: EncodeOptions,
+    *,
+    skips: bool,
+) -> Index:
+    """Open the cache of what records become, tokenising them first where there is none.
+
+    Its facts are `format`, `columns` by role, `fields` with their kinds (none of texts), `counts`
+    of records by part, `dropped` by reason, `overlong`, `num_classes`, `label_names`, `num_rows`.
+
+    Raises:
+        ConfigError: the options do not fit the records.
+        DataError: the source cannot be read, is not recognised, or holds bad records.
+    """
+
+    def build(add: Add) -> tuple[list[str], dict[str, Any]]:
+        with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
+            show_progress()
+            parts = source.load(Path(scratch))
+            form = _recognised(source, parts, options)
+            encoder, facts = _encoder(source, parts, form, tokenizer, options)
+            whole = Encoder(form, encoder, source.kind == "json", skips)
+            written = _Writer(source, whole, add, Path(scratch))
+            counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
+        written.check(sum(counts.values()))
+        facts |= {"format": form.name, "columns": form.columns, "fields": encoder.fields}
+        facts |= {"counts": counts, "dropped": dict(written.dropped), "overlong": encoder.overlong}
+        return written.bad, facts
+
+    settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
+    return cached_index("hf", settings, {}, build, reader=f"1|{source.digest}")
+
+
+def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
+    """Find the format of the records by the columns of those that are trained on."""
+    records, place = parts[TRAIN], f"data.path={source.path}"
+    if not len(records):
+        raise DataError(f"{place}: holds no records")
+    columns = list[str](records.column_names)
+    if source.kind == "json":
+        first = records_of(records[:_LOOKED_AT], is_json=True)
+        found = [each for each in first if isinstance(each, dict)]
+        columns = [*dict.fromkeys(name for record in found for name in record)]
+        if not found:
+            name = source.name_of(TRAIN, 0)
+            raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
+    return recognise(place, columns, options.task, options.columns)
+
+
+def _encoder(
+    source: RecordSource,
+    parts: Mapping[str, Any],
+    form: Format,
+    tokenizer: Any,  # noqa: ANN401
+    options: EncodeOptions,
+) -> tuple[RecordEncoder, dict[str, Any]]:
+    """Build what encodes records of a format, and give what is known of all of them."""
+    overlong = options.overlong or _OVERLONG.get(form.name, "cut")
+    if overlong == "chunk" and form.name != "text":
+        raise ConfigError(
+            f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
+            "divided; use drop or cut"
+        )
+    given = {"tokenizer": tokenizer, "max_length": options.max_length, "overlong": overlong}
+    if form.name == "text":
+        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        return TextEncoder(**given, ends=ends), {}
+    if form.name in _OVERLONG:
+        names = (
+            *("truncation", "chat_template", "chat_template_kwargs"),
+            *("assistant_only_loss", "completion_only_loss"),
+        )
+        return ChatEncoder(**given, **{name: getattr(options, name) for name in names}), {}
+    if form.name == "source and target":
+        return TargetEncoder(**given), {}
+    return _labelled(source, parts, form, given, options.label_names)
+
+
+def _labelled(
+    source: RecordSource,
+    parts: Mapping[str, Any],
+    form: Format,
+    given: Mapping[str, Any],
+    names: Sequence[str] | None,
+) -> tuple[RecordEncoder, dict[str, Any]]:
+    """Build what encodes records with labels, which are looked at first."""
+    labels = Labels(None, None)
+    if form.name == "span":
+        return SpanEncoder(**given, labels=labels), {}
+    if form.name == "choices":
+        first = form.take(next(_records(source, parts)))
+        count = len(first["choices"]) if "choices" in first else 4
+        return ChoiceEncoder(**given, labels=labels, num_choices=count), {"num_rows": count}
+    column = form.columns["label" if form.name == "label" else "tags"]
+    try:
+        names = names or _class_names(parts[TRAIN], column)
+        labels = labels_of(values_of(_records(source, parts), column), names)
+    except ValueError as error:
+        raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
+    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
+    if form.name == "tags":
+        return TagEncoder(**given, labels=labels), facts
+    is_pair = "text_pair" in form.columns
+    return LabelEncoder(**given, labels=labels, is_pair=is_pair), facts
+
+
+def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
+    """Give the records of all parts one after the other."""
+    for records in parts.values():
+        for batch in records.iter(1000):
+            yield from records_of(batch, is_json=source.kind == "json")
+
+
+def _class_names(records: Any, column: str) -> Sequence[str] | None:  # noqa: ANN401 - a Dataset
+    """Give the names of classes that the data state as `ClassLabel` does."""
+    feature = records.features.get(column)
+    inner = getattr(feature, "feature", feature)  # of a list
+    return getattr(inner, "names", None)
+
+
+@final
+class _Writer:
+    """Encodes the parts of a source one after the other into an index."""
+
+    def __init__(self, source: RecordSource, encoder: Encoder, add: Add, scratch: Path) -> None:
+        self._source, self._encoder, self._add, self._scratch = source, encoder, add, scratch
+        self.bad, self.dropped = list[str](), Counter[str]()
+
+    def add_part(self, part: str, records: Any, most: int | None) -> int:  # noqa: ANN401 - a Dataset
+        """Add the records of a part, and count those that are kept.
+
+        Raises:
+            DataError: a record is bad.
+        """
+        records, rows = select(records, most)
+        count, label = 0, f"tokenising {self._source.path}"
+        with progress(f"{label}, {len(records):,} records") as advance:
+            try:
+                found = self._encoder.run(records, label, self._scratch / f"{part}.arrow")
+            except BadRecordError as error:
+                place, fault = error.args
+                name = self._source.name_of(part, int(rows[place]))
+                text = f"data: {name}: {fault}; fix it, or use data.on_bad=skip"
+                raise DataError(text) from error
+            for place, result in enumerate(found):
+                advance()
+                if result["fault"] is None:
+                    self._add(result["entry"], result["group"])
+                    count += 1
+                elif result["is_dropped"]:
+                    self.dropped[result["fault"]] += 1
+                else:
+                    name = self._source.name_of(part, int(rows[place]))
+                    self.bad.append(f"{name}: {result['fault']}")
+        return count
+
+    def check(self, count: int) -> None:
+        """Refuse a source of which too much is bad, or nothing is kept."""
+        self.dropped.pop("blank", None)
+        total = count + len(self.bad) + sum(self.dropped.values())
+        if len(self.bad) > max(1, SKIP_CAP * total):
+            raise DataError(
+                f"data: {len(self.bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} "
+                f"that data.on_bad=skip allows; the first: {self.bad[0]}"
+            )
+        if count == 0:
+            why = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
+            raise DataError(f"data.path={self._source.path}: no record is left ({why or 'none'})")
+
+
+def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
+    """Tell a tokenizer from others by the files that it saves."""
+    digest = hashlib.sha256()
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).rglob("*")):
+            if file.is_file():
+                digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
