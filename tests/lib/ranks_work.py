@@ -37,6 +37,7 @@ from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.predictions import predict
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
 
@@ -511,6 +512,16 @@ def evaluated(
     train_step(bench.context, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, seen, metrics == again and bench.feed.cut == cut
+
+
+def predicted(world: World, mode: str, num_held_out: int) -> list[dict[str, Any]]:
+    """Predict the first samples."""
+    bench = bench_of(world, Case(Fixed(micro=4), mode))
+    lengths = Lengths.of(bench.dataset.lengths[:num_held_out])
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=Layout(), max_tokens=30)
+    found = predict(bench.context.model, bench.objective, held_out, world)
+    bench.feed.close()
+    return found
 
 
 def share(world: World) -> tuple[list[object], str]:

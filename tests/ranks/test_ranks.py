@@ -23,6 +23,7 @@ from tests.lib.ranks_work import (
     evaluated,
     moved_each,
     norm_and_share,
+    predicted,
     run_each,
     run_steps,
     share,
@@ -237,6 +238,13 @@ def test_evaluation_visits_every_held_out_sample_once_and_is_exact(ranks, mode):
         assert sorted(i for _, seen, _ in found for i in seen) == list(range(num_held_out))
         for metrics, _, _ in found:
             assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", SHARDS)
+def test_every_rank_has_the_predictions_of_one_to_the_bit(ranks, mode):
+    expected = predicted(World(), mode, 29)
+    assert [line["id"] for line in expected] == list(range(29))
+    assert all(found == expected for found in ranks.run(3, predicted, mode, 29))
 
 
 def test_state_that_forwards_move_is_the_main_ranks_on_all_after_each_step(ranks):

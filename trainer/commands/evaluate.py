@@ -15,13 +15,12 @@ from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainer.checkpoint.weights import checkpoint_weights
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
-from trainer.core.durable import write_record
 from trainer.core.errors import DataError
 from trainer.core.world import World
-from trainer.report.console import show_read
-from trainer.report.metrics import named_means
+from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
 from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.predictions import predict
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -47,22 +46,14 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     model = step_context(components).model
-    means = {n: evaluate(model, components.objective, part, world) for n, part in parts.items()}
-
-    def report() -> None:
-        file = folder / evaluation_file(config)
-        lines, record = [], dict[str, Any]()
-        for name, metrics in means.items():
-            what, facts = _described(config, terms, name, parts[name])
-            record |= {"sets": {**record.get("sets", {}), name: facts}} if name else facts
-            figures = ", ".join(f"{figure} {value:.4f}" for figure, value in metrics.items())
-            lines.append(f"{what}: {figures}")
-        lines[-1] += f" (written to {file.name})" if config.evaluates_all else ""
-        show_read(loaded, *lines)
-        names = {f"eval_{name}": value for name, value in named_means(means).items()}
-        write_record(file, {"step": loaded.step, **names, **record})
-
-    world.on_main(report)
+    means, predicted = {}, {}
+    for name, part in parts.items():
+        means[name] = evaluate(model, components.objective, part, world)
+        if config.eval.predictions:
+            predicted[name] = predict(model, components.objective, part, world)
+    file = folder / evaluation_file(config)
+    facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
+    world.on_main(lambda: report_evaluation(loaded, file, means, facts, predicted))
     return 0
 
 

@@ -51,6 +51,7 @@ _ALL = (
     "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
 )
 _SHOWS = "shows samples under train plan; leave it out"
+_ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
@@ -80,6 +81,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
     ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
+    ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )

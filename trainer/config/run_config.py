@@ -77,6 +77,7 @@ class Eval(Section):
     every: Cadence | None
     samples: Count | None
     at_start: bool
+    predictions: bool
     sets: Annotated[
         dict[Name, Component],
         Field(description="a mapping, e.g. {web: {path: web.jsonl}}"),

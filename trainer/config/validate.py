@@ -278,6 +278,8 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
         if item["loc"][-1] == "target":
             key = f"{path.removesuffix('.target')}._target_"
             yield line(key, lookup(tree, key), "must be the import path of a class: package.Class")
+        elif item["type"] == "missing":
+            yield f"{path}: is missing, as in a run of an earlier version"
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
             nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
             yield clip(f"{path}: in a file, nest the keys: {nested}")

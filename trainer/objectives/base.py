@@ -140,6 +140,13 @@ class Objective(Described, ABC):
         """Run `sums`, or the same with what `weights` counted on the host."""
         return self.sums(model, fields)
 
+    def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
+        """Give label and prediction of each sample of a micro-batch, as predictions.jsonl has them.
+
+        `output` is what the model gave. Plain values; none where only the loss tells something.
+        """
+        return ()
+
 
 def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     """Count what the sums of an objective are divided by, finite numbers from 0 on."""

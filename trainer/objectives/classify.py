@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from trainer.objectives.base import (
     at_least_single,
     labels_of,
     logits_from,
+    logits_of,
 )
 
 
@@ -57,6 +58,14 @@ class Classify(Objective):
                 f"{int(valid.min())} to {int(valid.max())}"
             )
         return {"cross_entropy": float(weights[valid].sum()), "accuracy": count}
+
+    def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
+        """Give the class of each sample, or those at its labels that are loss terms."""
+        labels, classes = labels_of(fields), logits_of(output).argmax(self.class_axis)
+        pairs = zip(labels, classes, strict=True)
+        if labels.dim() == 1:
+            return [(label.tolist(), found.tolist()) for label, found in pairs]
+        return [(each[each != IGNORED].tolist(), c[each != IGNORED].tolist()) for each, c in pairs]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch; the sums are at least float32.

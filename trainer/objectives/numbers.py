@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +18,7 @@ from trainer.objectives.base import (
     Sums,
     at_least_single,
     logits_from,
+    logits_of,
 )
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
@@ -42,6 +43,12 @@ class Numbers(Objective):
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels."""
         return {self.loss: float((_labels(fields) != IGNORED).sum())}
+
+    def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
+        """Give the numbers; under binary cross entropy the probabilities of the labels."""
+        found = at_least_single(logits_of(output))
+        found = found if self.loss == "squared_error" else found.sigmoid()
+        return [*zip(_labels(fields).tolist(), found.tolist(), strict=True)]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.

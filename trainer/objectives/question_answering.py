@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,13 @@ class QuestionAnswering(Objective):
         both = {"exact_match": float((start & end).sum())}
         return {"start": float(start.sum()), "end": float(end.sum()), **both}
 
+    def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
+        """Give the first and the last token of each answer."""
+        logits = (_without_padding(getattr(output, f"{end}_logits"), fields) for end in ENDS)
+        found = torch.stack([each.argmax(-1) for each in logits], dim=-1)
+        labels = torch.stack(_targets(fields), dim=-1)
+        return [*zip(labels.tolist(), found.tolist(), strict=True)]
+
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.
 
@@ -53,13 +60,18 @@ class QuestionAnswering(Objective):
                     f"shape {tuple(fields['input_ids'].shape)}: objective=question_answering needs "
                     "start_logits and end_logits, (batch, time)"
                 )
-            logits = at_least_single(logits)
-            if "attention_mask" in fields:
-                logits = logits.masked_fill(fields["attention_mask"] == 0, -torch.inf)
+            logits = _without_padding(at_least_single(logits), fields)
             entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
             losses[end] = entropy / len(ENDS)
             hits.append(logits.argmax(-1) == target)
         return Sums(losses=losses, metrics={"exact_match": (hits[0] & hits[1]).sum()})
+
+
+def _without_padding(logits: Tensor, fields: Fields) -> Tensor:
+    """Leave no chance to padding."""
+    if "attention_mask" not in fields:
+        return logits
+    return logits.masked_fill(fields["attention_mask"] == 0, -torch.inf)
 
 
 def _targets(fields: Fields) -> list[Tensor]:

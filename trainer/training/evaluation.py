@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.errors import DoesNotFitError, Preempted
-from trainer.core.micro_batch import to_device
+from trainer.core.micro_batch import Fields, to_device
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import Layout
+from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
 from trainer.plan.partition import pad
@@ -48,6 +48,12 @@ class HeldOut:
         """Samples that are evaluated."""
         return len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
 
+    def chosen(self, start: int, stop: int) -> IntArray:
+        """Give the positions of some of the samples that are evaluated, by their order."""
+        places = np.arange(start, min(stop, self.num_samples))
+        chosen: IntArray = places * len(self.lengths) // self.num_samples
+        return chosen
+
     def requests(self, rank: int) -> Iterator[Request]:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once.
 
@@ -61,8 +67,7 @@ class HeldOut:
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
         for start in range(0, self.num_samples, CHUNK):
-            places = np.arange(start, min(start + CHUNK, self.num_samples))
-            chosen = places * len(self.lengths) // self.num_samples
+            chosen = self.chosen(start, start + CHUNK)
             plan = cut.cut(self.lengths[chosen], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
@@ -139,11 +144,9 @@ def _attempt(
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     losses: tuple[str, ...] = ()
-    loader = held_out.loader
     model.gather()
-    guard, stream = AllocationGuard(), closing(loader.stream(held_out.requests(world.rank)))
-    mode, casts = evaluating(model.module), Casts(model.module).once(world.device.type)
-    with guard, mode, casts, torch.no_grad(), closing(loader), stream as loaded:
+    guard, requests = AllocationGuard(), held_out.requests(world.rank)
+    with guard, forward_passes(model, held_out.loader, requests, world) as loaded:
         for fields in loaded:
             counted = weights_of(objective, fields)
             found = sums_of(objective, model.call, to_device(fields, world.device), counted)
@@ -170,6 +173,17 @@ def _add(numbers: list[Number], number: Number, *, apart: bool) -> None:
 def _rounded_once(numbers: Sequence[float]) -> float:
     """Add numbers so that the sum does not depend on their order."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+
+
+@contextmanager
+def forward_passes(
+    model: Parallel, loader: Loader, requests: Iterator[Request], world: World
+) -> Iterator[Iterator[Fields]]:
+    """Load micro-batches, of which the model is to run forward passes alone."""
+    mode, casts = evaluating(model.module), Casts(model.module).once(world.device.type)
+    stream = closing(loader.stream(requests))
+    with mode, casts, torch.no_grad(), closing(loader), stream as loaded:
+        yield loaded
 
 
 @contextmanager

@@ -1,0 +1,62 @@
+"""Show and write what `train evaluate` found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.store import Loaded
+from trainer.core.durable import as_save_error, strict, write_file_atomic, write_record
+from trainer.core.format import plural
+from trainer.report.console import show_read
+from trainer.report.metrics import Means, named_means
+
+Facts = Mapping[str, Any]
+Lines = Sequence[Mapping[str, Any]]
+
+
+def report_evaluation(
+    loaded: Loaded,
+    file: Path,
+    means: Means,
+    facts: Mapping[str, tuple[str, Facts]],
+    predictions: Mapping[str, Lines],
+) -> None:
+    """Print the figures of a checkpoint, and write them and the predictions into the run.
+
+    Args:
+        loaded: the checkpoint.
+        file: for the figures: evaluate.json, beside which predictions.jsonl is written.
+        means: the figures of each part.
+        facts: of each part what it is, in words and for the record.
+        predictions: of each part, a line for each sample; empty where nobody asks.
+
+    Raises:
+        SaveError: what is printed cannot be written.
+    """
+    texts, record, sets = list[str](), dict[str, Any](), dict[str, Facts]()
+    for part, metrics in means.items():
+        text, about = facts[part]
+        texts.append(f"{text}: {', '.join(f'{n} {value:.4f}' for n, value in metrics.items())}")
+        if part:
+            sets[part] = about
+        else:
+            record |= about
+    texts[-1] += f" (written to {file.name})" if file.name != "evaluate.json" else ""
+    texts += [_write(file, part, lines) for part, lines in predictions.items()]
+    show_read(loaded, *texts)
+    names = {f"eval_{name}": value for name, value in named_means(means).items()}
+    record |= {"sets": sets} if sets else {}
+    write_record(file, {"step": loaded.step, **names, **record})
+
+
+def _write(file: Path, part: str, lines: Lines) -> str:
+    """Write the predictions of a part beside the figures, and say so."""
+    stem = file.stem.replace("evaluate", "predictions")
+    place = file.with_name(f"{stem}-{part}.jsonl" if part else f"{stem}.jsonl")
+    with as_save_error(place):
+        content = "".join(f"{json.dumps(strict(line))}\n" for line in lines)
+        write_file_atomic(place, content.encode())
+    return f"{plural(len(lines), 'prediction')} written to {place.name}"

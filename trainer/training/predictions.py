@@ -1,0 +1,100 @@
+"""Tell of each held-out sample what the model predicts, and what its loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields, to_device
+from trainer.core.world import World
+from trainer.data.loader import Request
+from trainer.objectives.base import ModelCall, Objective, sums_of, weights_of
+from trainer.parallel.base import Parallel
+from trainer.plan.cut import IntArray
+from trainer.plan.partition import pad
+from trainer.training.evaluation import HeldOut, forward_passes
+
+CHUNK = 1024  # samples between two exchanges of what the ranks found
+
+
+def predict(
+    model: Parallel, objective: Objective, part: HeldOut, world: World
+) -> list[dict[str, Any]]:
+    """Give the lines of predictions.jsonl for what is held out, in the order of ids. Collective.
+
+    A sample is computed alone, so that its figures are the same for every cut and number of ranks.
+
+    Returns:
+        `id`; `label` and `prediction`, by the names of the classes where the data have
+        `label_names`, and None where the objective tells nothing but a loss; `loss`, the mean over
+        the loss terms, or None without one; `terms`, their number.
+
+    Raises:
+        ConfigError: the objective couples samples, so that one alone has no loss.
+    """
+    coupling, kind = objective.coupling, type(objective).__name__
+    if coupling.kind != "none":
+        raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
+    found: list[dict[str, Any]] = []
+    for start in range(0, part.num_samples, CHUNK):
+        own = part.chosen(start, start + CHUNK)[world.rank :: world.size]
+        for each in world.collect([*_lines(model, objective, part, own, world)]):
+            found += each
+    return sorted(found, key=lambda line: line["id"])
+
+
+def _lines(
+    model: Parallel, objective: Objective, part: HeldOut, places: IntArray, world: World
+) -> Iterator[dict[str, Any]]:
+    """Compute samples at some places, one after the other."""
+    data, packed = part.loader.dataset, part.layout.packed
+    padded = pad(part.lengths[places], part.layout).tolist()
+    requests = (
+        Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
+        for place, length in zip(places.tolist(), padded, strict=True)
+    )
+    names = data.optional("label_names") if objective.class_axis is not None else None
+    model.gather()
+    with forward_passes(model, part.loader, requests, world) as loaded:
+        for number, loaded_fields in zip(data.original_ids(places).tolist(), loaded, strict=True):
+            weights = weights_of(objective, loaded_fields)
+            fields, call = to_device(loaded_fields, world.device), _Recorder(model.call)
+            losses = sums_of(objective, call, fields, weights).losses
+            means = [loss.double() / weights[n] for n, loss in losses.items() if weights[n]]
+            label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
+            terms = max(weights[name] for name in losses)
+            yield {
+                "id": number,
+                "label": _named(label, names),
+                "prediction": _named(prediction, names),
+                "loss": float(torch.stack(means).sum()) if means else None,
+                "terms": int(terms) if terms.is_integer() else terms,
+            }
+    model.release()
+
+
+def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON
+    """Put the names of classes for their numbers, where there are any."""
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    is_class = names is not None and isinstance(value, int) and 0 <= value < len(names)
+    return names[value] if names is not None and is_class else value
+
+
+@final
+class _Recorder:
+    """Calls a model, and has what it gave."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call = call
+        self.output: Any = None
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
+        self.output = self._call(fields)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any call
+        return getattr(self._call, name)
