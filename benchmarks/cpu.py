@@ -28,6 +28,7 @@ from ragged import fresh_notebook
 
 from trainer.assemble.components import assemble
 from trainer.assemble.run_plan import RunPlan, prepare
+from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.config.recipes import data_dir
@@ -107,7 +108,7 @@ def run_plan_of(options: argparse.Namespace, setting: str) -> RunPlan:
 def begin(run_plan: RunPlan) -> tuple[StepContext, Feed]:
     """Begin to take steps."""
     parts = run_plan.components
-    return parts.step_context(), run_plan.components.feed(parts.world)
+    return step_context(parts), run_plan.components.feed(parts.world)
 
 
 def steps(context: StepContext, feed: Feed, plans: list[PlannedBatch]) -> Turn:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from trainer.assemble.components import Components, assemble, bind_run
 from trainer.assemble.run_plan import RunPlan, prepare
+from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.config.recipes import data_dir
@@ -166,7 +167,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
         seed=parts.config.seed,
         cursor=parts.source.order.start,
     )
-    context = replace(parts.step_context(), optimizer=task.optimizer)
+    context = replace(step_context(parts), optimizer=task.optimizer)
     try:
         for _ in range(task.num_steps):
             batch = feed.next()

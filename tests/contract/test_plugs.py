@@ -51,6 +51,7 @@ NEEDED = {
     "data.whole=true",
     "model/hf": "model.config=llama.json",
     "data/hf": "data.path=corpus.jsonl",
+    "data/image_text": "data.image_size=4",
     "data/text": "data.path=corpus.txt",
     "data/tokens": "data.path=corpus.bin data.vocab_size=258",
 }

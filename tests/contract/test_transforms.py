@@ -182,6 +182,24 @@ def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs
     assert plan["num_frozen"] == sum(tensor.numel() for tensor in runs.base.values())
 
 
+def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs):
+    Path("conf/adapter").mkdir(parents=True, exist_ok=True)
+    Path("conf/adapter/low.yaml").write_text("_target_: own_transforms.LowRank\nrank: 4 # of it\n")
+    norm = "transforms=[own_transforms.root_mean_square]"
+    typed = [*LINE, "init=weights", norm, "steps=3"]
+    option = train([*typed, "adapter=low", "adapter.rank=2"], config_dir="conf")
+    by_class = train([*typed, "adapter._target_=own_transforms.LowRank", "adapter.rank=2"])
+    for run in (option, by_class):
+        assert curve(run, "loss") == curve(runs.adapted, "loss")
+    with pytest.raises(ConfigError, match=r"adapter\.rank=4: the run has 2"):
+        train([f"resume={by_class.folder}", "adapter.rank=4", "trust=[own_transforms]"])
+    read = ["trust=[own_transforms]", f"run={by_class.folder}"]
+    train(["export", *read, "export.to=own_adapter"])
+    assert read_json(Path("own_adapter/config.json"))["adapter"]["rank"] == 2
+    with pytest.raises(ConfigError, match=r"export\.merge=true: LowRank has no method `merge`"):
+        train(["export", *read, "export.to=own_merged", "export.merge=true"])
+
+
 def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs):
     zeroed = train([*LINE, "init=weights", "transforms=[own_transforms.zero_head]", "steps=1"])
     assert curve(zeroed, "loss")[0] == pytest.approx(torch.tensor(258.0).log().item(), rel=1e-6)

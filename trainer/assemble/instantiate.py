@@ -40,6 +40,8 @@ from trainer.core.user_code import causes, described, place_of
 from trainer.models import transformers_classes
 
 Built = TypeVar("Built")
+PASSES_ON = "passes_on"
+"""Class attribute: import path of what takes all names that a constructor takes by `**others`."""
 
 
 def look_up(
@@ -278,7 +280,9 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
             lambda: None
         ).parameters  # it refuses what its `**kwargs` take
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
+        if (receiver := getattr(target, PASSES_ON, None)) is None:
+            return
+        parameters = inspect.signature(_find(receiver)).parameters
     for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)

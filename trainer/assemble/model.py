@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -131,21 +133,20 @@ def build_model(
 
 
 def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
-    """Build the model transforms of a run; tells whether all of them draw on the meta device.
+    """Build what changes a model, the adapter last; tells whether all draw on the meta device.
 
     A function takes the model first, and then the arguments of its entry.
     """
-    transforms, on_meta = list[Transform](), True
-    for index, entry in enumerate(config.transforms):
-        key = f"transforms[{index}]"
+    transforms = list[Transform]()
+    for key, entry in config.model_transforms.items():
         kind = look_up(entry, key, config.trust)
-        on_meta &= getattr(kind, "draws_on_meta", False)
         if inspect.isclass(kind):
             transforms.append(construct(entry, key, ModelTransform, config.trust))
         else:
             bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
             transforms.append(construct(bound, key, partial, config.trust))
-    return transforms, on_meta
+    made = (getattr(each, "func", each) for each in transforms)
+    return transforms, all(getattr(each, "draws_on_meta", False) for each in made)
 
 
 def _construct(
@@ -170,13 +171,10 @@ def _construct(
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
-    for index, transform in enumerate(transforms):
+    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
         module = transform(module)
         if not isinstance(module, nn.Module):
-            kind = config.transforms[index].target
-            raise ConfigError(
-                f"transforms[{index}]={kind}: gives {type(module).__name__}, no model"
-            )
+            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
     module = refuse_lazy(module)
     if stored is None or is_before:
         named = module.named_parameters(remove_duplicate=False)
@@ -188,8 +186,24 @@ def _construct(
                     "read later: declare no draws_on_meta, or give it a new parameter"
                 )
     else:
+        if stored.is_adapter:
+            stored = _adopted(stored, module, transforms[-1])
         unread |= stored.fill(module)
     return module
+
+
+def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:
+    """Give the weights of an exported adapter under the names that they have in a model.
+
+    Raises:
+        ConfigError: the model has no adapter that knows them.
+    """
+    names_of: Callable[..., Mapping[str, str]] | None = getattr(adapter, "names_in", None)
+    if names_of is None:
+        text = "holds an adapter, without its base; type adapter=lora, as it was trained"
+        raise ConfigError(f"init={stored.source}: {text}")
+    names = names_of(Path(str(stored.source)), module)
+    return replace(stored, values={names.get(n, n): value for n, value in stored.values.items()})
 
 
 def _counted(

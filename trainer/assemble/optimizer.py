@@ -83,8 +83,8 @@ def _settings(config: RunConfig, job: Job) -> Mapping[str, Any]:
 
 def _job(config: RunConfig, module: nn.Module) -> tuple[Job, str]:
     """Tell what is done with a model, and why one thinks so."""
-    for index, entry in enumerate(config.transforms):
-        kind = look_up(entry, f"transforms[{index}]", config.trust)
+    for key, entry in config.model_transforms.items():
+        kind = look_up(entry, key, config.trust)
         if getattr(kind, "is_adapter", False):
             return "adapter", f"as {kind.__name__} is an adapter"
     if config.init is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from trainer.assemble.components import Components
+from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
+from trainer.config.run_config import RunConfig
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, joined, row
 from trainer.models.check import vocabulary_of
@@ -33,8 +35,18 @@ def model_rows(components: Components) -> list[Row]:
     begins = joined(init, stored, f"{dtypes['memory']} in memory")
     return [
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
+        _adapter(config),
         row("init", begins, init=init, dtypes=dtypes),
     ]
+
+
+def _adapter(config: RunConfig) -> Row:
+    """Name the adapter with its settings."""
+    adapter = config.adapter
+    if adapter.target == NO_ADAPTER:
+        return row(adapter=None)
+    settings = [f"{name}={show(value)}" for name, value in adapter.params.items() if value]
+    return row("adapter", joined(adapter.name or adapter.target, *settings), adapter=adapter.params)
 
 
 def tokenizer_rows(components: Components) -> list[Row]:

@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -37,6 +38,7 @@ from trainer.core.world import World
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's
 FROZEN = "frozen parameters"  # of the model's state: SHA-256 by name; no parameter is named so
 
 
@@ -51,6 +53,8 @@ class StoredWeights:
     is_resumed: bool = False  # whether they go on
     # Whether they are those of a model as its transforms left it; else it begins with them before
     is_transformed: bool = False
+    # Whether they are an adapter's alone: the constructor gives all that is frozen
+    is_adapter: bool = False
     # By plain name, what modules keep besides tensors, where they go on
     others: Mapping[str, Any] = field(default_factory=dict)
     # By plain name, the SHA-256 of parameters that are not stored: the constructor gives them again
@@ -84,16 +88,20 @@ class StoredWeights:
         for alias, name in find_ties(expected).items():
             if one := found.get(name) or found.get(alias):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        given = {n: t for n, t in expected.items() if n in self.frozen and n not in found}
+        given = {n: t for n, t in expected.items() if n not in found and self._is_given(n, t)}
         faults = _differences(found, {n: t for n, t in expected.items() if n not in given})
         # What is drawn on the meta device is drawn by the same class and seed.
-        here = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
+        here = {n: t for n, t in given.items() if n in self.frozen and not t.is_meta}
         if changed := [n for n, tensor in here.items() if digest_of(tensor) != self.frozen[n]]:
             faults.append(
                 f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
                 "than the run had; name the weights that it began with"
             )
         return {n: found[plain_name(n)] for n in named if plain_name(n) in found}, "; ".join(faults)
+
+    def _is_given(self, name: str, tensor: Tensor) -> bool:
+        """Whether what is not stored is what the constructor gave."""
+        return name in self.frozen or (self.is_adapter and not tensor.requires_grad)
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
@@ -142,10 +150,9 @@ class ModelPart(Stateful):
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad
         }
-        if stored is None:
+        if stored is None or stored.is_adapter:
             return cls(module, {name: digest_of(tensor) for name, tensor in frozen.items()})
-        known = stored.frozen if stored.is_resumed else {}
-        return cls(module, {name: known[name] for name in frozen if name in known})
+        return cls(module, {name: stored.frozen[name] for name in frozen if name in stored.frozen})
 
     def state(self) -> State:
         """See the base class; tied weights are one tensor under several names. Collective."""
@@ -210,7 +217,7 @@ def _begun_with(loaded: Loaded) -> StoredWeights:
     """Give the weights of a checkpoint for a new run."""
     terms = state_of(loaded, "terms", 1) if "terms" in loaded.parts else {}
     contract = terms.get("contract") if isinstance(terms, dict) else None
-    had = any(str(key).startswith("transforms") for key in contract or ())
+    had = any(str(key).startswith(("transforms", "adapter")) for key in contract or ())
     weights = checkpoint_weights(loaded)
     return replace(weights, is_resumed=False, is_transformed=had, others={})
 
@@ -228,6 +235,9 @@ def _open(path: Path, world: World) -> StoredWeights:
             files = [path / Path(name).name for name in sorted({*index.values()})]
         if files:
             return StoredWeights(values=open_tensors(files), source=path)
+        if (path / ADAPTER_FILE).is_file():
+            values = open_tensors([path / ADAPTER_FILE])
+            return StoredWeights(values=values, source=path, is_transformed=True, is_adapter=True)
     except (DamagedError, OtherFormatError, LookupError, TypeError, ValueError) as error:
         raise NoCheckpointError(f"{shown}: cannot be used: {error}") from error
     except OSError as error:
@@ -275,6 +285,7 @@ def export(
     to: Path,
     config: Mapping[str, Any],
     model: nn.Module | None = None,
+    write: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
@@ -282,8 +293,9 @@ def export(
         loaded: the checkpoint.
         to: a folder that does not exist, or is empty; returned.
         config: becomes `config.json`.
-        model: with these weights, which gives those that are not stored; one of Hugging Face
+        model: whose weights are written in place of those that are stored; one of Hugging Face
             writes itself, for its `from_pretrained`.
+        write: writes the folder in place of either, as an adapter does.
 
     Raises:
         ConfigError: `to` is taken.
@@ -292,22 +304,22 @@ def export(
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
-    stored = checkpoint_weights(loaded)
-    weights: dict[str, Any] = dict(stored.values)
+    weights: dict[str, Any] = dict(checkpoint_weights(loaded).values)
     if model is not None:
-        own = {plain_name(name): value for name, value in model.state_dict().items()}
-        weights |= {name: own[name] for name in stored.frozen}
+        named = {plain_name(name): value for name, value in model.state_dict().items()}
+        weights = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if write is None and (writes_itself := getattr(model, "save_pretrained", None)) is not None:
+        write = partial(writes_itself, max_shard_size="1000TB")  # in one file
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
             durable.make_folders(to.parent)
             durable.make_folder(unfinished)
-            writes_itself = getattr(model, "save_pretrained", None)
-            if writes_itself is None:
+            if write is None:
                 write_tensors(unfinished / WEIGHTS_FILE, weights)
                 durable.write_json(unfinished / CONFIG_FILE, config)
             else:
-                writes_itself(unfinished, max_shard_size="1000TB")  # in one file
+                write(unfinished)
             if to.is_dir():
                 durable.discard(to)
             durable.publish(unfinished, to)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from operator import attrgetter
+from typing import get_args
 
 from hydra.core.override_parser.types import Override
 
@@ -29,7 +30,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
     targets |= {key: each.target for key, each in config.listed() if owner_of(key)}
     types = {f"{p}.{n}": kind for p in targets for n, kind in declared(targets[p]).types.items()}
-    declare = {key for key, kind in types.items() if kind in (ExistingPath, ExistingPath | None)}
+    declare = {k for k, kind in types.items() if ExistingPath in (kind, *get_args(kind))}
     for key, value in values.items():
         is_named = owner_of(key) and NAMES_A_PATH.fullmatch(key)
         is_argument = is_named or key in declare

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from trainer.assemble.instantiate import look_up
-from trainer.assemble.model import build_model
+from trainer.assemble.model import build_model, look_up_transforms
 from trainer.assemble.terms import read_terms
+from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export
+from trainer.config.components import NO_ADAPTER
+from trainer.config.keys import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 from trainer.core.world import World
+from trainer.models.transformers_classes import LOADED_FROM
 from trainer.report.console import Screen, show_read
 
 
@@ -38,21 +44,55 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     }
     if config.transforms:
         description["transforms"] = to_plain(config)["transforms"]
-    to = export(loaded, expanded(config.export.to), description, _built(config, loaded, world))
+    model, write = _built(config, loaded, world), None
+    if config.adapter.target != NO_ADAPTER:
+        adapter: Any = look_up_transforms(config)[0][-1]
+        if config.export.merge:
+            model = _merged(model, adapter)
+        elif hasattr(adapter, "save"):
+            write = partial(adapter.save, model, _base(model, folder, loaded))
+        else:
+            description["adapter"] = to_plain(config)["adapter"]
+    to = export(loaded, expanded(config.export.to), description, model, write)
     show_read(loaded, f"weights written to {to}")
     return 0
 
 
+def _merged(model: nn.Module | None, adapter: Any) -> nn.Module:  # noqa: ANN401 - any adapter
+    """Merge an adapter into the weights.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    if not hasattr(adapter, "merge"):
+        kind = type(adapter).__name__
+        raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
+    merged: nn.Module = adapter.merge(model)
+    return merged
+
+
+def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
+    """Name what the frozen weights of a run came from; None where the seed drew them."""
+    given = checkpoint_weights(loaded).frozen
+    named = () if model is None else model.named_parameters()
+    came_by_init = any(not p.requires_grad and plain_name(n) not in given for n, p in named)
+    found = getattr(model, LOADED_FROM, None)
+    if came_by_init:
+        found = load_yaml(folder / "config.yaml").get("init")
+    return str(expanded(found).absolute()) if found and Path(found).exists() else found
+
+
 def _built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
-    """Build the model where weights are not stored, or it may be one of transformers; else None."""
+    """Build the model where the weights alone will not do, or it may be one of transformers."""
     look_up(config.model, "model", config.trust)  # imports what makes it
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
-    if "transformers" not in sys.modules and not stored.frozen:
+    has_adapter = config.adapter.target != NO_ADAPTER
+    if "transformers" not in sys.modules and not stored.frozen and not has_adapter:
         return None
     try:
         return build_model(config, world, given, stored=stored)[0]
     except ConfigError as error:  # what it was loaded from may be gone
-        if stored.frozen:
+        if stored.frozen or has_adapter:
             raise
         Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
         return None

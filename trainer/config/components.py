@@ -111,6 +111,10 @@ TemplateVariables = Annotated[
     dict[str, Any],
     Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
 ]
+ModuleNames = Annotated[
+    str | Sequence[Text],
+    Field(description="a list of names, e.g. [q_proj,v_proj], or a pattern"),
+]
 ParameterGroups = Annotated[
     dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
     Field(
@@ -172,6 +176,7 @@ component they are for, each with the base that they must have."""
 
 LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
 
+NO_ADAPTER = "trainer.models.transform.Unchanged"
 AUTO_OBJECTIVE = "trainer.assemble.objective.ByModel"
 
 SHARED: Mapping[str, Mapping[str, Any]] = {
@@ -244,6 +249,7 @@ COMPONENTS: Mapping[str, type[Component]] = {
     "sync": Component,
     "model": Component,
     "tokenizer": Component,
+    "adapter": Component,
     "data": Data,
     "objective": Component,
     "optimizer": Component,

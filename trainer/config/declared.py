@@ -41,6 +41,7 @@ class Declared:
     types: Mapping[str, Any]
     flags: Mapping[str, bool]  # class attributes that are true or false
     check: str | None = None  # name of a function of `trainer.config.rules`
+    takes_more: bool = False  # whether it takes further names, as `**others`
 
 
 @final
@@ -67,7 +68,9 @@ def declared(target: str) -> Declared:
     if module is None or name not in {*module.classes, *module.functions}:
         return Declared({}, {})
     if name in module.functions:
-        return Declared(dict(_types(module, _arguments([], module.functions[name]))), {})
+        function = module.functions[name]
+        takes_more = function.args.kwarg is not None
+        return Declared(dict(_types(module, _arguments([], function))), {}, takes_more=takes_more)
     node = module.classes[name]
     check = next(filter(None, (_function(module, s) for s in node.body)), None)
     init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
@@ -76,7 +79,11 @@ def declared(target: str) -> Declared:
     types |= dict(_types(module, _arguments(node.body, init)))
     flags = {name: value for base in bases for name, value in base.flags.items()}
     flags |= dict(chain.from_iterable(map(_flags, node.body)))
-    return Declared(types, flags, check or next((b.check for b in bases if b.check), None))
+    check = check or next((b.check for b in bases if b.check), None)
+    takes_more = any(base.takes_more for base in bases)
+    if isinstance(init, ast.FunctionDef):
+        takes_more = init.args.kwarg is not None
+    return Declared(types, flags, check, takes_more)
 
 
 def _types(module: _Module, arguments: Iterator[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:

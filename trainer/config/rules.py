@@ -83,6 +83,8 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
     ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
+    ("export.merge", (True,), "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
+    ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )
 """A key and its values, another key and its values that it cannot stand beside, and what to do.

@@ -24,6 +24,7 @@ from trainer.config.components import (
     LIBRARIES,
     LISTS,
     NAMES_A_PATH,
+    NO_ADAPTER,
     Accum,
     Auto,
     Batch,
@@ -120,6 +121,7 @@ class Export(Section):
     """Weights for other programs."""
 
     to: Text | None
+    merge: bool
 
 
 class RunConfig(Section):
@@ -134,6 +136,7 @@ class RunConfig(Section):
     model: Component
     transforms: tuple[Component, ...] = Field(strict=False)
     tokenizer: Component
+    adapter: Component
     data: Data
     objective: Component
     optimizer: Component
@@ -194,6 +197,12 @@ class RunConfig(Section):
     def evaluates_all(self) -> bool:
         """Whether every sample of the data is evaluated, as those of other data than the run's."""
         return self.data.params.get("holdout") == "all"
+
+    @property
+    def model_transforms(self) -> dict[str, Component]:
+        """What changes the model by its key, in order; the adapter is the last."""
+        listed = {f"transforms[{i}]": entry for i, entry in enumerate(self.transforms)}
+        return {**listed, "adapter": self.adapter}
 
     def own_classes(self, *, typed: bool = True) -> list[tuple[str, str]]:
         """List classes beyond this program and the model libraries, with their dotted keys.
@@ -294,6 +303,7 @@ def contract(
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
     tree |= {"transforms": plain["transforms"]} if config.transforms else {}
+    tree |= {"adapter": plain["adapter"]} if config.adapter.target != NO_ADAPTER else {}
     if strictest(coupling, stated_coupling(config)).fixes_cut:
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
@@ -348,7 +358,8 @@ def _changes(
 
 def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
-    roots = {"model", "transforms", *(["objective"] if config.command != "export" else [])}
+    roots = {"model", "transforms", "adapter"}
+    roots |= {"objective"} if config.command != "export" else set()
     if config.command == "evaluate" and not config.evaluates_all:
         roots |= {"data", "tokenizer", "seed"}  # by which samples are held out
     faults = []

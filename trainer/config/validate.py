@@ -164,12 +164,13 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
         example = lookup(base, owner) if place == owner else set_arguments(lookup(base, owner))
         # A class that its option does not name takes arguments that only its constructor knows.
         is_own = section.get("_target_") != example.get("_target_")
+        is_open = is_own or _is_open(section)
         types = _types(owner, section, {} if is_own else example)
         for name, value in typed.items():
             key, default = f"{place}.{name}", example.get(name)
             if name in extra_keys(place) or value == MISSING:
                 continue
-            if name not in example and not is_own:
+            if name in _REFUSED or (name not in example and not is_open):
                 yield _unknown(key, value, base, choices)
             elif name in types and not (type(value) is type(default) and value == default):
                 try:
@@ -212,6 +213,14 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
 """What other trainers call a setting, where no letters say it."""
 
 
+_REFUSED: Mapping[str, str] = dict.fromkeys(
+    ("load_in_4bit", "load_in_8bit"),
+    "quantised weights are not supported, since no step over them can be proven exact; type "
+    "adapter=lora model.dtype=bfloat16",
+)
+"""Settings of other trainers that there will be none of, and what to type instead."""
+
+
 def hint_for(key: str, offers: Collection[str]) -> str:
     """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
     name = key.rpartition(".")[2]
@@ -219,10 +228,18 @@ def hint_for(key: str, offers: Collection[str]) -> str:
     return f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
 
 
+def _is_open(option: Tree) -> bool:
+    """Whether the class of an option takes names beyond those of its file."""
+    return declared(str(option.get("_target_"))).takes_more
+
+
 def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     """Say what is meant by a key that is none."""
     owner, name = owner_of(key), key.rpartition(".")[2]
-    others = [o for o, keys in options_of(owner).items() if name in keys] if owner else []
+    if name in _REFUSED:
+        return line(key, value, _REFUSED[name])
+    options = options_of(owner) if owner else {}
+    others = [o for o, keys in options.items() if name in keys or _is_open(keys)]
     others.sort(key="auto".__eq__)  # which leaves more open than the rest
     if owner and others and key != owner:
         better = f"{owner}={others[0]} {key}={show(value)}"

@@ -124,6 +124,7 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self.max_length = max_length or min(filter(None, limits))
         self.vocab_size, self.pad_token_id = len(tokenizer), pad_token_of(tokenizer)
+        self._tokenizer = tokenizer
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),
@@ -207,6 +208,10 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
         return self._samples.read(int(self.original_ids[i]))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Write tokens as text, special ones too."""
+        return str(self._tokenizer.decode(ids))
 
     @cached_property
     def fingerprint(self) -> str:

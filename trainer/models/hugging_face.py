@@ -31,7 +31,7 @@ _CLASSIFIES = {"sequence_classification", "token_classification", "image_classif
 
 def hugging_face(
     path: ExistingPath | None = None,
-    config: ExistingPath | None = None,
+    config: ExistingPath | dict[str, Any] | None = None,
     task: Task | None = None,
     dtype: FloatType = "float32",
     attn_implementation: Attention | None = None,
@@ -41,7 +41,8 @@ def hugging_face(
 
     Args:
         path: folder, or name on the hub, of a model whose weights are read.
-        config: a config.json, its folder, or a name on the hub; the weights are random.
+        config: a config.json, its folder, a name on the hub, or what such a file holds; the
+            weights are random.
         task: what it is made for; None is what its config's `architectures` say.
         dtype: of the weights.
         attn_implementation: as `from_pretrained` takes it.
@@ -58,10 +59,16 @@ def hugging_face(
         )
     import transformers  # noqa: PLC0415 - seconds, and only for this option
 
-    key, source = "model.config" if path is None else "model.path", path or config or ""
+    key = "model.config" if path is None else "model.path"
+    settings = config if isinstance(config, dict) else {}
+    source = str(path or settings.get("model_type") or config)
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
     try:
-        found: Any = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        found: Any = (
+            transformers.AutoConfig.for_model(**settings)
+            if settings
+            else transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        )
         made_for = _prepare(found, f"{key}={source}", task, num_classes)
         kind = getattr(transformers, _CLASSES[made_for])
         with quiet():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, final
 
 from torch import nn
 
@@ -19,10 +19,21 @@ class ModelTransform(ABC):
 
     # Whether it draws on the meta device what it draws on the CPU, and reads no values, so that
     # no rank need hold the model whole under `parallel=fsdp`.
-    draws_on_meta: ClassVar[bool] = False
+    draws_on_meta: bool = False
     # Whether it trains few new weights beside a frozen model, which take a larger learning rate.
     is_adapter: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, model: nn.Module) -> nn.Module:
         """Give the model that is trained; the same on every rank."""
+
+
+@final
+class Unchanged(ModelTransform):
+    """Gives the model as it is."""
+
+    draws_on_meta = True
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """See the base class."""
+        return model

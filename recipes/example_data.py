@@ -1,0 +1,117 @@
+"""Write small files to try the recipes of text with, from the standard library of this machine.
+
+    python recipes/example_data.py examples
+
+Nothing is downloaded. The folder gets, of the docstrings of the standard library,
+
+* corpus.jsonl: `text`, a docstring,
+* chat.jsonl: `messages`, a question about a function and the first sentence of its docstring,
+* topics.csv: `text` and `label`, a docstring and the package that it comes from,
+* summaries.jsonl: `document` and `summary`, a docstring and its first sentence,
+* tokenizer/: byte-pair encoding of 2,048 ids, trained on them, with a chat template.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import inspect
+import json
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+TOPICS = 6  # packages, those with most docstrings
+LEAST = 40  # characters of a docstring
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '</s>' }}"
+    "{% endgeneration %}{% else %}{{ message.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def docstrings() -> Iterator[tuple[str, str, str]]:
+    """Yield package, dotted name and docstring of each documented function and class, once."""
+    root, seen = Path(sysconfig.get_paths()["stdlib"]), set[str]()
+    for file in sorted(root.rglob("*.py")):
+        module = ".".join(file.relative_to(root).with_suffix("").parts)
+        if "packages" in module or "test" in module:
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            text = inspect.cleandoc(ast.get_docstring(node) or "")
+            if len(text) >= LEAST and text not in seen:
+                seen.add(text)
+                yield module.partition(".")[0], f"{module}.{node.name}", text
+
+
+def main(folder: Path) -> None:
+    """Write the files."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [*docstrings()]
+    first = {text: text.partition("\n\n")[0].replace("\n", " ") for _, _, text in found}
+    records = {
+        "corpus": [{"text": text} for _, _, text in found],
+        "chat": [
+            {
+                "messages": [
+                    {"role": "user", "content": f"What is {name}?"},
+                    {"role": "assistant", "content": first[text]},
+                ]
+            }
+            for _, name, text in found
+        ],
+        "summaries": [
+            {"document": text, "summary": first[text]}
+            for _, _, text in found
+            if text != first[text]
+        ],
+    }
+    for name, entries in records.items():
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        (folder / f"{name}.jsonl").write_text(lines)
+    topics = {name for name, _ in Counter(package for package, _, _ in found).most_common(TOPICS)}
+    with (folder / "topics.csv").open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["text", "label"])
+        rows.writerows((text, package) for package, _, text in found if package in topics)
+    special = ["<s>", "</s>", "<pad>", "<mask>", "<|user|>", "<|assistant|>", "<|system|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        (text for _, _, text in found),
+        trainers.BpeTrainer(
+            vocab_size=2048,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        model_max_length=256,
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    counts = ", ".join(f"{name} {len(entries):,}" for name, entries in records.items())
+    print(f"{folder}: {counts}, topics of {', '.join(sorted(topics))}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "examples"))

@@ -1,0 +1,218 @@
+"""`adapter=lora`: what is trained, stored, resumed and exported, and what is refused."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.lib.cli_support import prepared
+from tests.lib.heads import Head, save_tokens
+from tests.lib.run_support import TOYS, curve, go, overrides, read_json, shell, state
+from tests.reliability.rank_work import run_as_rank
+from trainer import train
+from trainer.cli.main import FinishedRun
+from trainer.core.errors import ConfigError, NoCheckpointError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+
+DATA = "data._target_=datasets.load_from_disk data.dataset_path"
+LLAMA = f"model=hf model.path=llama adapter=lora {DATA}=causal optimizer.lr=0.05 steps=3"
+GPT = (
+    "model=gpt_tiny model.width=16 model.num_layers=2 model.num_heads=2 data=text "
+    "data.path=corpus.txt data.max_length=32 optimizer.lr=0.05 steps=3"
+)
+IDS = torch.arange(3, 15)[None]
+
+
+class Made(NamedTuple):
+    """A run with an adapter, and a folder that all tests share."""
+
+    folder: Path
+    run: FinishedRun
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("adapters"))
+        torch.manual_seed(0)
+        deep = {"num_hidden_layers": 2}
+        Head("LlamaForCausalLM", "LlamaConfig", "causal", deep).build().save_pretrained("llama")
+        Head("BertForMaskedLM", "BertConfig", "masked", deep).build().save_pretrained("bert")
+        wide = {**deep, "hidden_size": 16}
+        Head("LlamaForCausalLM", "LlamaConfig", "causal", wide).build().save_pretrained("wide")
+        save_tokens(Path("causal"))
+        save_tokens(Path("classes"), "class")
+        Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
+        run = go(LLAMA)
+        export(run, "first")
+        return Made(folder, run)
+
+
+@pytest.fixture(autouse=True)
+def _beside(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made.folder)
+
+
+def export(run: FinishedRun, to: str, more: str = "") -> None:
+    assert shell(f"export run={run.folder} export.to={to} 'trust=[datasets]' {more}") == 0
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_peft_loads_the_adapter_and_transformers_the_merged_model_with_equal_logits(
+    made, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    export(made.run, "merged", "export.merge=true")
+    base = transformers.AutoModelForCausalLM.from_pretrained("llama")
+    before = logits(base)
+    adapted = logits(peft.PeftModel.from_pretrained(base, "first"))
+    assert (adapted - before).abs().max() > 1e-2
+    assert torch.equal(logits(peft.AutoPeftModelForCausalLM.from_pretrained("first")), adapted)
+    merged, faults = transformers.AutoModelForCausalLM.from_pretrained(
+        "merged", output_loading_info=True
+    )
+    assert not any(faults.values())
+    assert torch.allclose(logits(merged), adapted, atol=1e-5)
+    assert read_json(Path("first/adapter_config.json"))["base_model_name_or_path"].endswith("llama")
+
+
+def test_a_run_goes_on_bit_for_bit_and_not_with_another_rank(made):
+    early = go(f"{LLAMA} steps=2 scheduler=constant")
+    whole = go(f"{LLAMA} scheduler=constant")
+    train([f"resume={early.folder}", "steps=3", "trust=[datasets]"])
+    assert all(torch.equal(state(early)[name], tensor) for name, tensor in state(whole).items())
+    with pytest.raises(ConfigError, match=r"adapter\.r=4: the run has 8"):
+        train([f"resume={made.run.folder}", "adapter.r=4", "steps=5", "trust=[datasets]"])
+
+
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_and_little_else():
+    run = go(f"{GPT} adapter=lora adapter.r=128 model.width=64 steps=1")
+    plan = read_json(run.folder / "plan.json")
+    (folder,) = run.folder.glob("checkpoints/step-*")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert plan["num_frozen"] > 100_000
+    assert size <= 1.1 * 3 * 4 * plan["num_parameters"], "weights and two moments"
+    assert all("lora_" in name for name in state(run) if name.startswith("model."))
+
+
+OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 steps=3"
+
+
+@pytest.mark.parametrize(
+    ("line", "mode", "bound"),
+    [
+        (GPT, "fsdp", 1e-5),
+        pytest.param(GPT, "ddp", 1e-5, marks=pytest.mark.nightly),
+        pytest.param(OWN, "ddp", 1e-5, marks=pytest.mark.nightly),
+        pytest.param(OWN, "fsdp", 1e-5, marks=pytest.mark.nightly),
+        # Matrices of fp32 beside bf16.
+        pytest.param(f"{LLAMA} model.dtype=bfloat16", "fsdp", 1e-2, marks=pytest.mark.nightly),
+    ],
+)
+def test_two_ranks_take_the_same_steps(line, mode, bound, ranks):
+    one, two = go(f"{line} adapter=lora"), Path(f"{mode}{len(line)}").absolute()
+    typed = overrides(f"{line} adapter=lora parallel={mode} parallel.ranks=2")
+    assert (
+        ranks.run(2, run_as_rank, prepared(shlex.join(typed)).config, two, {}) == [{"code": 0}] * 2
+    )
+    for name in ("loss", "grad_norm"):
+        assert curve(two, name) == pytest.approx(curve(one, name), rel=bound), name
+    assert state(two).keys() == state(one).keys()
+
+
+def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too():
+    line = f"{LLAMA} accum.packed=true activation_checkpointing=true"
+    assert train(["verify", *overrides(line)]).result["verdict"] == "exact"
+    assert curve(go(line), "loss") == pytest.approx(curve(go(LLAMA), "loss"), rel=1e-5)
+
+
+def test_a_new_head_is_trained_whole_and_stored_with_the_adapter():
+    line = f"model=hf model.path=bert model.task=sequence_classification {DATA}=classes"
+    run = go(f"{line} adapter=lora optimizer.lr=0.05 steps=3")
+    export(run, "classifier")
+    export(run, "merged_classifier", "export.merge=true")
+    stored = read_json(Path("classifier/adapter_config.json"))
+    assert stored["modules_to_save"] == ["bert.pooler", "classifier"]
+    assert not [name for name in stored["target_modules"] if "classifier" in name]
+    kind = transformers.AutoModelForSequenceClassification
+    base = kind.from_pretrained("bert", num_labels=3)
+    adapted = logits(peft.PeftModel.from_pretrained(base, "classifier"))
+    assert torch.allclose(logits(kind.from_pretrained("merged_classifier")), adapted, atol=1e-5)
+
+
+def test_weights_of_a_run_or_an_export_are_the_base_and_an_adapter_goes_on(made):
+    full = go(f"{LLAMA} adapter=none")
+    export(full, "full")
+    still = "steps=1 optimizer.lr=1e-12"
+    from_run, from_export = (go(f"{LLAMA} {still} init={i}") for i in (full.folder, "full"))
+    assert curve(from_run, "loss") == curve(from_export, "loss")
+    base = load_file("full/model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    assert torch.equal(state(from_run)[f"model.{name}.base_layer.weight"], base[f"{name}.weight"])
+    export(from_export, "over")
+    assert read_json(Path("over/adapter_config.json"))["base_model_name_or_path"].endswith("full")
+
+    again, its_run = (go(f"{LLAMA} {still} init={i}") for i in ("first", made.run.folder))
+    assert curve(again, "loss") == curve(its_run, "loss") != curve(made.run, "loss")[:1]
+    for run in (again, its_run):
+        assert all("lora_" in name for name in state(run) if name.startswith("model."))
+
+
+@pytest.mark.parametrize(
+    ("typed", "fault"),
+    [
+        (
+            "adapter.r=4",
+            r"different model\.layers.* \[8, 8\] in the checkpoint, .* \[4, 8\] in the",
+        ),
+        ("model.path=wide", r"\[8, 8\] in the checkpoint, float32 \[8, 16\] in the model"),
+        ("adapter.lora_alpha=16", "adapter.lora_alpha=16: init=.*first was trained with 8"),
+        ("adapter=none", "init=.*first: holds an adapter, without its base; type adapter=lora"),
+    ],
+)
+def test_an_adapter_of_another_base_or_scale_is_refused_in_a_line(typed, fault):
+    with pytest.raises((ConfigError, NoCheckpointError), match=fault) as caught:
+        go(f"{LLAMA} init=first {typed}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "fault"),
+    [
+        ("adapter.use_dorra=true", "adapter.use_dorra: .* Did you mean adapter.use_dora"),
+        ("adapter.use_dora=maybe", "adapter.use_dora=maybe: must be true or false"),
+        ("adapter.r=0", "adapter.r=0: must be a whole number of at least 1"),
+        ("adapter.target_modules=[q_prj]", "q_prj: no module is named so. Did you mean q_proj"),
+        ("adapter.target_modules=q_proj", r"no module's whole name .* \[q_proj\]"),
+        ("adapter.modules_to_save=[head]", "adapter.modules_to_save=head: no module"),
+        ("adapter.init_lora_weights=eva", "eva: is computed from samples"),
+        ("adapter.load_in_4bit=true", "quantised weights are not supported"),
+        ("model.load_in_4bit=true", "quantised weights are not supported"),
+        ("adapter=none adapter.use_dora=true", "type adapter=lora adapter.use_dora=true"),
+        ("export.merge=true", "export.merge=true: used only by train export"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_line(typed, fault):
+    with pytest.raises(ConfigError, match=fault) as caught:
+        go(f"{LLAMA} {typed}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_run_without_an_adapter_cannot_be_merged(made):
+    run = go(f"{GPT} steps=1")
+    with pytest.raises(ConfigError, match=r"export\.merge=true: the run has no adapter"):
+        train(["export", f"run={run.folder}", "export.to=none", "export.merge=true"])

@@ -1,0 +1,101 @@
+"""Chat as it is typed: a model's folder and a file of conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+from tests.lib.chats import CHATML, THOUGHTS, chat_tokenizer, chatml_pieces, conversations
+from tests.lib.hf_toys import save_llama, write_lines
+from tests.lib.run_support import curve, entries, go, read_json
+from trainer.core.errors import ConfigError, DataError
+
+pytestmark = [
+    pytest.mark.usefixtures("own_folder"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+LINE = "model=hf model.path=model data=hf data.path=chat.jsonl batch.global=16"
+EXACT = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def files(own_folder):
+    chat_tokenizer(CHATML).save_pretrained("model")
+    records = [{"messages": messages} for messages in conversations(40)]
+    write_lines(Path("chat.jsonl"), records)
+
+
+def save_model(kind: str = "Llama") -> None:
+    if kind == "Llama":
+        save_llama(Path("model"), 400, max_position_embeddings=512)
+        return
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.OPTConfig(
+        vocab_size=400, max_position_embeddings=512, word_embed_proj_dim=16, **sizes
+    )
+    transformers.OPTForCausalLM(config).save_pretrained("model")
+
+
+def test_packed_conversations_give_the_loss_of_padded_ones_and_of_a_loop_by_hand():
+    save_model()
+    line = f"{LINE} model.dtype=float64 steps=1 accum=budget accum.max_tokens=1024"
+    padded, packed = (go(f"{line} accum.packed={way}") for way in ("false", "true"))
+    assert read_json(packed.folder / "plan.json")["padding"] == 0
+    for name in ("loss", "grad_norm"):
+        assert curve(packed, name) == pytest.approx(curve(padded, name), rel=EXACT)
+    first = entries(padded, "samples.jsonl")[0]["ids"]
+    assert curve(padded, "loss")[0] == pytest.approx(loss_by_hand(first), rel=EXACT)
+
+
+def loss_by_hand(ids: list[int]) -> float:
+    """Mean cross entropy over the answers of some conversations."""
+    model = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    tokenizer, total, terms = chat_tokenizer(), 0.0, 0
+    for i in ids:
+        tokens, labels = list[int](), list[int]()
+        for text, counts in chatml_pieces(conversations(40)[i]):
+            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens, labels = tokens + piece, labels + (piece if counts else [-100] * len(piece))
+        with torch.no_grad():  # its own loss would be in fp32
+            logits = model(torch.tensor([tokens])).logits[0, :-1]
+        found = functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+        total, terms = total + float(found), terms + sum(label != -100 for label in labels)
+    return total / terms
+
+
+def test_a_model_that_lets_documents_see_each_other_is_not_packed():
+    save_model("OPT")
+    with pytest.raises(ConfigError, match=r"accum\.packed=true: .*OPTForCausalLM does not hold"):
+        go(f"{LINE} accum.packed=true steps=1")
+
+
+def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
+    save_model()
+    records = [{"messages": messages} for messages in conversations(40)]
+    records[7] = {"messages": [{"role": "user", "content": "why?"}]}
+    write_lines(Path("chat.jsonl"), records)
+    with pytest.raises(DataError, match=r"chat\.jsonl:8: no message is of the assistant.*skip$"):
+        go(f"{LINE} steps=1")
+    # Earlier answers that the template changes: in the first record with two of them.
+    place = next(i for i, m in enumerate(conversations(40), 1) if len(m) > 3)
+    Path("thoughts.jinja").write_text(THOUGHTS)
+    del records[7]
+    write_lines(Path("chat.jsonl"), records)
+    with pytest.raises(DataError, match=rf"chat\.jsonl:{place}: the chat template renders message"):
+        go(f"{LINE} steps=1 data.chat_template=thoughts.jinja")
+
+
+def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them(capsys):
+    save_model()
+    run = go(f"command=plan {LINE} data.show=3")
+    shown = read_json(run.folder / "plan.json")["shown_samples"]
+    assert len(shown) == 3
+    for sample in shown:
+        pieces = chatml_pieces(conversations(40)[sample["id"]])
+        assert sample["text"] == "".join(f"[[{t}]]" if counts else t for t, counts in pieces)
+    assert "[[" in capsys.readouterr().out

@@ -1,0 +1,83 @@
+"""Images with a text: digits, JSON lines in two formats, and records that are bad."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.lib.hf_toys import write_lines
+from trainer.core.errors import DataError
+from trainer.data.image_text import ImageText
+from trainer.data.tokenizers import byte_tokenizer
+
+IMAGE_ID = 258
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|eos|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def learned(data: ImageText, i: int) -> str:
+    """The tokens that are loss terms, as text."""
+    labels = data[i]["labels"]
+    return data.decode(labels[labels >= 0].tolist())
+
+
+def test_a_digit_is_learned_behind_its_image_and_a_sentence():
+    data = ImageText(byte_tokenizer())
+    sample = data[3]
+    assert len(data) == 1797
+    assert data.vocab_size == 259
+    assert (sample["input_ids"] == IMAGE_ID).sum() == 16
+    assert learned(data, 3) == " three<|eos|>"
+    assert sample["pixel_values"].shape == (3, 16, 16)
+    assert sample["pixel_values"].min() == -1
+    assert len(sample["input_ids"]) == data.lengths[3]
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A white image of 8 by 8."""
+    Image.fromarray(np.full((8, 8, 3), 255, dtype=np.uint8)).save(tmp_path / "white.png")
+    return tmp_path
+
+
+def test_records_name_their_images_and_a_conversation_says_where_it_stands(picture):
+    turns = [
+        {"from": "human", "value": "See <image>: what is it?"},
+        {"from": "gpt", "value": "A wall."},
+    ]
+    file = write_lines(
+        picture / "pairs.jsonl",
+        [
+            {"image": "white.png", "prompt": "It is", "completion": " white"},
+            {"image": "white.png", "conversations": turns},
+        ],
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    data = ImageText(tokenizer, str(file), image_size=4, patch_size=2)
+    assert [learned(data, i) for i in range(2)] == [" white<|eos|>", "A wall.<|eos|>"]
+    text = data.decode(data[1]["input_ids"].tolist())
+    assert "See <image><image><image><image>: what" in text
+    assert torch.equal(data[0]["pixel_values"], torch.ones(3, 4, 4))
+    assert tokenizer.convert_tokens_to_ids("<image>") != IMAGE_ID, "the run's is left as it is"
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"pairs.jsonl:1: no JSON object with an `image`"),
+        ({"image": "gone.png", "prompt": "a"}, r"pairs.jsonl:1: no such image: .*gone.png"),
+        ({"image": "white.png"}, r"pairs.jsonl:1: neither prompt and completion nor messages"),
+        ({"image": "white.png", "prompt": "a", "completion": ""}, "the completion is empty"),
+        ({"image": "white.png", "prompt": "a" * 300, "completion": "b"}, "data.max_length=3"),
+    ],
+)
+def test_a_record_that_is_bad_is_named_by_file_and_line(picture, record, fault):
+    file = picture / "pairs.jsonl"
+    file.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=fault):
+        ImageText(byte_tokenizer(), str(file))

@@ -1,0 +1,164 @@
+"""Read images with a text about each, as vision-language models take them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainer.config.components import Count, ExistingPath, Pair
+from trainer.core.errors import ConfigError, DataError
+from trainer.core.format import expanded
+from trainer.data.chat import encode_messages, encode_prompt, normalize_messages
+from trainer.data.collate import IGNORED_LABEL
+from trainer.data.files import reading
+
+IMAGE = "<image>"
+"""What stands for the image in a text, and the token of which one stands for each of its parts."""
+
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@final
+class ImageText(Dataset[dict[str, Tensor]]):
+    """Images, each with a prompt and the completion that is learned.
+
+    A record of JSON lines has `image`, a file beside it, and `prompt` and `completion`, or
+    `conversations` or `messages`, where `<image>` says where it stands; else it stands first. The
+    tokenizer is given a token `<image>` where it has none. `pixel_values` are `(3, size, size)`,
+    from -1 to 1 unless a processor says otherwise; `labels` are -100 but for the completion.
+
+    Args:
+        tokenizer: of transformers.
+        path: JSON lines; None is scikit-learn's 1,797 digits, with a sentence about each.
+        image_size: pixels of a side, which images are scaled to.
+        patch_size: of the vision encoder.
+        image_tokens: tokens of an image; None is one for each patch.
+        processor: folder of a model's `preprocessor_config.json`, which then makes the pixels.
+        max_length: most tokens of a sample, those of its image counted.
+
+    Raises:
+        DataError: a record lacks something, or is longer; names file and line.
+    """
+
+    draws_randomness = False
+
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - of an untyped library
+        path: ExistingPath | None = None,
+        image_size: Count = 16,
+        patch_size: Count = 4,
+        image_tokens: Count | None = None,
+        processor: ExistingPath | None = None,
+        max_length: Pair = 256,
+    ) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+        self.vocab_size = len(self._tokenizer)
+        self._size = image_size
+        self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
+        self._processor = None if processor is None else _processor(processor)
+        self._images, texts, places = _digits() if path is None else _records(expanded(path))
+        self._texts = []
+        for text, place in zip(texts, places, strict=True):
+            try:
+                self._texts.append(self._encoded(text, max_length))
+            except ValueError as error:
+                raise DataError(f"data: {place}: {error}") from error
+        self.lengths = np.array([len(ids) for ids, _ in self._texts])
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give `input_ids` and `labels`, `(length,)` int64, and `pixel_values`, float32."""
+        ids, is_term = self._texts[i]
+        labels = torch.where(is_term, ids, IGNORED_LABEL)
+        return {"input_ids": ids, "labels": labels, "pixel_values": self._pixels(self._images[i])}
+
+    def decode(self, ids: list[int]) -> str:
+        """Write tokens as text."""
+        return str(self._tokenizer.decode(ids))
+
+    def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor]:
+        """Encode the text of a record; a ValueError says what is bad."""
+        if "prompt" in text and "completion" in text:
+            prompt = self._placed(text["prompt"])
+            ids, counts = encode_prompt(self._tokenizer, prompt, text["completion"])
+        elif turns := text.get("messages") or text.get("conversations"):
+            first, *rest = normalize_messages(turns)
+            first = first | {"content": self._placed(first["content"])}
+            ids, counts = encode_messages(self._tokenizer, [first, *rest])
+        else:
+            raise ValueError("neither prompt and completion nor messages; write one of them")
+        if len(ids) > max_length:
+            raise ValueError(f"{len(ids)} tokens; type data.max_length={len(ids)}")
+        return torch.tensor(ids), torch.tensor(counts)
+
+    def _placed(self, text: str) -> str:
+        """Put the tokens of the image where it stands in a text."""
+        text = text if IMAGE in text else IMAGE + text
+        return text.replace(IMAGE, self._placeholder)
+
+    def _pixels(self, image: npt.NDArray[np.uint8] | Path) -> Tensor:
+        from PIL import Image  # noqa: PLC0415 - for images alone
+
+        with (
+            Image.fromarray(image) if isinstance(image, np.ndarray) else Image.open(image) as opened
+        ):
+            rgb = opened.convert("RGB")
+        if self._processor is not None:
+            pixels: Tensor = self._processor(rgb, return_tensors="pt")["pixel_values"][0]
+            return pixels
+        scaled = np.asarray(rgb.resize((self._size, self._size)), dtype=np.float32)
+        return torch.from_numpy(scaled / 127.5 - 1).permute(2, 0, 1).contiguous()
+
+
+def _digits() -> tuple[list[Any], list[dict[str, Any]], list[str]]:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped] # noqa: PLC0415 - for this data alone
+
+    digits = load_digits()
+    images = [(image * 15.9).astype(np.uint8) for image in digits.images]  # of 0 to 16
+    texts = [{"prompt": "This is the digit", "completion": f" {_DIGITS[d]}"} for d in digits.target]
+    return images, texts, [f"digit {i}" for i in range(len(texts))]
+
+
+def _records(path: Path) -> tuple[list[Any], list[dict[str, Any]], list[str]]:
+    images, texts, places = list[Any](), list[dict[str, Any]](), list[str]()
+    with reading(path):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+            image = path.parent / record["image"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(f"data: {place}: no JSON object with an `image`; fix it") from error
+        if not image.is_file():
+            raise DataError(f"data: {place}: no such image: {image}; fix it")
+        images.append(image)
+        texts.append(record)
+        places.append(place)
+    if not images:
+        raise DataError(f"data.path={path}: holds no records")
+    return images, texts, places
+
+
+def _processor(path: str) -> Any:  # noqa: ANN401 - of an untyped library
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - seconds, for this option alone
+
+    load: Any = AutoImageProcessor.from_pretrained
+    try:
+        return load(path, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"data.processor={path}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,244 @@
+"""Train matrices of low rank beside frozen layers (Hu et al. 2021, 2106.09685), by peft.
+
+Its layers are put into the model in place, so that its class, its `forward` and the names of what
+it gives stay. In files names are those that peft's own model has, which wraps it twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, final, get_type_hints
+
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.config.components import Count, ModuleNames, Share, Task, Words, convert
+from trainer.config.messages import did_you_mean, first_of, show, value_fault
+from trainer.core.errors import ConfigError
+from trainer.models.output_layer import candidate
+from trainer.models.task import task_of
+from trainer.models.transform import ModelTransform
+from trainer.models.transformers_classes import LOADED_FROM, new_weights
+
+_NAME = "default"  # of the one adapter
+_ALL = "all-linear"
+_PREFIX = "base_model.model."
+_KINDS: Mapping[Task | None, str] = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+    "embedding": "FEATURE_EXTRACTION",
+}
+# Heads that peft trains whole, and loads, whatever the file says.
+_HEADS: Mapping[str, Collection[str]] = {
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+_BY_DATA = ("corda", "eva", "lora_ga")  # first weights that peft computes from samples
+_SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # which no shape of a weight tells
+
+
+@final
+class Lora(ModelTransform):
+    """Adds matrices of low rank to layers, and freezes all else but `modules_to_save`.
+
+    Args:
+        r: their rank.
+        lora_alpha: their product is multiplied by `lora_alpha / r`.
+        lora_dropout: share of their inputs that is dropped.
+        target_modules: layers by ends of their names, or by a pattern that names match whole.
+        modules_to_save: modules that are trained whole; new heads are added.
+        others: further fields of peft's `LoraConfig`.
+
+    Raises:
+        ConfigError: `LoraConfig` refuses a field.
+    """
+
+    is_adapter = True
+    passes_on = "peft.LoraConfig"
+
+    def __init__(
+        self,
+        r: Count = 8,
+        lora_alpha: Count = 8,
+        lora_dropout: Share = 0.0,
+        target_modules: ModuleNames = _ALL,
+        modules_to_save: Words | None = None,
+        **others: Any,  # noqa: ANN401 - as peft has them
+    ) -> None:
+        from peft import LoraConfig  # noqa: PLC0415 - seconds, and only for this option
+
+        if (first := others.get("init_lora_weights", True)) in _BY_DATA:
+            raise ConfigError(
+                f"adapter.init_lora_weights={first}: is computed from samples before training, "
+                "which is not done here; type olora, pissa, orthogonal, gaussian or true"
+            )
+        hints = get_type_hints(LoraConfig)
+        for name, value in others.items():
+            try:
+                convert(hints[name] if hints[name] in {bool, int, float} else object, value)
+            except ValidationError as error:
+                raise ConfigError(value_fault(f"adapter.{name}", hints[name], value)) from error
+        layers = target_modules if isinstance(target_modules, str) else list(target_modules)
+        try:
+            self._config = LoraConfig(
+                r=r,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                target_modules=layers,
+                modules_to_save=list(modules_to_save) if modules_to_save else None,
+                **others,
+            )
+        except (TypeError, ValueError, ImportError) as error:
+            raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
+        is_drawn = first in {True, False, "gaussian"} and not modules_to_save
+        self.draws_on_meta = is_drawn and not self._config.use_dora
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """See the base class.
+
+        Raises:
+            ConfigError: a name fits no module, or peft cannot adapt the model.
+        """
+        from peft.tuners.lora import LoraModel  # noqa: PLC0415 - see above
+        from transformers import PreTrainedModel  # noqa: PLC0415 - see above
+
+        config: Any = deepcopy(self._config)
+        names = [name for name, _ in model.named_modules() if name]
+        _refuse_unmatched("target_modules", config.target_modules, names)
+        _refuse_unmatched("modules_to_save", config.modules_to_save, names)
+        if isinstance(model, PreTrainedModel):
+            config.task_type = _KINDS.get(task_of(model))
+            config.base_model_name_or_path = getattr(model, LOADED_FROM, None)
+        elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
+            linear = (n for n, part in model.named_modules() if isinstance(part, nn.Linear))
+            config.target_modules = {*linear} - {_name_of_output(model)}
+        heads = [name for name in _HEADS.get(config.task_type, ()) if name in names]
+        whole = [*(config.modules_to_save or ()), *_new_modules(model), *heads]
+        config.modules_to_save = [*dict.fromkeys(whole)] or None
+        try:
+            LoraModel(model, config, _NAME)
+        except (TypeError, ValueError, LookupError, RuntimeError, ImportError) as error:
+            raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
+        return model
+
+    def names_in(self, folder: Path, model: nn.Module) -> Mapping[str, str]:
+        """Give the name in the model of each weight that an exported adapter holds.
+
+        Raises:
+            ConfigError: the adapter in the folder multiplies them by another factor.
+        """
+        from peft import LoraConfig  # noqa: PLC0415 - see above
+
+        theirs = LoraConfig.from_pretrained(str(folder))
+        for name in _SCALES:
+            own, other = getattr(self._config, name), getattr(theirs, name)
+            if own != other:
+                text = f"init={folder} was trained with {show(other)}; type adapter.{name}="
+                raise ConfigError(f"adapter.{name}={show(own)}: {text}{show(other)}")
+        names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+        return {stored: names[id(tensor)] for stored, tensor in _in_files(model).items()}
+
+    def save(self, model: nn.Module, base: str | None, folder: Path) -> None:
+        """Write the adapter as peft's `from_pretrained` loads it, with the name of its base."""
+        config: Any = deepcopy(vars(model)["peft_config"][_NAME])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        if not isinstance(config.target_modules, str):
+            config.target_modules = sorted(config.target_modules)
+        tensors = {name: tensor.contiguous() for name, tensor in _in_files(model).items()}
+        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        config.save_pretrained(str(folder))
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """Add the matrices to the weights that they stand beside; the model has its own names then.
+
+        Raises:
+            ConfigError: a weight belongs to another layer, too.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - see above
+        from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: PLC0415 - see above
+
+        named = [*model.named_parameters(remove_duplicate=False)]
+        counts = Counter(id(p) for _, p in named)
+        tied = [name for name, p in named if counts[id(p)] > 1]
+        for name in _outermost(
+            model, lambda _, part: isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        ):
+            layer: Any = model.get_submodule(name)
+            if any(each.startswith(f"{name}.") for each in tied):
+                raise ConfigError(
+                    f"export.merge=true: the weight of {name} is another layer's, too, which would "
+                    "change with it: leave export.merge out"
+                )
+            if isinstance(layer, AuxiliaryTrainingWrapper):
+                plain = layer.unload_and_optionally_merge_module(True, True, None)
+            else:
+                layer.merge(safe_merge=True)
+                plain = layer.get_base_layer()
+            model.set_submodule(name, plain)
+        del model.peft_config
+        return model
+
+
+def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: list[str]) -> None:
+    """Refuse names that no module has, and patterns that none matches.
+
+    Raises:
+        ConfigError: it names the first, and what is near.
+    """
+    if isinstance(wanted, str):
+        try:
+            is_matched = wanted == _ALL or any(re.fullmatch(wanted, name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"adapter.{key}={wanted}: no regular expression: {error}") from error
+        if not is_matched:
+            text = f"no module's whole name matches this pattern; for ends of names, [{wanted}]"
+            raise ConfigError(f"adapter.{key}={wanted}: {text}")
+        return
+    for each in wanted or ():
+        if not any(f".{name}".endswith(f".{each}") for name in names):
+            ends = {name.rpartition(".")[2]: name for name in names}
+            words = [*(end for end in ends if not end.isdecimal())]
+            near = did_you_mean(each, words) or f" It has {first_of(words)}"
+            raise ConfigError(f"adapter.{key}={show(each)}: no module is named so.{near}")
+
+
+def _outermost(model: nn.Module, fits: Callable[[str, nn.Module], bool]) -> list[str]:
+    """Name the modules that fit and lie in none that does."""
+    found = list[str]()
+    for name, part in model.named_modules():
+        if not any(name.startswith(f"{each}.") for each in found) and name and fits(name, part):
+            found.append(name)
+    return found
+
+
+def _new_modules(model: nn.Module) -> list[str]:
+    """Name the outermost modules whose parameters were all in none of the model's files."""
+    new = {*new_weights(model)}
+
+    def is_new(name: str, part: nn.Module) -> bool:
+        own = {f"{name}.{each}" for each, _ in part.named_parameters()}
+        return bool(own) and own <= new
+
+    return _outermost(model, is_new)
+
+
+def _name_of_output(model: nn.Module) -> str | None:
+    layer = candidate(model)
+    return next((name for name, part in model.named_modules() if part is layer), None)
+
+
+def _in_files(model: nn.Module) -> dict[str, Tensor]:
+    """Give what is stored of an adapted model, by the names that peft gives it in files."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - see above
+
+    state = model.state_dict(keep_vars=True)
+    found = get_peft_model_state_dict(model, state, _NAME, save_embedding_layers=False)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in found.items()}
