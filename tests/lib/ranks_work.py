@@ -498,6 +498,7 @@ def evaluated(
     room = positions if world.rank == 1 else 10**9
     bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
     layout, cut = Layout(world_size=world.size), bench.feed.cut
+    object.__setattr__(bench.objective, "named_metrics", ("perplexity", "f1", "mcc"))
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
     held_out = HeldOut(
         loader=bench.loader,

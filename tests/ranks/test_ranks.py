@@ -238,6 +238,7 @@ def test_evaluation_visits_every_held_out_sample_once_and_is_exact(ranks, mode):
         assert sorted(i for _, seen, _ in found for i in seen) == list(range(num_held_out))
         for metrics, _, _ in found:
             assert metrics == pytest.approx(expected, rel=1e-12)
+            assert {"perplexity", "f1", "mcc"} < metrics.keys()
 
 
 @pytest.mark.parametrize("mode", SHARDS)

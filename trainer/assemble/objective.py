@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.assemble.instantiate import construct
+from trainer.assemble.own_loss import compare_losses
 from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config.components import (
     AUTO_OBJECTIVE,
@@ -27,15 +25,13 @@ from trainer.config.keys import options_of
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields, to_device
+from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
-from trainer.models.bind import bind
 from trainer.models.task import task_of
-from trainer.models.transformers_classes import quiet
-from trainer.objectives.base import IGNORED, Objective, sums_of, weights_of
-from trainer.tune.workload import restoring
+from trainer.objectives.base import IGNORED, Objective
+from trainer.objectives.metrics import check_metrics
 
 _BY_TASK: Mapping[str | None, str] = {
     "causal_lm": "next_token",
@@ -122,7 +118,7 @@ def fitting_objective(
     chosen = _chosen(config, objective, component, why)
     if not typed and not chosen.objective.is_of_model:
         fields = load(chosen.objective)
-        world.on_main(lambda: _compare(chosen.objective, option, module, fields))
+        world.on_main(lambda: compare_losses(chosen.objective, option, module, fields))
     return chosen
 
 
@@ -155,38 +151,9 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     )
 
 
-def _compare(objective: Objective, option: str, module: nn.Module, fields: Fields) -> None:
-    """Refuse an objective that gives another loss than the model, which knows its labels best.
-
-    Those of Bart as a causal model, for one, are not shifted; a router adds to its loss.
-
-    Raises:
-        ConfigError: with the two losses, and what to type for either.
-    """
-    parameter = next(module.parameters(), None)
-    names = inspect.signature(module.forward).parameters
-    if parameter is None or parameter.is_meta or LABELS not in names:
-        return
-    given = to_device(fields, parameter.device)
-    own = ours = math.nan
-    # What fails here fails again, in full, where it is needed.
-    with suppress(Exception), quiet(), restoring(module, objective), torch.no_grad():
-        module.eval()
-        call, weights = bind(module), weights_of(objective, given)
-        own = float(call(given).loss)
-        losses = sums_of(objective, call, given, weights).losses
-        ours = sum(float(loss) / weights[name] for name, loss in losses.items())
-    # Heads of transformers turn logits into float32, whatever the weights are.
-    eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
-    if abs(own - ours) > math.sqrt(eps) * abs(own):
-        raise ConfigError(
-            f"objective: {type(module).__name__} computes a loss of {own:.5g} for the longest "
-            f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
-            f"or objective={option}"
-        )
-
-
 def _chosen(config: RunConfig, objective: Objective, component: Component, why: str = "") -> Chosen:
+    check_metrics(objective, config.objective.metrics)
+    object.__setattr__(objective, "named_metrics", config.objective.metrics)
     name = component.name or component.target
     defaults = options_of("objective", config.config_dir).get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]

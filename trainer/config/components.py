@@ -121,6 +121,15 @@ ParameterGroups = Annotated[
         description="a mapping of name patterns to lr, weight_decay, frozen, e.g. {a*: {lr: 1e-3}}"
     ),
 ]
+_METRICS = (
+    *("accuracy", "f1", "f1_macro", "f1_micro", "mcc", "auroc", "perplexity"),
+    *("mse", "mae", "r2", "pearson"),
+)
+Metrics = Annotated[
+    tuple[Annotated[str, Field(pattern=f"^({'|'.join(_METRICS)}|top_[1-9][0-9]*)$")], ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(strict=False, description="a list of metrics, e.g. [accuracy,f1,top_5]"),
+]
 Auto = Literal["auto"]
 Reduction = Literal["sum", "mean"]
 # What becomes of a document longer than `max_length`: several samples, its head, nothing
@@ -230,6 +239,12 @@ class Data(Component):
     show: Natural
 
 
+class ObjectiveKeys(Component):
+    """What is summed."""
+
+    metrics: Metrics
+
+
 class Batch(Component):
     """The sizes of the optimizer steps."""
 
@@ -251,7 +266,7 @@ COMPONENTS: Mapping[str, type[Component]] = {
     "tokenizer": Component,
     "adapter": Component,
     "data": Data,
-    "objective": Component,
+    "objective": ObjectiveKeys,
     "optimizer": Component,
     "scheduler": Component,
 }

@@ -34,6 +34,7 @@ from trainer.config.components import (
     Data,
     Name,
     Natural,
+    ObjectiveKeys,
     Positive,
     Section,
     Seed,
@@ -54,7 +55,7 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "batchnorm", "parts")
-_FREE_KEYS = ("data.on_bad", "data.show")  # within them, and free all the same
+_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics")  # within them, and free all the same
 
 
 # Null where the optimizer's class has them by what the model's weights are.
@@ -138,7 +139,7 @@ class RunConfig(Section):
     tokenizer: Component
     adapter: Component
     data: Data
-    objective: Component
+    objective: ObjectiveKeys
     optimizer: Component
     scheduler: Component
     steps: Count | None

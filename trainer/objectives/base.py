@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor
@@ -73,6 +73,12 @@ class Sums:
     # in metrics.jsonl, on the screen and in W&B. An evaluation, under `no_grad`, needs them all;
     # the built-in objectives give theirs there alone, where they are free.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    # Of an evaluation, what `statistics_of` gives: sums of any shape, of which metrics are made
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LabelKind = Literal["classes", "numbers", "flags"]
+"""What labels are: a class for each row of the logits; a number, or 0 or 1, for each logit."""
 
 
 class Objective(Described, ABC):
@@ -107,8 +113,16 @@ class Objective(Described, ABC):
     """Whether it adds samples up whatever the model gives, each label at its own logits: then no
     start tries it on samples together and apart."""
 
+    named_metrics: Sequence[str] = ()
+    """Those that `objective.metrics` names, set for a run."""
+
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
+
+    @property
+    def label_kind(self) -> LabelKind | None:
+        """What its labels are, where its `sums` give the `statistics_of` logits and labels."""
+        return None
 
     def variants(self) -> Sequence[Objective]:
         """Give the same with other settings, of which one may be meant where this is no sum."""
@@ -135,6 +149,26 @@ class Objective(Described, ABC):
     @abstractmethod
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Run the model on one micro-batch and sum, dividing by nothing."""
+
+    def metrics(self, logits: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+        """Sum metrics of one's own in an evaluation; a subclass gives them by name.
+
+        Called with some of the positions at a time, as often as it takes.
+
+        Args:
+            logits: `(positions, classes)`.
+            labels: `(positions,)`, -100 where there is none; of numbers `(positions, numbers)`.
+
+        Returns:
+            0-d sums, which are divided by the number of labels; or sums of any shape, of which
+            `figures` of the subclass makes metrics.
+        """
+        return {}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Turn what `metrics` gave, summed over the evaluation in float64, into metrics."""
+        count = sums["labels"]
+        return {name: float(s / count) for name, s in sums.items() if not s.ndim and s is not count}
 
     def sums_weighed(self, model: ModelCall, fields: Fields, weights: Mapping[str, float]) -> Sums:
         """Run `sums`, or the same with what `weights` counted on the host."""
@@ -193,7 +227,7 @@ def sums_of(
                 "the model gives, with no detach(), item() or no_grad() on the way"
             )
         losses = {name: loss.clone().requires_grad_() for name, loss in losses.items()}
-    return Sums(losses=losses, metrics=metrics)
+    return Sums(losses=losses, metrics=metrics, statistics=sums.statistics)
 
 
 def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,9 @@ from trainer.objectives.base import (
     logits_from,
     logits_of,
 )
+from trainer.objectives.metrics import statistics_of
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Classify(Objective):
     """Cross entropy of the class, in nats; the metric is `accuracy`.
@@ -34,6 +34,7 @@ class Classify(Objective):
     """
 
     metric_names = ("accuracy",)
+    label_kind = "classes"
     sums_samples = True
 
     class_axis: Whole = 1  # where the classes are in the logits: 1, or -1 for a class per token
@@ -111,6 +112,11 @@ class Classify(Objective):
             label_smoothing=self.label_smoothing,
         )
         metrics = {}
-        if not torch.is_grad_enabled():
+        if labels.ndim == 1 or not torch.is_grad_enabled():  # a label per sample costs nothing
             metrics["accuracy"] = (logits.argmax(1) == labels).sum()
-        return Sums(losses={"cross_entropy": cross_entropy}, metrics=metrics)
+        logits = logits.movedim(1, -1).flatten(0, -2)
+        return Sums(
+            losses={"cross_entropy": cross_entropy},
+            metrics=metrics,
+            statistics=statistics_of(self, logits, labels.flatten()),
+        )

@@ -9,7 +9,7 @@ of the traffic of eager kernels (docs/decisions/cross-entropy.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ def linear_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     backend: str | None = None,
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
 
@@ -56,6 +57,8 @@ def linear_cross_entropy(
         targets: `(positions,)`, int64; -100 is no loss term.
         label_smoothing: share of the target spread over the classes.
         backend: of `torch.compile`, for what is not a matrix product; None computes it as it is.
+        observe: is given the logits, `(rows, classes)`, and targets of each chunk where no gradient
+            is recorded.
 
     Returns:
         The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
@@ -65,7 +68,7 @@ def linear_cross_entropy(
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
     task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend)
     if not torch.is_grad_enabled():
-        return _compute(task, inputs)[0]
+        return _compute(task, inputs, observe=observe)[0]
     sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch
     return sums
 
@@ -94,7 +97,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _compute(
-    task: _Task, inputs: Inputs, needs: Sequence[bool] = ()
+    task: _Task,
+    inputs: Inputs,
+    needs: Sequence[bool] = (),
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None] | None]:
     """Walk over the chunks; with `needs`, also give the gradients of the inputs that need one."""
     hidden, weight, bias, targets = inputs
@@ -118,6 +124,8 @@ def _compute(
             logits[:, task.classes :] = -torch.inf
             if not needs:
                 sums[1] += (logits.argmax(-1) == labels).sum()
+            if observe is not None:
+                observe(logits[:, : task.classes], labels)
             sums[0] += _entropy(task, logits, labels, wide, overwrites=grads is not None)
             if grads is not None:
                 _add_gradients(grads, piece, (logits, rows, matrix), (labels == IGNORED)[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ REPLACED, KEPT_AS_IT_IS = 0.8, 0.9
 """Of the chosen tokens 80 % become the mask, 10 % a random token, and 10 % stay."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class MaskedLM(TokenEntropy):
     """Cross entropy of tokens chosen at random, as BERT has it (Devlin et al. 2019, 1810.04805).

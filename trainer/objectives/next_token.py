@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast, final
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from trainer.objectives.base import (
     logits_of,
 )
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
+from trainer.objectives.metrics import add_statistics, statistics_of
 
 LEAST_BYTES = 2**23
 """Logits of a micro-batch in fp32 from which on they are computed in chunks: with fewer a CPU is as
@@ -40,6 +41,7 @@ class TokenEntropy(Objective):
 
     metric_names = ("accuracy",)
     class_axis = -1
+    label_kind = "classes"
     sums_samples = True
 
     # Coefficient of the squared log-partition, which keeps logits from drifting (Chowdhery et al.
@@ -80,15 +82,18 @@ class TokenEntropy(Objective):
         """Sum from what goes into the output layer, without the logits of all positions."""
         layer, hidden = model.output_layer, logits_of(model.without_output_layer(fields))
         _check_shapes(hidden, targets)
+        statistics: dict[str, Tensor] = {}
         entropy, hits = linear_cross_entropy(
             hidden.flatten(0, -2),
             (layer.weight, layer.bias),  # in shards it is whole only once the model ran
             targets.flatten(),
             label_smoothing=self.label_smoothing,
             backend=model.compiled_by,
+            observe=lambda *chunk: add_statistics(statistics, statistics_of(self, *chunk)),
         )
         metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
-        return Sums(losses={"cross_entropy": entropy}, metrics=metrics)
+        losses = {"cross_entropy": entropy}
+        return Sums(losses=losses, metrics=metrics, statistics=statistics)
 
     def _from_logits(self, logits: Tensor, targets: Tensor) -> Sums:
         """Sum the same from logits, `(batch, time, vocab)`, and what is read off them alone."""
@@ -107,7 +112,8 @@ class TokenEntropy(Objective):
             losses["z_loss"] = self.z_loss * partition.square().sum()
         if torch.is_grad_enabled():
             return Sums(losses=losses)
-        return Sums(losses=losses, metrics={"accuracy": (logits.argmax(-1) == targets).sum()})
+        metrics = {"accuracy": (logits.argmax(-1) == targets).sum()}
+        return Sums(losses=losses, metrics=metrics, statistics=statistics_of(self, logits, targets))
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
@@ -118,7 +124,6 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
         )
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class NextToken(TokenEntropy):
     """Cross entropy of the next token, in nats, summed over the tokens that have one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +13,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import (
     IGNORED,
+    LabelKind,
     ModelCall,
     Objective,
     Sums,
@@ -20,6 +21,7 @@ from trainer.objectives.base import (
     logits_from,
     logits_of,
 )
+from trainer.objectives.metrics import statistics_of
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "squared_error": F.mse_loss,
@@ -27,7 +29,6 @@ _LOSSES: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Objective):
     """Squared error, or binary cross entropy in nats, of each number of a sample.
@@ -39,6 +40,11 @@ class Numbers(Objective):
     sums_samples = True
 
     loss: Literal["squared_error", "binary_cross_entropy"] = "squared_error"
+
+    @property
+    def label_kind(self) -> LabelKind:
+        """See the base class."""
+        return "numbers" if self.loss == "squared_error" else "flags"
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels."""
@@ -65,7 +71,10 @@ class Numbers(Objective):
             )
         labels = labels.to(logits.dtype)
         terms = _LOSSES[self.loss](logits, labels, reduction="none")
-        return Sums(losses={self.loss: terms.masked_fill(labels == IGNORED, 0.0).sum()})
+        return Sums(
+            losses={self.loss: terms.masked_fill(labels == IGNORED, 0.0).sum()},
+            statistics=statistics_of(self, logits, labels),
+        )
 
 
 def _labels(fields: Fields) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +15,6 @@ from trainer.objectives.next_token import TokenEntropy, sequences_of
 DECODER_IDS = "decoder_input_ids"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq(TokenEntropy):
     """Cross entropy of the labels, which have lengths of their own and are not shifted.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.metrics import figures_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
 from trainer.plan.partition import pad
 
+DOUBLE = torch.float64
 CHUNK = 8192  # samples planned at once
 
 
@@ -78,9 +80,9 @@ class HeldOut:
 
 Number = TypeVar("Number", float, Tensor)
 _Numbers = Mapping[str, Sequence[float]]
-_Found = tuple[_Numbers, _Numbers, Sequence[str], bool]
+_Found = tuple[_Numbers, _Numbers, Sequence[str], Mapping[str, Sequence[Any]], bool]
 """Sums and weights by name, those of micro-batches that are to be added exactly apart; which of the
-names are loss terms; whether a signal asked to stop."""
+names are loss terms; the objective's statistics; whether a signal asked to stop."""
 
 
 def evaluate(
@@ -117,7 +119,7 @@ def evaluate(
     if any(asked for *_, asked in found):
         raise Preempted("stopped during an evaluation")
     # A rank may hold none of the samples, and then knows no name.
-    _, names, terms, _ = max(found, key=lambda each: len(each[1]))
+    _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
     means = {}
     for name in sorted(names):
         total, weight = (
@@ -127,7 +129,8 @@ def evaluate(
         means[name] = total / weight if weight else math.nan
     shown = {n: mean for n, mean in means.items() if n not in terms or len(terms) > 1}
     whole = {"loss": sum(means[name] for name in terms)}
-    return whole | shown | whole  # first, and in place of a term that is called so
+    figures = figures_of(objective, _merged([statistics for *_, statistics, _ in found]))
+    return whole | shown | figures | whole  # first, and in place of a term that is called so
 
 
 def _attempt(
@@ -143,6 +146,7 @@ def _attempt(
     """
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
+    statistics: dict[str, list[Tensor]] = defaultdict(list)
     losses: tuple[str, ...] = ()
     model.gather()
     guard, requests = AllocationGuard(), held_out.requests(world.rank)
@@ -155,11 +159,17 @@ def _attempt(
                 _add(weights[name], weight, apart=held_out.is_ordered)
             for name, total in chain(found.losses.items(), found.metrics.items()):
                 _add(totals[name], total.double(), apart=held_out.is_ordered)
+            for name, total in found.statistics.items():
+                is_apart = held_out.is_ordered and total.is_floating_point()
+                _add(statistics[name], total, apart=is_apart)
             if was_asked():
                 break
-        sums = {name: torch.stack(each).tolist() for name, each in totals.items()}
+        sums, merged = (
+            {name: torch.stack(each).tolist() for name, each in given.items()}
+            for given in (totals, statistics)
+        )
     model.release()
-    return None if guard.failed else (sums, weights, losses, was_asked())
+    return None if guard.failed else (sums, weights, losses, merged, was_asked())
 
 
 def _add(numbers: list[Number], number: Number, *, apart: bool) -> None:
@@ -168,6 +178,19 @@ def _add(numbers: list[Number], number: Number, *, apart: bool) -> None:
         numbers.append(number)
     else:
         numbers[0] = numbers[0] + number
+
+
+def _merged(found: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Tensor]:
+    """Add the statistics of all ranks, in float64 and so that the order does not matter."""
+    names, merged = dict.fromkeys(name for each in found for name in each), {}
+    for name in names:
+        parts = torch.tensor([part for each in found for part in each.get(name, ())], dtype=DOUBLE)
+        merged[name] = parts.sum(0)
+        if parts.frac().any():  # counts are exact in any order
+            columns = parts.flatten(1).T.tolist()
+            sums = torch.tensor([*map(_rounded_once, columns)], dtype=DOUBLE)
+            merged[name] = sums.view(parts.shape[1:])
+    return merged
 
 
 def _rounded_once(numbers: Sequence[float]) -> float:

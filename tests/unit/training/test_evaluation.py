@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
-from tests.lib.support import Bench, RaggedText, TinyLM
+from tests.lib.support import VOCABULARY, Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.data.loader import AHEAD, Loader
 from trainer.models.bind import bind
+from trainer.models.gpt import GPT
+from trainer.objectives import next_token
 from trainer.objectives.base import IGNORED, Sums
+from trainer.objectives.linear_cross_entropy import CHUNK_BYTES
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import Layout
@@ -91,6 +95,50 @@ def test_evaluation_is_exact_for_every_cap(norm):
         found = evaluated(bench, held_out(cap))
         assert found.keys() == expected.keys()
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Near(NextToken):
+    """Has a metric of its own, of three lines."""
+
+    def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"near": ((logits.argmax(-1) - labels).abs() <= 1).sum()}
+
+
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "in chunks"])
+def test_metrics_are_exact_for_every_cap_and_for_a_loss_in_chunks(in_chunks, monkeypatch):
+    if in_chunks:
+        monkeypatch.setattr(next_token, "LEAST_BYTES", 0)
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 5 * VOCABULARY)  # five positions
+    data = RaggedText(num_samples=33, seed=7)
+    bench = Bench(
+        Budget(max_tokens=60),
+        model=lambda: GPT(VOCABULARY, width=8, num_layers=1, num_heads=2, max_length=40),
+        objective=Near(),
+    )
+    object.__setattr__(bench.objective, "named_metrics", ("perplexity", "f1", "top_3"))
+    with torch.no_grad():
+        bench.module.eval()
+        rows = [
+            (bench.module(data[i]["input_ids"][None])[0, :-1], data[i]["labels"][1:])
+            for i in range(len(data))
+        ]
+    logits, labels = (torch.cat(each) for each in zip(*rows, strict=True))
+    logits, labels = logits[labels != IGNORED], labels[labels != IGNORED]
+    best, top = logits.argmax(-1), logits.topk(3).indices
+    each = []
+    for token in {*labels.tolist(), *best.tolist()}:
+        both = ((best == token) & (labels == token)).sum()
+        each.append(2 * int(both) / int((best == token).sum() + (labels == token).sum()))
+    entropy = float(F.cross_entropy(logits, labels))
+    expected = {
+        **{"loss": entropy, "perplexity": math.exp(entropy), "f1": np.mean(each)},
+        **{"accuracy": float((best == labels).double().mean())},
+        **{"near": float(((best - labels).abs() <= 1).double().mean())},
+        **{"top_3": float((top == labels[:, None]).any(-1).double().mean())},
+    }
+    for cap in CAPS:
+        assert evaluated(bench, held_out(cap)) == pytest.approx(expected, rel=1e-12)
 
 
 def ids_of(count: int, most: int | None) -> list[int]:

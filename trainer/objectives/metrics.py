@@ -1,0 +1,207 @@
+"""Compute the metrics of an evaluation from sums, which are exact for every cut and rank.
+
+A metric is the sums that it needs, of any shape, and a function of them once they are merged. The
+classes of `f1` and the others are counted for each class: how often it was right, predicted, true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.core.errors import ConfigError
+from trainer.objectives.base import IGNORED, LabelKind, Objective
+
+SumOf = Callable[[Tensor, Tensor], Tensor]
+"""Logits and labels, of labels that count alone, to what is summed."""
+
+BINS = 2**17
+"""Of the histogram of scores, which are told apart to 0.02 %, or to 4e-6 near 0."""
+_STEEP = 64.0  # scores below 1/64 are binned evenly, those above by their logarithm
+_WIDEST = math.asinh(_STEEP * 1e4)  # larger scores share the last bin
+
+
+@final
+@dataclass(frozen=True)
+class Metric:
+    """What is summed for each kind of labels, and what becomes of the sums."""
+
+    sums: Mapping[LabelKind, SumOf]
+    figure: Callable[[Tensor], float]
+
+
+def _hits(logits: Tensor, labels: Tensor, k: int = 1) -> Tensor:
+    best = logits.topk(min(k, logits.shape[-1])).indices
+    right = (best == labels[:, None]).any(-1)
+    return torch.stack([right.sum(), right.new_ones(len(right)).sum()])
+
+
+def _flag_hits(logits: Tensor, labels: Tensor) -> Tensor:
+    valid = labels != IGNORED
+    return torch.stack([(((logits > 0) == (labels > 0)) & valid).sum(), valid.sum()])
+
+
+def _class_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Count for each class how often it was right, predicted, true: `(3, classes)`."""
+    best, count = logits.argmax(-1), partial(torch.bincount, minlength=logits.shape[-1])
+    return torch.stack([count(labels[best == labels]), count(best), count(labels)])
+
+
+def _flag_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Count the same for labels of which several may apply."""
+    valid = labels != IGNORED
+    found, true = (logits > 0) & valid, (labels > 0) & valid
+    return torch.stack([(found & true).sum(0), found.sum(0), true.sum(0)])
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    entropy = F.cross_entropy(logits.double(), labels, reduction="sum")
+    return torch.stack([entropy, torch.ones_like(labels).sum()])
+
+
+def _score_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Count the scores of either class in bins, `(2, BINS)`: the second logit over the first."""
+    if logits.shape[-1] != 2:  # noqa: PLR2004
+        raise ConfigError(
+            f"objective.metrics=[auroc]: the model gives {logits.shape[-1]} classes, and it is of "
+            "two: leave it out"
+        )
+    scores = (logits[:, 1] - logits[:, 0]).double().nan_to_num()
+    places = torch.asinh(_STEEP * scores).clamp(-_WIDEST, _WIDEST) / _WIDEST
+    bins = ((places + 1) / 2 * (BINS - 1)).round().long() + BINS * labels
+    return torch.bincount(bins, minlength=2 * BINS).view(2, BINS)
+
+
+def _moments(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum what regression needs for each number: `(8, numbers)`."""
+    valid = (labels != IGNORED).double()
+    p, y = logits.double() * valid, labels.double() * valid
+    sums = [valid, (p - y).square(), (p - y).abs(), y, p, y.square(), p.square(), y * p]
+    return torch.stack(sums).sum(1)
+
+
+def _ratio(sums: Tensor) -> float:
+    return float(sums[0] / sums[1])
+
+
+def _f1(counts: Tensor, average: str = "") -> float:
+    """Compute F1 as scikit-learn does: of the second of two classes, or the mean over classes.
+
+    The mean is over those that occur, in labels or predictions.
+    """
+    right, found, true = counts
+    if average == "micro":
+        return float(2 * right.sum() / (found.sum() + true.sum()))
+    if not average and len(right) == 2:  # noqa: PLR2004
+        right, found, true = right[1:], found[1:], true[1:]
+    occurs = found + true > 0
+    each = 2 * right[occurs] / (found + true)[occurs]
+    return float(each.mean()) if len(each) else 0.0
+
+
+def _mcc(counts: Tensor) -> float:
+    """Compute Matthews' correlation of several classes (Gorodkin 2004); 0 where none is defined."""
+    right, found, true = counts
+    total = true.sum()
+    spread = (total**2 - (found**2).sum()) * (total**2 - (true**2).sum())
+    above = right.sum() * total - (found * true).sum()
+    return float(above / spread.sqrt()) if spread > 0 else 0.0
+
+
+def _auroc(counts: Tensor) -> float:
+    """Compute the chance that a score of class 1 is above one of class 0; ties count half."""
+    below, (zeros, ones) = counts[0].cumsum(0) - counts[0] / 2, counts
+    return float((ones * below).sum() / (ones.sum() * zeros.sum()))
+
+
+def _r2(sums: Tensor) -> float:
+    n, squares, _, y, _, yy, _, _ = sums
+    return float((1 - squares / (yy - y * y / n)).mean())
+
+
+def _pearson(sums: Tensor) -> float:
+    n, _, _, y, p, yy, pp, yp = sums
+    return float(((yp - y * p / n) / ((yy - y * y / n) * (pp - p * p / n)).sqrt()).mean())
+
+
+_COUNTS: Mapping[LabelKind, SumOf] = {"classes": _class_counts, "flags": _flag_counts}
+_MOMENTS: Mapping[LabelKind, SumOf] = {"numbers": _moments}
+METRICS: Mapping[str, Metric] = {
+    "accuracy": Metric({"classes": _hits, "flags": _flag_hits}, _ratio),
+    "f1": Metric({"classes": _class_counts}, _f1),
+    "f1_macro": Metric(_COUNTS, partial(_f1, average="macro")),
+    "f1_micro": Metric(_COUNTS, partial(_f1, average="micro")),
+    "mcc": Metric({"classes": _class_counts}, _mcc),
+    "auroc": Metric({"classes": _score_counts}, _auroc),
+    "perplexity": Metric({"classes": _entropy}, lambda sums: math.exp(_ratio(sums))),
+    "mse": Metric(_MOMENTS, lambda sums: float(sums[1].sum() / sums[0].sum())),
+    "mae": Metric(_MOMENTS, lambda sums: float(sums[2].sum() / sums[0].sum())),
+    "r2": Metric(_MOMENTS, _r2),
+    "pearson": Metric(_MOMENTS, _pearson),
+}
+
+
+def _metric(name: str) -> Metric:
+    if name.startswith("top_"):
+        return Metric({"classes": partial(_hits, k=int(name.removeprefix("top_")))}, _ratio)
+    return METRICS[name]
+
+
+def check_metrics(objective: Objective, names: Sequence[str]) -> None:
+    """Refuse metrics that an objective's labels have no place for.
+
+    Raises:
+        ConfigError: one line for all of them.
+    """
+    kind, name = objective.label_kind, type(objective).__name__
+    known = [each for each, metric in METRICS.items() if kind in metric.sums]
+    if odd := [each for each in names if kind not in _metric(each).sums]:
+        which = f"it has {', '.join(known)}" if known else "it shows no logits and labels"
+        raise ConfigError(
+            f"objective.metrics=[{', '.join(odd)}]: no metric of {name}: {which}; or write one in "
+            "`metrics` of a class of your own"
+        )
+
+
+def statistics_of(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Sum what the metrics of an objective need, in an evaluation; nothing while training.
+
+    Args:
+        objective: with a `label_kind`.
+        logits: `(positions, classes)`, or as the labels.
+        labels: `(positions,)`, -100 where there is none, or `(positions, numbers)`.
+    """
+    if torch.is_grad_enabled():
+        return {}
+    kind, found = objective.label_kind, dict(objective.metrics(logits, labels))
+    if found:
+        found["labels"] = (labels != IGNORED).sum()
+    if objective.named_metrics and kind == "classes":
+        logits, labels = logits[labels != IGNORED], labels[labels != IGNORED]
+    for name in objective.named_metrics:
+        assert kind is not None
+        found[f"{name} of {kind}"] = _metric(name).sums[kind](logits, labels)
+    return {name: total.detach() for name, total in found.items()}
+
+
+def add_statistics(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Add sums to those of the same names."""
+    for name, each in more.items():
+        total[name] = total[name] + each if name in total else each
+
+
+def figures_of(objective: Objective, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Turn the sums of a whole evaluation into metrics by name."""
+    named = {f"{n} of {objective.label_kind}": n for n in objective.named_metrics}
+    own = {name: each for name, each in sums.items() if name not in named}
+    return {
+        **{n: _metric(n).figure(sums[key]) for key, n in named.items() if key in sums},
+        **(objective.figures(own) if own else {}),
+    }
