@@ -40,6 +40,7 @@ from trainer.core.user_code import causes, described, place_of
 from trainer.models import transformers_classes
 
 Built = TypeVar("Built")
+_EXTRA = {"datasets", "peft", "tokenizers", "transformers"}  # what pyproject.toml calls `hf`
 PASSES_ON = "passes_on"
 """Class attribute: import path of what takes all names that a constructor takes by `**others`."""
 
@@ -100,6 +101,8 @@ def _cause(error: BaseException) -> str:
     """Say why a class cannot be imported, with the error behind it that a library wraps."""
     first, *_, last = error, *causes(error)
     text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
+    if isinstance(last, ModuleNotFoundError) and last.name in _EXTRA:
+        text += ": pip install 'step-trainer[hf]'"
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):
             vision, torch = metadata.version("torchvision"), metadata.version("torch")
@@ -247,6 +250,7 @@ def _call(
         raise
     except refusals as error:
         text = described(error) if place_of(error) else " ".join(str(error).split())
+        text = _cause(error) if isinstance(error, ImportError) else text
         raise ConfigError(f"{key}: {component.target}: {text}") from error
 
 
@@ -282,7 +286,10 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         if (receiver := getattr(target, PASSES_ON, None)) is None:
             return
-        parameters = inspect.signature(_find(receiver)).parameters
+        try:
+            parameters = inspect.signature(_find(receiver)).parameters
+        except ImportError as error:
+            raise ConfigError(f"{key}: {target.__name__} needs it: {_cause(error)}") from error
     for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)
