@@ -44,17 +44,21 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     }
     if config.transforms:
         description["transforms"] = to_plain(config)["transforms"]
-    model, write = _built(config, loaded, world), None
+    model, write, lines = _built(config, loaded, world), None, list[str]()
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
             model = _merged(model, adapter)
         elif hasattr(adapter, "save"):
-            write = partial(adapter.save, model, _base(model, folder, loaded))
+            base = _base(model, folder, loaded)
+            write = partial(adapter.save, model, base)
+            lines = adapter.how_to_load(model, base, expanded(config.export.to))
         else:
             description["adapter"] = to_plain(config)["adapter"]
     to = export(loaded, expanded(config.export.to), description, model, write)
     show_read(loaded, f"weights written to {to}")
+    for line in lines:
+        Screen().line(f"  {line}")
     return 0
 
 

@@ -23,7 +23,7 @@ from trainer.core.errors import ConfigError
 from trainer.models.output_layer import candidate
 from trainer.models.task import task_of
 from trainer.models.transform import ModelTransform
-from trainer.models.transformers_classes import LOADED_FROM, new_weights
+from trainer.models.transformers_classes import new_weights
 
 _NAME = "default"  # of the one adapter
 _ALL = "all-linear"
@@ -35,6 +35,14 @@ _KINDS: Mapping[Task | None, str] = {
     "token_classification": "TOKEN_CLS",
     "question_answering": "QUESTION_ANS",
     "embedding": "FEATURE_EXTRACTION",
+}
+_LOADERS: Mapping[str | None, str] = {  # the ends of their names
+    "CAUSAL_LM": "ForCausalLM",
+    "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "FEATURE_EXTRACTION": "ForFeatureExtraction",
 }
 # Heads that peft trains whole, and loads, whatever the file says.
 _HEADS: Mapping[str, Collection[str]] = {
@@ -116,7 +124,6 @@ class Lora(ModelTransform):
         _refuse_unmatched("modules_to_save", config.modules_to_save, names)
         if isinstance(model, PreTrainedModel):
             config.task_type = _KINDS.get(task_of(model))
-            config.base_model_name_or_path = getattr(model, LOADED_FROM, None)
         elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
             linear = (n for n, part in model.named_modules() if isinstance(part, nn.Linear))
             config.target_modules = {*linear} - {_name_of_output(model)}
@@ -148,13 +155,26 @@ class Lora(ModelTransform):
 
     def save(self, model: nn.Module, base: str | None, folder: Path) -> None:
         """Write the adapter as peft's `from_pretrained` loads it, with the name of its base."""
-        config: Any = deepcopy(vars(model)["peft_config"][_NAME])
+        config = deepcopy(_config_of(model))
         config.base_model_name_or_path, config.inference_mode = base, True
+        if config.task_type is None:  # peft's loader then asks for the class of the base
+            names = {"base_model_class": type(model).__name__}
+            config.auto_mapping = {**names, "parent_library": type(model).__module__}
         if not isinstance(config.target_modules, str):
             config.target_modules = sorted(config.target_modules)
         tensors = {name: tensor.contiguous() for name, tensor in _in_files(model).items()}
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         config.save_pretrained(str(folder))
+
+    def how_to_load(self, model: nn.Module, base: str | None, folder: Path) -> list[str]:
+        """Give the lines of Python that load what `save` wrote."""
+        if base is None:
+            load = f'model = PeftModel.from_pretrained(base, "{folder}")  # base: as it was built'
+            return ["from peft import PeftModel", load]
+        kind = f"AutoPeftModel{_LOADERS.get(_config_of(model).task_type, '')}"
+        labels = getattr(getattr(model, "config", None), "num_labels", 0)
+        more = f", num_labels={labels}" * kind.endswith("Classification")
+        return [f"from peft import {kind}", f'model = {kind}.from_pretrained("{folder}"{more})']
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Add the matrices to the weights that they stand beside; the model has its own names then.
@@ -185,6 +205,10 @@ class Lora(ModelTransform):
             model.set_submodule(name, plain)
         del model.peft_config
         return model
+
+
+def _config_of(model: nn.Module) -> Any:  # noqa: ANN401 - a LoraConfig
+    return vars(model)["peft_config"][_NAME]
 
 
 def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: list[str]) -> None:
