@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests.lib.hf_toys import TEXTS, save_llama, save_tokenizer, write_lines
-from tests.lib.run_support import go
+from tests.lib.run_support import go, shell
+from trainer.core.errors import DataError
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -45,3 +50,36 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     # The model has 64 positions.
     assert "chat (messages), 1 longer than data.max_length left out" in shown
+
+
+def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of_classes(llama):
+    """The loss of padded micro-batches is that of every record alone; so padding is no input."""
+    rows = [(text, "long" if len(text) > 30 else "short") for text in TEXTS]
+    with Path("reviews.csv").open("w") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+    line = f"model=hf model.path={llama} model.task=sequence_classification data=hf"
+    run = go(
+        f"{line} data.path=reviews.csv data.holdout=0 batch.global=60 steps=1 optimizer.lr=1e-12"
+    )
+    assert shell(f"export run={run.folder} export.to=tuned") == 0
+    config = json.loads(Path("tuned/config.json").read_text())
+    assert config["id2label"] == {"0": "long", "1": "short"}
+    assert config["pad_token_id"] == 2
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("tuned").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    with torch.no_grad():
+        losses = [
+            model(
+                **tokenizer(text, return_tensors="pt"),
+                labels=torch.tensor([config["label2id"][label]]),
+            ).loss
+            for text, label in rows
+        ]
+    assert run.result["loss"] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-5)
+
+
+def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):
+    write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
+    save_llama(Path("small"), num_ids=200)
+    with pytest.raises(DataError, match=r"input_ids holds .*the model's vocabulary is 0 to 199"):
+        go(f"model=hf model.path=small tokenizer.path={llama} data=hf data.path=corpus.jsonl")

@@ -18,7 +18,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.samples import faults_of
 from trainer.data.source import OWN_PART, DataSource, SourceSpec
-from trainer.models.task import stated_purpose, task_of_class
+from trainer.models.task import Purpose, stated_purpose, task_of_class
 
 HOLDOUT = 0.05
 """Share that is held out where nobody says."""
@@ -50,7 +50,7 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
     for name, key, component in others if compares or config.command == "evaluate" else ():
         with _faults_under(key):
             # Classes that are words have the numbers that they have in training.
-            labels = data.train.optional("label_names")
+            labels = data.train.facts.label_names
             part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
             data = data.evaluating(name, part, key, world, compares=compares)
     return data
@@ -119,7 +119,12 @@ def _spec(
 
 
 def _purpose_of_model(config: RunConfig) -> dict[str, Any]:
-    """Give what the model is made for, and how many positions it takes, as far as that is known."""
-    source, named = source_of_model(config), task_of_class(*config.model.target.split("."))
-    task, positions = (None, None) if source is None else stated_purpose(source)
-    return {"task": config.model.params.get("task") or named or task, "max_positions": positions}
+    """Give what the model is made for, as arguments of a data set."""
+    source, typed = source_of_model(config), config.model.params.get("task")
+    task = typed or task_of_class(*config.model.target.split("."))
+    purpose = Purpose(task) if source is None else stated_purpose(source, task)
+    return {
+        "task": purpose.task,
+        "max_positions": purpose.max_positions,
+        "model_labels": purpose.labels,
+    }

@@ -64,6 +64,8 @@ def arguments_from_data(
     return {
         "vocab_size": known,
         "num_classes": data.facts.num_classes,
+        "label_names": data.facts.label_names,
+        "pad_token_id": data.optional("pad_token_id"),
         "max_length": _max_length(config, data),
     }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from trainer.assemble.components import Components
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
-from trainer.core.format import number, plural
+from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, joined, row
 from trainer.models.check import vocabulary_of
 from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
@@ -93,12 +95,25 @@ def model_warnings(components: Components, pieces: int) -> list[str]:
             "model.dtype=float32 does where the class takes it, and type precision=bf16"
         )
     known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
-    is_loaded = loaded_from(components.module, components.config.model.params) is not None
+    loaded = loaded_from(components.module, components.config.model.params)
     # Tables are padded, but not to the double.
-    if is_loaded and known and rows and rows >= 2 * known:
+    if loaded and known and rows and rows >= 2 * known:
         warnings.append(
             f"data: {known} different ids, such as bytes, but the model was loaded with a "
             f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
             "own tokenizer, e.g. data._target_=datasets.load_from_disk"
         )
+    elif known and rows and _is_foreign(components.tokenizer, loaded, known, rows):
+        warnings.append(
+            f"tokenizer: {known} ids, but the model has {rows} rows for them: it seems to be of "
+            f"another model, and an id from {rows} on is a data error; leave tokenizer.path out, "
+            "which takes the model's own"
+        )
     return warnings
+
+
+def _is_foreign(tokenizer: Any, loaded: str | None, known: int, rows: int) -> bool:  # noqa: ANN401
+    """Whether a tokenizer has more ids than a model, or other ids and another folder."""
+    folder = getattr(tokenizer, "name_or_path", None)
+    is_elsewhere = loaded and folder and expanded(folder).absolute() != expanded(loaded).absolute()
+    return known > rows or bool(tokenizer is not None and is_elsewhere and known != rows)

@@ -51,7 +51,11 @@ def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozens
 
 
 def pad(
-    samples: Sequence[Sample], aligned: Collection[str], pad_to: int, name_of: NameOf
+    samples: Sequence[Sample],
+    aligned: Collection[str],
+    pad_to: int,
+    name_of: NameOf,
+    pad_token: int = 0,
 ) -> dict[str, Tensor]:
     """Stack samples, padding on the right where they differ.
 
@@ -61,11 +65,12 @@ def pad(
             longest of the micro-batch, where they differ at all.
         pad_to: padded length in tokens.
         name_of: names a sample for a message.
+        pad_token: what `input_ids` are padded with.
 
     Returns:
         Every field, `(n, ...)`: padded with -100 in `labels`, which are int64 unless they are real
-        numbers, else with 0. With `input_ids` comes `attention_mask`, `(n, pad_to)` int64, 1 on
-        tokens, unless the samples bring one.
+        numbers, with `pad_token` in `input_ids`, else with 0. With `input_ids` comes
+        `attention_mask`, `(n, pad_to)` int64, 1 on tokens, unless the samples bring one.
 
     Raises:
         DataError: names, dtypes or shapes differ, or a sample is longer than `pad_to`; names
@@ -76,12 +81,12 @@ def pad(
         if len({value.shape for value in column}) == 1:
             field = torch.stack(column)
         else:
-            field = pad_sequence(column, batch_first=True, padding_value=_fill(name))
+            field = pad_sequence(column, batch_first=True, padding_value=_fill(name, pad_token))
         if name in aligned and pad_to:
             if field.shape[1] > pad_to:
                 k = max(range(len(column)), key=lambda k: len(column[k]))
                 raise DataError(_too_long(f"{name_of(k)}, {len(column[k])} tokens,", pad_to))
-            field = _grow(field, pad_to, _fill(name))
+            field = _grow(field, pad_to, _fill(name, pad_token))
         fields[name] = field
     if INPUT_IDS in aligned and ATTENTION_MASK not in fields:
         lengths = [sample[INPUT_IDS].size(0) for sample in samples]
@@ -92,7 +97,11 @@ def pad(
 
 
 def pack(
-    samples: Sequence[Sample], aligned: Collection[str], pad_to: int, name_of: NameOf
+    samples: Sequence[Sample],
+    aligned: Collection[str],
+    pad_to: int,
+    name_of: NameOf,
+    pad_token: int = 0,
 ) -> dict[str, Tensor]:
     """Lay samples end to end in one row, for models that take document boundaries.
 
@@ -105,6 +114,7 @@ def pack(
         aligned: fields with one entry per token.
         pad_to: positions of the row.
         name_of: names a sample for a message.
+        pad_token: what `input_ids` are padded with.
 
     Returns:
         Every field, `(1, pad_to, ...)`; `position_ids`, `(1, pad_to)` int64, from 0 in every
@@ -130,7 +140,7 @@ def pack(
     segments = torch.tensor([*lengths, *[longest] * whole, *([rest] if rest else [])])
     ends = segments.cumsum(0)
     fields = {
-        name: _grow(torch.cat(column)[None], pad_to, _fill(name))
+        name: _grow(torch.cat(column)[None], pad_to, _fill(name, pad_token))
         for name, column in columns.items()
     }
     positions = torch.arange(pad_to) - (ends - segments).repeat_interleave(segments)
@@ -177,8 +187,8 @@ def _refuse_unlike(name: str, column: Sequence[Tensor], name_of: NameOf) -> None
             )
 
 
-def _fill(name: str) -> int:
-    return IGNORED_LABEL if name == LABELS else 0
+def _fill(name: str, pad_token: int) -> int:
+    return {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token}.get(name, 0)
 
 
 def _grow(field: Tensor, length: int, fill: int) -> Tensor:

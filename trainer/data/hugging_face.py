@@ -66,7 +66,8 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         tokenizer: of transformers, or with its names.
         task: what the model is made for; None is `causal_lm`.
         max_positions: most tokens that the model takes; None is not known.
-        label_names: of classes, in their order; None is those of the data.
+        model_labels: classes of the model's head, whose order is taken where it knows all labels.
+        label_names: of classes, in their order; None is those of the model or of the data.
         subset: of a name on the hub, its configuration.
         columns: names of columns by role, where they are not the usual ones.
         max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
@@ -104,6 +105,7 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
         task: Task | None = None,
         max_positions: int | None = None,
+        model_labels: Sequence[str] | None = None,
         label_names: Sequence[str] | None = None,
         subset: Text | None = None,
         columns: ColumnNames | None = None,
@@ -128,7 +130,8 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),
-            label_names=None if label_names is None else tuple(label_names),
+            model_labels=tuple(model_labels or ()),
+            label_names=tuple(label_names or ()),
             max_samples=max_samples,
             max_length=self.max_length,
             overlong=overlong,

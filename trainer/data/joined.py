@@ -10,7 +10,7 @@ import numpy as np
 from trainer.data.view import DataView
 
 # What `Samples` lists as optional, and is the same for both parts.
-_SHARED = ("collate", "draws_randomness", "vocab_size", "num_classes")
+_SHARED = ("collate", "draws_randomness", "vocab_size", "num_classes", "pad_token_id")
 
 
 @final

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -25,10 +24,7 @@ class Labels:
 
     names: tuple[str, ...] | None  # of the classes, where labels are words
     num_classes: int | None  # None where they are real numbers
-
-    @cached_property
-    def _numbers(self) -> Mapping[object, int]:
-        return {name: number for number, name in enumerate(self.names or ())}
+    numbers: Mapping[object, int] = field(default_factory=dict)  # of classes by what stands for one
 
     def number(self, value: object) -> int | float:
         """Give the number of a label.
@@ -36,35 +32,45 @@ class Labels:
         Raises:
             ValueError: it is none, or no class.
         """
-        if value in self._numbers:
-            return self._numbers[value]
-        if self.num_classes is None:
-            if isinstance(value, int | float) and np.isfinite(value):
-                return float(value)
-        elif isinstance(value, int) and 0 <= value < self.num_classes:
-            return int(value)
-        raise ValueError(f"the label {value!r} is no class, and no number")
+        if value in self.numbers:
+            return self.numbers[value]
+        if self.num_classes is None and isinstance(value, int | float) and np.isfinite(value):
+            return float(value)
+        is_class = self.names is None and isinstance(value, int) and self.num_classes is not None
+        if is_class and 0 <= value < self.num_classes:  # type: ignore[operator] # an int
+            return int(value)  # type: ignore[call-overload, no-any-return] # an int
+        classes = f"one of {', '.join(self.names)}" if self.names else "a number from 0"
+        raise ValueError(f"the label {value!r} is not {classes}")
 
 
-def labels_of(values: Iterable[object], names: Sequence[str] | None = None) -> Labels:
+def labels_of(
+    values: Iterable[object],
+    stated: Sequence[str] | None = None,
+    model: Sequence[str] = (),
+    fixed: Sequence[str] = (),
+) -> Labels:
     """Find the classes of all labels: words in their order, or numbers from 0.
 
     Args:
         values: all of them.
-        names: of classes, where the data state them.
+        stated: names of numbers, where the data state them.
+        model: names that the model's head has, which count where they are all of the data's.
+        fixed: names that count in any case.
 
     Raises:
         ValueError: they are neither words nor numbers, or both.
     """
-    if names is not None:
-        return Labels(tuple(names), len(names))
     distinct = {value for value in values if value is not None}
-    kinds = {bool if isinstance(value, bool) else type(value) for value in distinct}
-    if kinds == {str}:
-        words = tuple(sorted(map(str, distinct)))
-        return Labels(words, len(words))
+    kinds = {type(value) for value in distinct}
+    if stated is not None or kinds == {str}:
+        words = [*map(str, stated or sorted(map(str, distinct)))]
+        names = fixed or (model if {*words} <= {*model} else words)
+        numbers: dict[object, int] = {word: number for number, word in enumerate(names)}
+        numbers |= {i: numbers[word] for i, word in enumerate(stated or ()) if word in numbers}
+        return Labels(tuple(names), len(names), numbers)
     if kinds <= {int, bool}:
-        return Labels(None, 1 + max((int(str(int(v))) for v in distinct), default=0))  # type: ignore[call-overload]
+        most = max((int(value) for value in distinct), default=0)  # type: ignore[call-overload]
+        return Labels(None, max(1 + most, len(model)))
     if kinds <= {int, float}:
         return Labels(None, None)
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")

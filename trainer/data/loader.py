@@ -282,7 +282,8 @@ class _Assembler(Dataset[Any]):
                 fields = self._collated(data.collate, samples, request)
             else:
                 join = pack if request.packed else pad
-                fields = join(samples, self.aligned, request.pad_to, name)
+                pad_token = data.facts.pad_token_id
+                fields = join(samples, self.aligned, request.pad_to, name, pad_token)
         if fault := value_out_of_range(fields, self.limits):
             found = (value_out_of_range(sample, self.limits) for sample in samples)
             faults = ((name(k), each) for k, each in enumerate(found))

@@ -53,7 +53,8 @@ class EncodeOptions:
 
     task: Task
     columns: Mapping[str, str]
-    label_names: tuple[str, ...] | None
+    model_labels: tuple[str, ...]
+    label_names: tuple[str, ...]
     max_samples: int | None
     max_length: int
     overlong: Overlong | None
@@ -141,7 +142,7 @@ def _encoder(
         return ChatEncoder(**given, **{name: getattr(options, name) for name in names}), {}
     if form.name == "source and target":
         return TargetEncoder(**given), {}
-    return _labelled(source, parts, form, given, options.label_names)
+    return _labelled(source, parts, form, given, options)
 
 
 def _labelled(
@@ -149,7 +150,7 @@ def _labelled(
     parts: Mapping[str, Any],
     form: Format,
     given: Mapping[str, Any],
-    names: Sequence[str] | None,
+    options: EncodeOptions,
 ) -> tuple[RecordEncoder, dict[str, Any]]:
     """Build what encodes records with labels, which are looked at first."""
     labels = Labels(None, None)
@@ -161,9 +162,10 @@ def _labelled(
         return ChoiceEncoder(**given, labels=labels, num_choices=count), {"num_rows": count}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
-        names = names or _class_names(parts[TRAIN], column)
-        labels = labels_of(values_of(_records(source, parts), column), names)
-    except ValueError as error:
+        values = values_of(_records(source, parts), column)
+        stated = _class_names(parts[TRAIN], column)
+        labels = labels_of(values, stated, options.model_labels, options.label_names)
+    except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     if form.name == "tags":

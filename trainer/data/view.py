@@ -52,6 +52,8 @@ class DataFacts:
 
     vocab_size: int | None = None  # token ids are below it
     num_classes: int | None = None  # labels are below it
+    label_names: Sequence[str] | None = None  # of classes that are words
+    pad_token_id: int = 0  # what `input_ids` are padded with
     num_cut: int = 0  # tokens that `max_length` left out
     split_rule: str | None = None  # by what it parts itself, in words
     holdout: float | None = None  # share that it was asked to hold out
@@ -132,7 +134,7 @@ class DataView:
         if self._whole is not None:
             return self._whole.facts
         found = {name: self.optional(name) for name in DataFacts.__dataclass_fields__}
-        for name in ("vocab_size", "num_classes", "num_cut"):
+        for name in ("vocab_size", "num_classes", "num_cut", "pad_token_id"):
             with faults_of(f"`{name}` of {self.kind}"):
                 found[name] = None if found[name] is None else operator.index(found[name])
         asked = found["holdout"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ def hugging_face(
     dtype: FloatType = "float32",
     attn_implementation: Attention | None = None,
     num_classes: Count | None = None,
+    label_names: Sequence[str] | None = None,
+    pad_token_id: int | None = None,
 ) -> nn.Module:
     """Build a model of transformers; no code of a model's folder is run, and no pickle read.
 
@@ -47,6 +49,9 @@ def hugging_face(
         dtype: of the weights.
         attn_implementation: as `from_pretrained` takes it.
         num_classes: labels of a classifier; None is as many as its config says.
+        label_names: of the classes, in their order; None is what its config says.
+        pad_token_id: what its inputs are padded with, by which classifiers among decoders find the
+            last token; None is what its config says.
 
     Raises:
         ConfigError: not one of path and config is given, or transformers cannot build it.
@@ -70,10 +75,15 @@ def hugging_face(
             else transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         )
         made_for = _prepare(found, f"{key}={source}", task, num_classes)
+        if label_names is not None and len(label_names) == found.num_labels:
+            found.id2label = dict(enumerate(label_names))
+            found.label2id = {name: number for number, name in enumerate(label_names)}
         kind = getattr(transformers, _CLASSES[made_for])
         with quiet():
             if path is None:
-                return kind.from_config(found, dtype=getattr(torch, dtype), **options)  # type: ignore[no-any-return]
+                return _padding(
+                    kind.from_config(found, dtype=getattr(torch, dtype), **options), pad_token_id
+                )
             module, told = kind.from_pretrained(
                 path,
                 config=found,
@@ -97,6 +107,16 @@ def hugging_face(
             "model: type another model.num_classes, or leave it out"
         )
     note_loaded(module, source, told)
+    return _padding(module, pad_token_id)
+
+
+def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model
+    """Say what inputs are padded with: once the model is built, whose embedding of it is learned.
+
+    An embedding that knows its padding gives that row no gradient, and it may be the end's.
+    """
+    if pad_token_id is not None:
+        module.config.pad_token_id = pad_token_id
     return module  # type: ignore[no-any-return]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, final, get_args
 
 from torch import nn
 
@@ -26,28 +27,45 @@ _TASKS: Mapping[str, Task] = {
 }
 
 
+_LABELLED: tuple[Task, ...] = ("sequence_classification", "token_classification")
+
+
 def task_of_class(*names: str, is_encoder_decoder: bool = False) -> Task | None:
     """Tell what a class of transformers is made for by its name, or by those of its bases."""
     task = next((t for n in names for end, t in _TASKS.items() if n.endswith(end)), None)
     return "seq2seq_lm" if is_encoder_decoder and task in {None, "image_text_to_text"} else task
 
 
-def stated_purpose(source: str) -> tuple[Task | None, int | None]:
-    """Read what a model is made for, and how many positions it takes, from its config alone.
+@final
+@dataclass(frozen=True)
+class Purpose:
+    """What a model is made for, as far as its config says it."""
+
+    task: Task | None = None
+    max_positions: int | None = None
+    labels: tuple[str, ...] | None = None  # names of the classes of the head that is there
+
+
+def stated_purpose(source: str, task: Task | None) -> Purpose:
+    """Read what a model is made for from its config alone.
 
     Args:
         source: folder or file of a config of transformers, or a name on the hub; of one that
             cannot be read nothing is known, and the model says why.
+        task: what it is to be made for; a head for another has no labels.
     """
     from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
 
     try:
         config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError):
-        return None, None
+        return Purpose(task)
     is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-    task = task_of_class(*(config.architectures or ()), is_encoder_decoder=is_encoder_decoder)
-    return task, getattr(config, "max_position_embeddings", None)
+    stated = task_of_class(*(config.architectures or ()), is_encoder_decoder=is_encoder_decoder)
+    names = config.id2label if stated in _LABELLED and task in {None, stated} else None
+    labels = names and tuple(names[i] for i in sorted(names))
+    positions = getattr(config, "max_position_embeddings", None)
+    return Purpose(task or stated, positions, labels or None)
 
 
 def task_of(module: nn.Module) -> Task | None:

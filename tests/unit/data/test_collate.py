@@ -38,6 +38,13 @@ def test_sequences_are_padded_on_the_right_with_a_mask(ids, more):
     assert fields["attention_mask"].dtype == fields["input_ids"].dtype == torch.int64
 
 
+def test_ids_are_padded_with_the_token_that_the_data_state():
+    samples = text(1, 2), text(3)
+    for join, lengths in ((pad, 3), (pack, 4)):
+        ids = join(samples, TOKENS, lengths, name, 7)["input_ids"]
+        assert (ids == 7).sum() == ids.numel() - 3
+
+
 def test_every_field_is_padded_to_its_own_length_and_what_needs_none_stays_as_it_is():
     samples = [
         {"input_ids": torch.arange(n), "speech": torch.ones(n, 2), "boxes": torch.ones(n + k, 4)}

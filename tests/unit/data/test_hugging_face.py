@@ -231,6 +231,10 @@ def test_labels_are_numbers_words_or_real(tmp_path, words):
         {"input_ids": ids_of("c"), "labels": 0},
     ]
     assert (data.num_classes, data.label_names) == (2, ["no", "yes"])
+    of_model = opened(tmp_path, named, words, task, model_labels=("yes", "no"))
+    assert [s["labels"] for s in listed(of_model)] == [0, 1]
+    with pytest.raises(DataError, match="the label 'no' is not one of yes"):
+        opened(tmp_path, named, words, task, label_names=["yes"])
     pairs = [{"premise": "a", "hypothesis": "b", "label": 2}]
     data = opened(tmp_path, pairs, words, task)
     assert listed(data) == [
