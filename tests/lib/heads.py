@@ -141,11 +141,11 @@ def classified() -> Examples:
     return Examples("class")
 
 
-def save_causal_model(folder: Path) -> None:
+def save_causal_model(folder: Path, **options: Any) -> None:
     """Save a model whose file holds bf16, as most on the hub do."""
     torch.manual_seed(0)
     model = Head("GPT2LMHeadModel", "GPT2Config", "causal").build()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder, **options)
 
 
 def save_tokens(folder: Path, kind: str = "causal") -> None:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
-from tests.lib.run_support import go, shell, state
+from tests.lib.run_support import go, read_json, shell, state
 from trainer.core.errors import ConfigError
 
 pytestmark = [
@@ -100,3 +101,27 @@ def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
         go(f"{LINE} {typed} steps=1")
     (line,) = str(caught.value).splitlines()
     assert fault in line
+
+
+@pytest.mark.nightly
+def test_ranks_read_their_shards_from_the_files_and_train_as_one_rank_does():
+    save_causal_model(Path("model"), max_shard_size=500)
+    assert len([*Path("model").glob("*.safetensors")]) > 1
+    save_tokens(Path("data"))
+    line = f"{LINE} model.path=model steps=2 accum=fixed accum.micro=2 optimizer=sgd"
+    one = go(line)
+    shards = go(f"{line} parallel=fsdp parallel.ranks=2")
+    assert read_json(shards.folder / "plan.json")["init"] == "weights of model"
+    assert shards.result["loss"] == pytest.approx(one.result["loss"], rel=1e-6)
+    (expected, found) = (state(run) for run in (one, shards))
+    assert expected.keys() == found.keys()
+    names = [name for name in expected if name.startswith("model.")]
+    assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-7) for n in names)
+
+
+@pytest.mark.nightly
+def test_what_cannot_be_read_in_shards_is_built_whole_and_says_so():
+    save_causal_model(Path("model"))
+    save_tokens(Path("data"))
+    run = go(f"{LINE} model.config=model steps=1 parallel=fsdp parallel.ranks=2")
+    assert read_json(run.folder / "plan.json")["init"].endswith("built whole on every rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -41,7 +42,7 @@ from trainer.data.source import OWN_PART
 from trainer.data.split import Split
 from trainer.data.view import DataView
 from trainer.models.check import vocabulary_of
-from trainer.models.first_weights import FirstWeights
+from trainer.models.first_weights import FirstWeights, any_values
 from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optim.optimizers import OptimizerSpec
@@ -129,6 +130,10 @@ class Components:
         """Bind a module, such as a copy of the run's, to the run's precision."""
         return bind_run(module, self.precision, self.world)
 
+    def trial_values(self) -> AbstractContextManager[None]:
+        """Lend the main rank values for a trial, where the model has none yet."""
+        return _trial_values(self.module, self.weights, self.world)
+
     def feed(self, world: World) -> Feed:
         """Begin to give the micro-batches of a rank."""
         start = self.source.order.start
@@ -191,15 +196,17 @@ def assemble(
     loader = _loader(config, world, train_set, module)
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
-    chosen = _choose(config, world, typed, module, loader, tokenizer)
-    objective = chosen.objective
-    tokenizer.refuse_unused()
-    coupling = strictest(
-        model_coupling(module, is_accepted=config.accepts_statistics),
-        stated_coupling(config),
-        objective.coupling,
-    )
-    layout, example = find_layout(config, world, loader, coupling, module, precision)
+    # What a model does with padding and documents follows from its layers, whatever it has learnt.
+    with _trial_values(module, weights, world):
+        chosen = _choose(config, world, typed, module, loader, tokenizer)
+        objective = chosen.objective
+        tokenizer.refuse_unused()
+        coupling = strictest(
+            model_coupling(module, is_accepted=config.accepts_statistics),
+            stated_coupling(config),
+            objective.coupling,
+        )
+        layout, example = find_layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(
         *(config, world, module, mode, precision),
         single_backward=strategy.single_backward,
@@ -230,6 +237,14 @@ def assemble(
         given=given,
         tokenizer=tokenizer.built,
     )
+
+
+def _trial_values(
+    module: nn.Module, weights: FirstWeights | None, world: World
+) -> AbstractContextManager[None]:
+    """Lend the main rank values for a model in shards whose own are not read yet."""
+    is_tried = weights is not None and world.is_main
+    return any_values(module, world.device) if is_tried else nullcontext()
 
 
 def _build_in_mode(

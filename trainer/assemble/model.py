@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.parallel import may_shard, planned_device, rank_memory
-from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError, DoesNotFitError
 from trainer.core.format import plural, size
+from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
 from trainer.data.view import DataView
 from trainer.models.check import refuse_lazy
-from trainer.models.first_weights import FirstWeights, build_on_meta, is_on_meta
+from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta, is_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
 from trainer.objectives.next_token import NextToken
@@ -96,7 +96,8 @@ def build_model(
         spec: of its optimizer; None where it is not trained.
         stored: what it begins with in place of what the constructor draws from the seed.
         in_shards: whether each rank may hold a part alone. A class that declares `draws_on_meta`
-            is then built on the meta device, with its weights beside it.
+            is then built on the meta device, with its weights beside it, as is what a function that
+            declares `loads_on_meta` gives.
         with_values: whether a plan needs more than shapes.
 
     Raises:
@@ -104,7 +105,7 @@ def build_model(
         DoesNotFitError: what training keeps, without a sample, exceeds the memory.
         NoCheckpointError: the stored weights do not fit.
     """
-    unread: dict[str, StoredTensor] = {}
+    unread: dict[str, LazyTensor] = {}
     transforms, on_meta = look_up_transforms(config)
     build = partial(_construct, config, world, given, transforms, stored, unread)
 
@@ -118,10 +119,12 @@ def build_model(
     module: nn.Module | None = None
     weights: FirstWeights | None = None
     with preserve_generators():
-        if in_shards and on_meta and getattr(kind, "draws_on_meta", False):
-            module, drawn = build_on_meta(build)
-            weights = {**drawn, **unread}
-        elif is_away and not with_values:
+        loads = getattr(kind, "loads_on_meta", False)
+        if in_shards and on_meta and (loads or getattr(kind, "draws_on_meta", False)):
+            with suppress(_NeedsValues):
+                module, drawn = build_on_meta(partial(build, has_first=loads), unread)
+                weights = {**drawn, **unread}
+        if module is None and is_away and not with_values:
             module = _counted(build, check)
         module = _built(build, check) if module is None else module
     if spec is not None:
@@ -157,19 +160,26 @@ def _construct(
     given: Mapping[str, Any],
     transforms: Sequence[Transform],
     stored: StoredWeights | None,
-    unread: dict[str, StoredTensor],
+    unread: dict[str, LazyTensor],
+    *,
+    has_first: bool = False,
 ) -> nn.Module:
     """Build the model with its first weights; those of the meta device are noted as `unread`.
 
     Stored ones are those of the model before its transforms, if they fit that, or after them.
+    `has_first` is whether the maker is to say itself where weights are.
 
     Raises:
         ConfigError: a transform gives no model.
+        _NeedsValues: the maker does not say it.
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
+    if has_first and found is None:
+        raise _NeedsValues
     is_before = stored is not None and not stored.is_transformed and not stored.fault(module)
-    found = stored.fill(module) if stored is not None and is_before else {}
+    found = {**(found or {}), **(stored.fill(module) if stored is not None and is_before else {})}
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
@@ -178,16 +188,15 @@ def _construct(
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
     module = refuse_lazy(module)
-    if stored is None or is_before:
-        named = module.named_parameters(remove_duplicate=False)
-        for name, parameter in ((n, p) for n, p in named if id(p) in values):
-            before, unread[name], version = values[id(parameter)]
-            if parameter._version != version:
-                raise ConfigError(
-                    f"transforms: one writes to {before} on the meta device, over weights that are "
-                    "read later: declare no draws_on_meta, or give it a new parameter"
-                )
-    else:
+    named = module.named_parameters(remove_duplicate=False)
+    for name, parameter in ((n, p) for n, p in named if id(p) in values):
+        before, unread[name], version = values[id(parameter)]
+        if parameter._version != version:
+            raise ConfigError(
+                f"transforms: one writes to {before} on the meta device, over weights that are "
+                "read later: declare no draws_on_meta, or give it a new parameter"
+            )
+    if stored is not None and not is_before:
         if stored.is_adapter:
             stored = _adopted(stored, module, transforms[-1])
         unread |= stored.fill(module)
@@ -206,6 +215,10 @@ def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> St
         raise ConfigError(f"init={stored.source}: {text}")
     names = names_of(Path(str(stored.source)), module)
     return replace(stored, values={names.get(n, n): value for n, value in stored.values.items()})
+
+
+class _NeedsValues(Exception):  # noqa: N818 - no error
+    """A maker cannot say where the weights of its model are, and gives them whole."""
 
 
 def _counted(

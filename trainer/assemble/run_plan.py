@@ -130,7 +130,9 @@ def prepare(
     if components.world.is_main:
         if tuning is None:
             predicted = predict_sampled(components, work, trials.counts, plans, warnings)
-        warnings += [*check_sums(components), *check_reads(components)]
+        with components.trial_values():
+            warnings += check_sums(components)
+        warnings += check_reads(components)
     begin_peak(components.world.device)
     return RunPlan(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.

@@ -13,6 +13,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, joined, row
 from trainer.models.check import vocabulary_of
+from trainer.models.first_weights import is_on_meta
 from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
 from trainer.verify.diagnose import low_precision
 
@@ -66,9 +67,13 @@ def _init(components: Components) -> str:
     if config.init is not None:
         step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
         return f"weights of {show(config.init)}{step}"
-    if (loaded := loaded_from(module, config.model.params)) is None:
-        return f"as the model is built, seed {config.seed}"
-    return joined(f"weights of {show(loaded)}", loaded_but(module)) or ""
+    loaded = loaded_from(module, config.model.params)
+    source = (
+        f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
+    )
+    is_whole = components.weights is None and not is_on_meta(module)
+    how = components.is_sharded and is_whole and "built whole on every rank"
+    return joined(source, loaded_but(module), how) or ""
 
 
 def dtypes_of(components: Components) -> dict[str, str | None]:

@@ -7,6 +7,9 @@ moves as it does on the CPU. A weight is computed later by running its operation
 states of the generator that were found, and so has the bits of a model that is built on the CPU.
 Those in *files*, and those of a run's own *checkpoint*, are in `trainer.checkpoint.weights`.
 
+A maker may also say itself where weights are, by an attribute `first_weights` of the model that it
+gives: those in the files of a model that it loads.
+
 On the meta device only classes are built that declare `draws_on_meta`: their constructors draw
 there what they draw on the CPU. Others may do something else (transformers leaves weights undrawn).
 """
@@ -14,7 +17,7 @@ there what they draw on the CPU. Others may do something else (transformers leav
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import EllipsisType
@@ -35,6 +38,11 @@ _NO_VALUE = (
 
 FirstWeights: TypeAlias = Mapping[str, LazyTensor]
 """What the parameters of a model begin with, by each name that they have in it."""
+
+_SPREAD = 0.02  # deviation of values for a trial
+
+FIRST_WEIGHTS = "first_weights"
+"""Attribute of a model on the meta device whose maker knows where its weights are."""
 
 
 @final
@@ -84,8 +92,14 @@ class DrawnTensor:
         return digest.hexdigest()
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeights]:
+def build_on_meta(
+    build: Callable[[], nn.Module], known: Collection[str] = ()
+) -> tuple[nn.Module, FirstWeights]:
     """Build a model that `draws_on_meta` there; the generator moves as on the CPU.
+
+    Args:
+        build: makes it.
+        known: names of parameters, once it is made, whose first values are elsewhere.
 
     Raises:
         ConfigError: it does not, since what it fills a tensor with cannot be computed again.
@@ -94,11 +108,12 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstWeigh
     with recorder, torch.device("meta"):
         module = build()
     named = dict(module.named_parameters(remove_duplicate=False))
-    lost = [name for name, parameter in named.items() if _key(parameter) not in recorder.fills]
+    drawn = {name: p for name, p in named.items() if name not in known}
+    lost = [name for name, parameter in drawn.items() if _key(parameter) not in recorder.fills]
     if lost := [*lost, *(name for name, buffer in module.named_buffers() if buffer.is_meta)]:
         raise ConfigError(f"model: {lost[0]} {_NO_VALUE}")
     return module, {
-        name: DrawnTensor(p.shape, p.dtype, recorder.fills[_key(p)]) for name, p in named.items()
+        name: DrawnTensor(p.shape, p.dtype, recorder.fills[_key(p)]) for name, p in drawn.items()
     }
 
 
@@ -110,12 +125,41 @@ def is_on_meta(module: nn.Module) -> bool:
 @contextmanager
 def drawn(module: nn.Module, weights: FirstWeights, device: torch.device) -> Iterator[None]:
     """Give a model on the meta device its first weights, whole, on `device` inside the block."""
+
+    def make(name: str, p: nn.Parameter) -> Tensor:
+        whole = torch.empty_like(p, device=device, requires_grad=False)
+        fill(whole, weights[name])
+        return whole
+
+    with _lent(module, make):
+        yield
+
+
+@contextmanager
+def any_values(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give a model on the meta device values of no meaning, for a trial of what its layers do.
+
+    All matrices share the memory of the largest, so that a large model takes little.
+    """
+    sizes = [p.numel() for p in module.parameters()]
+    pool = torch.randn(max(sizes, default=0), generator=torch.Generator().manual_seed(0))
+    pool = pool.mul_(_SPREAD).to(device)
+
+    def make(_: str, p: nn.Parameter) -> Tensor:
+        found = pool[: p.numel()].view(p.shape).to(p.dtype)
+        return found if p.dim() > 1 else 1 + found  # norms scale by numbers around 1
+
+    with _lent(module, make):
+        yield
+
+
+@contextmanager
+def _lent(module: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> Iterator[None]:
+    """Put tensors in place of a model's parameters inside the block; tied ones stay tied."""
     metas = [dict(part._parameters) for part in module.modules()]
     real: dict[int, nn.Parameter] = {}
     for name, p in module.named_parameters():
-        whole = torch.empty_like(p, device=device, requires_grad=False)
-        fill(whole, weights[name])
-        real[id(p)] = nn.Parameter(whole, p.requires_grad)
+        real[id(p)] = nn.Parameter(make(name, p), p.requires_grad)
     try:
         for part, own in zip(module.modules(), metas, strict=True):
             part._parameters.update({name: real.get(id(p)) for name, p in own.items()})

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.config.components import Attention, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
+from trainer.models.lazy_loading import load_unread
 from trainer.models.task import task_of_class
 from trainer.models.transformers_classes import note_loaded, quiet
 
@@ -67,7 +68,9 @@ def hugging_face(
     key = "model.config" if path is None else "model.path"
     settings = config if isinstance(config, dict) else {}
     source = str(path or settings.get("model_type") or config)
-    options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    options: dict[str, Any] = {}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     try:
         found: Any = (
             transformers.AutoConfig.for_model(**settings)
@@ -79,21 +82,11 @@ def hugging_face(
             found.id2label = dict(enumerate(label_names))
             found.label2id = {name: number for number, name in enumerate(label_names)}
         kind = getattr(transformers, _CLASSES[made_for])
+        options["dtype"] = getattr(torch, dtype)
         with quiet():
             if path is None:
-                return _padding(
-                    kind.from_config(found, dtype=getattr(torch, dtype), **options), pad_token_id
-                )
-            module, told = kind.from_pretrained(
-                path,
-                config=found,
-                dtype=getattr(torch, dtype),
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # which are refused below
-                **options,
-            )
+                return _padding(kind.from_config(found, **options), pad_token_id)
+            return _padding(_load(kind, found, path, options), pad_token_id)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
@@ -101,13 +94,6 @@ def hugging_face(
         elif not Path(source).exists():
             text = "no such file or folder, and no model that the hub or its cache gives"
         raise ConfigError(f"{key}={source}: {text}") from error
-    for name, stored, built in sorted(told["mismatched_keys"]):
-        raise ConfigError(
-            f"{key}={source}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
-            "model: type another model.num_classes, or leave it out"
-        )
-    note_loaded(module, source, told)
-    return _padding(module, pad_token_id)
 
 
 def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model
@@ -118,6 +104,36 @@ def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN40
     if pad_token_id is not None:
         module.config.pad_token_id = pad_token_id
     return module  # type: ignore[no-any-return]
+
+
+# On the meta device it gives a model that knows where its weights are, if they are as in its files.
+hugging_face.loads_on_meta = True  # type: ignore[attr-defined]
+
+
+def _load(
+    kind: Any,  # noqa: ANN401 - of transformers, untyped
+    found: Any,  # noqa: ANN401 - any config
+    path: str,
+    options: Mapping[str, Any],
+) -> Any:  # noqa: ANN401 - any model
+    """Load a model, on the meta device unread.
+
+    Raises:
+        ConfigError: weights in the files have other sizes than the model's.
+    """
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if torch.get_default_device().type == "meta":
+        module, told = load_unread(kind, found, path, **options)
+    else:
+        safe = {"trust_remote_code": False, "use_safetensors": True}
+        module, told = kind.from_pretrained(path, config=found, **safe, **options)
+    for name, stored, built in sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"model.path={path}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
+            "model: type another model.num_classes, or leave it out"
+        )
+    note_loaded(module, path, told)
+    return module
 
 
 def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None) -> Task:  # noqa: ANN401 - any config

@@ -1,0 +1,96 @@
+"""Models of transformers loaded without their weights, which are then read row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lib.heads import Head
+from tests.lib.nightly import nightly
+from trainer.models.first_weights import FIRST_WEIGHTS
+from trainer.models.hugging_face import hugging_face
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def save(folder: Path, name: str, config: str) -> None:
+    """Save a model in bf16 and in several files."""
+    torch.manual_seed(0)
+    head = Head(name, config, "causal").build().to(torch.bfloat16)
+    with torch.no_grad():
+        for buffer in head.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(0.25)
+    head.save_pretrained(folder, max_shard_size=500)
+    assert len([*folder.glob("*.safetensors")]) > 1
+
+
+def both(folder: Path, **settings):
+    """The same model with its weights, and on the meta device."""
+    torch.manual_seed(5)
+    whole = hugging_face(str(folder), **settings)
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        lazy = hugging_face(str(folder), **settings)
+    return whole, lazy
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "task"),
+    [
+        ("GPT2LMHeadModel", "GPT2Config", "causal_lm"),
+        ("BertForMaskedLM", "BertConfig", "token_classification"),  # a new head
+        nightly("LlamaForCausalLM", "LlamaConfig", "causal_lm"),
+        nightly("GPTNeoXForCausalLM", "GPTNeoXConfig", "causal_lm"),
+        nightly("T5ForConditionalGeneration", "T5Config", "seq2seq_lm"),
+        nightly("ViTForImageClassification", "ViTConfig", "image_classification"),
+        nightly("ResNetForImageClassification", "ResNetConfig", "image_classification"),
+    ],
+)
+def test_each_weight_is_read_from_its_place_in_the_files(name, config, task, tmp_path):
+    save(tmp_path, name, config)
+    whole, lazy = both(tmp_path, task=task)
+    first = getattr(lazy, FIRST_WEIGHTS)
+    expected = dict(whole.named_parameters(remove_duplicate=False))
+    assert all(p.is_meta for p in lazy.parameters())
+    assert first.keys() == expected.keys()
+    for key, value in expected.items():
+        assert first[key].dtype == value.dtype == torch.float32
+        assert torch.equal(first[key][...], value)
+        if value.dim():
+            assert torch.equal(first[key][1:2], value[1:2])
+    buffers = dict(whole.named_buffers())
+    assert all(torch.equal(value, buffers[key]) for key, value in lazy.named_buffers())
+    ties = [len({id(p) for p in model.parameters()}) for model in (whole, lazy)]
+    assert ties[0] == ties[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("MixtralForCausalLM", "MixtralConfig"),  # experts are put together
+        nightly("BertForMaskedLM", "BertConfig"),  # its bias is padded
+    ],
+)
+def test_weights_that_are_computed_from_those_in_the_files_have_no_place(name, config, tmp_path):
+    save(tmp_path, name, config)
+    with torch.device("meta"):
+        lazy = hugging_face(str(tmp_path))
+    assert not hasattr(lazy, FIRST_WEIGHTS)
+    assert next(lazy.parameters()).is_meta
+
+
+def test_tied_weights_that_a_file_holds_twice_have_no_place(tmp_path):
+    save(tmp_path, "GPT2LMHeadModel", "GPT2Config")
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    tensors = {k: v for f in tmp_path.glob("*.safetensors") for k, v in load_file(f).items()}
+    for file in [*tmp_path.glob("model*")]:
+        file.unlink()
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    whole, lazy = both(tmp_path)
+    assert whole.lm_head.weight is whole.transformer.wte.weight
+    assert not hasattr(lazy, FIRST_WEIGHTS)

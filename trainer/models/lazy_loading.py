@@ -1,0 +1,166 @@
+"""Load a model of transformers without its weights, which stay in their files until asked for.
+
+transformers itself decides which weight of a file becomes which of the model: it is given stand-ins
+without memory for what the files hold, and where they end up says which file each parameter is read
+from. What it computes from several, as of experts in files of their own, has no such place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeAlias, final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer.core.tensors import LazyTensor, bits_of
+from trainer.models.first_weights import FIRST_WEIGHTS
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor in a safetensors file, of which only what is asked for is read."""
+
+    name: str  # in the file
+    part: Any  # the library's, which keeps the file mapped
+    shape: torch.Size
+    dtype: torch.dtype  # that it has in the model
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Read rows, or all with `...`."""
+        found: Tensor = self.part[rows]
+        return found.to(self.dtype)
+
+    def identity(self) -> str:
+        """Give its name and form alone."""
+        return f"{self.name} {self.dtype} {[*self.shape]}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A small tensor in memory, as of a new head."""
+
+    value: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.value.dtype
+
+    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
+        """Give rows, or all with `...`."""
+        return self.value[rows]
+
+    def identity(self) -> str:
+        """Hash its values."""
+        return hashlib.blake2b(bits_of(self.value).numpy().data, digest_size=16).hexdigest()
+
+
+_Notes: TypeAlias = dict[int, tuple[Tensor, FileTensor]]
+
+
+@final
+class _StandIn:
+    """Takes the place of a file's tensor while transformers loads, and notes what it becomes."""
+
+    def __init__(self, name: str, part: Any, notes: _Notes) -> None:  # noqa: ANN401 - of safetensors
+        self._name, self._part, self._notes = name, part, notes
+
+    def __getitem__(self, rows: EllipsisType) -> _StandIn:
+        """Read nothing."""
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Give a tensor without memory that is known again by its storage."""
+        shape = torch.Size(self._part.get_shape())
+        made = torch.empty(shape, dtype=dtype, device="meta")
+        source = FileTensor(self._name, self._part, shape, made.dtype)
+        self._notes[made.untyped_storage()._cdata] = made, source  # alive: no other gets its id
+        return made
+
+
+def load_unread(
+    auto_class: Any,  # noqa: ANN401 - of transformers, untyped
+    config: Any,  # noqa: ANN401 - as above
+    path: str,
+    **options: Any,  # noqa: ANN401 - as above
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Load a model with its parameters on the meta device; gives it and transformers' report.
+
+    What they begin with is its attribute `first_weights`, by name; there is none where a parameter
+    is not one tensor of the files as it is. Buffers have their values.
+    """
+    notes: _Notes = {}
+    with _disable_current_modes():
+        with torch.device("meta"):
+            kind = type(auto_class.from_config(deepcopy(config)))
+        with torch.device("cpu"), torch.no_grad():
+            files = {n: _StandIn(n, part, notes) for n, part in _parts(path)}
+            module, told = kind.from_pretrained(None, config=config, state_dict=files, **options)
+            _read_buffers(module, notes)
+            origins = _take_parameters(module, notes)
+    module.config.name_or_path = path
+    tied = module.all_tied_weights_keys.items()
+    # Left apart where files hold both, whose values were not there to be compared.
+    is_split = any(module.get_parameter(a) is not module.get_parameter(b) for a, b in tied)
+    is_on_meta = any(buffer.is_meta for buffer in module.buffers())
+    if not (is_split or is_on_meta or None in origins.values()):
+        setattr(module, FIRST_WEIGHTS, origins)
+    return module, told
+
+
+def _parts(path: str) -> Iterator[tuple[str, Any]]:
+    """List the tensors of a model's files, unread; those of a name on the hub are fetched."""
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files  # noqa: PLC0415
+
+    one = cached_file(path, _FILE, _raise_exceptions_for_missing_entries=False)
+    shards: Any = get_checkpoint_shard_files
+    files = [one] if one else shards(path, cached_file(path, _INDEX))[0]
+    for file in files:
+        tensors: Any = safe_open(file, "pt")
+        yield from ((name, tensors.get_slice(name)) for name in tensors.keys())  # noqa: SIM118
+
+
+def _read_buffers(module: nn.Module, notes: _Notes) -> None:
+    """Give the buffers that files hold their values."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and (origin := _origin(buffer, notes)) is not None:
+                part._buffers[name] = origin[...].clone()
+
+
+def _take_parameters(module: nn.Module, notes: _Notes) -> dict[str, LazyTensor | None]:
+    """Put all parameters on the meta device; gives what each begins with, by all of its names."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    origins = {id(p): _origin(p, notes) for _, p in named}
+    metas = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for _, p in named
+    }
+    for part in module.modules():
+        own = part._parameters.items()
+        part._parameters.update({n: None if p is None else metas[id(p)] for n, p in own})
+    return {name: origins[id(p)] for name, p in named}
+
+
+def _origin(tensor: Tensor, notes: _Notes) -> LazyTensor | None:
+    """Find where the values of a tensor are; None where they are computed from a file's."""
+    if not tensor.is_meta:
+        return HeldTensor(tensor.detach())
+    _, source = notes.get(tensor.untyped_storage()._cdata, (None, None))
+    is_same = source is not None and source.shape == tensor.shape and tensor.is_contiguous()
+    return source if is_same else None
