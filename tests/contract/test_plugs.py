@@ -52,6 +52,7 @@ NEEDED = {
     "model/hf": "model.config=llama.json",
     "data/hf": "data.path=corpus.jsonl",
     "data/image_text": "data.image_size=4",
+    "data/mixture": "data.sources.own.path=corpus.jsonl",
     "data/text": "data.path=corpus.txt",
     "data/tokens": "data.path=corpus.bin data.vocab_size=258",
 }

@@ -218,7 +218,8 @@ def assemble(
         split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out={
-            name: _held_out(config, each, loader, layout) for name, each in data.held_out.items()
+            name: _held_out(config, name, each, loader, layout)
+            for name, each in data.held_out.items()
         },
         module=module,
         weights=weights,
@@ -300,15 +301,20 @@ def _prepare_with(loader: Loader, objective: Objective | None) -> None:
         loader.prepare_with(objective.prepare)
 
 
-def _held_out(config: RunConfig, data: DataView, loader: Loader, layout: Layout) -> HeldOut:
+def _held_out(
+    config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout
+) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
-    own = loader.of(data, num_workers=0)
+    own, most = loader.of(data, num_workers=0), config.eval.samples
+    # The run's own part joins those of its sources.
+    sizes = {n: len(ids) for n, ids in data.sources.items() if len(ids) and name == OWN_PART}
     return HeldOut(
         loader=loader.of(data, loader.num_workers) if own.draws_randomness else own,
         lengths=data.lengths,
         layout=layout,
         max_tokens=1,  # until it is planned
-        most=config.eval.samples,
+        most=sum(min(most, size) for size in sizes.values()) if most and sizes else most,
+        joins=(*sizes,),
         is_ordered=config.deterministic == "layout",
     )
 

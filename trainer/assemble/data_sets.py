@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config.components import EVAL_SETS, Component
+from trainer.config.data_sets import source_components, source_option, sources_argument
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
+from trainer.data.mixture import MixtureSource
 from trainer.data.samples import faults_of
 from trainer.data.source import OWN_PART, DataSource, SourceSpec
 from trainer.models.task import Purpose, stated_purpose, task_of_class
@@ -44,10 +47,15 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
         others.insert(0, (OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
     holds_out = not config.evaluates_all and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
-    source = spec("data", own, holds_out=holds_out)
+    opened, warnings = _with_sources(config, own, partial(spec, holds_out=holds_out), world)
+    source = spec("data", opened, holds_out=holds_out)
     is_whole = config.evaluates_all
     data = source.open_all(world) if is_whole else source.open(world, compares=compares)
+    split = replace(data.split, warnings=(*warnings, *data.split.warnings))
+    data = replace(data, split=split)
     for name, key, component in others if compares or config.command == "evaluate" else ():
+        if name in data.held_out:
+            raise ConfigError(f"{key}: a source of the data has that name; choose another")
         with _faults_under(key):
             # Classes that are words have the numbers that they have in training.
             labels = data.train.facts.label_names
@@ -56,10 +64,53 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
     return data
 
 
+def _with_sources(
+    config: RunConfig, data: Component, spec: Callable[..., SourceSpec], world: World
+) -> tuple[Component, list[str]]:
+    """Open the sources of data that have some, and put them among the arguments. Collective.
+
+    What the class of the data does not take is a setting of all sources that take it.
+
+    Returns:
+        The data, and what to warn of.
+
+    Raises:
+        ConfigError: no source takes a setting that was typed, or all of other data are to be
+            evaluated.
+        TrainError: a source cannot be built or read.
+    """
+    if (argument := sources_argument(data.target)) is None:
+        return data, []
+    if config.evaluates_all:
+        text = "all of one data set is evaluated; type data=hf data.path=OTHER"
+        raise ConfigError(f"data.holdout=all: {text}")
+    taken = inspect.signature(look_up(data, "data", config.trust)).parameters
+    shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
+    spare = {n for n in shared if n != "holdout" and shared[n] != source_option().get(n)}
+    opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
+    for key, (component, weight) in source_components(data).items():
+        names = inspect.signature(look_up(component, key, config.trust)).parameters
+        spare -= names.keys()
+        params = {n: v for n, v in shared.items() if n in names or n == "holdout"}
+        whole = component.model_copy(update={"params": params | component.params})
+        with _faults_under(key):
+            found = spec(key, whole, labels=labels).open(world, compares=False)
+        held_out = found.held_out.get(OWN_PART)
+        source = MixtureSource(train=found.train, held_out=held_out, weight=weight)
+        opened[key.rpartition(".")[2]] = source
+        warnings += [re.sub(r"^data\b", key, text) for text in found.split.warnings]
+        labels = labels or found.train.optional("label_names")
+    if spare:
+        name = min(spare)
+        raise ConfigError(f"data.{name}={show(shared[name])}: no source takes it; leave it out")
+    own = {name: value for name, value in data.params.items() if name in {*taken, "holdout"}}
+    return data.model_copy(update={"params": own | {argument: opened}}), warnings
+
+
 @contextmanager
 def _faults_under(key: str) -> Iterator[None]:
     """Put the key of a held-out set where a message says `data`, or `data.path` of another path."""
-    word = re.compile(r"^data(\.path)?\b" if key == "data.eval_path" else r"^data\b")
+    word = re.compile(r"^data(\.path)?\b" if key == "data.eval_path" else r"^data\b(?!\.sources)")
     try:
         yield
     except DataError as error:

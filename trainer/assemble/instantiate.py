@@ -32,6 +32,7 @@ from trainer.config.components import (
     Component,
     owner_of,
 )
+from trainer.config.data_sets import source_components
 from trainer.config.keys import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
@@ -169,6 +170,9 @@ def check_components(config: RunConfig) -> None:
     for key, each in config.listed():
         is_read = key.startswith(("transforms", EVAL_SETS))
         waiting += [(key, each, False)] if takes_steps or is_read else []
+    if found := source_components(config.data):  # other settings of the data are theirs
+        waiting = [each for each in waiting if each[0] != "data"]
+        waiting += [(key, each, False) for key, (each, _) in found.items()]
     for key, component, inner in waiting:
         try:
             target = look_up(component, key, config.trust, inner=inner)

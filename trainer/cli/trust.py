@@ -17,7 +17,9 @@ import yaml
 from omegaconf import DictConfig
 
 from trainer.cli.overrides import TARGET
-from trainer.config.components import COMPONENTS, LISTS, eval_sets, owner_of, targets_in
+from trainer.config.components import COMPONENTS, LISTS, owner_of, targets_in
+from trainer.config.data_sets import eval_sets
+from trainer.config.keys import options_of
 from trainer.config.messages import clip, line, lookup
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
@@ -42,9 +44,16 @@ def consented_components(
     for path, section in sections.items():
         named, option = _classes(path, section), _own_option(full, owner_of(path) or path)
         consented = {*own, *_typed_classes(typed), *_classes(path, option)}
-        if named and named <= consented:
+        rest = named - consented
+        if named & consented and (not rest or rest <= _built_in(full, path)):
             found.add(path)
     return frozenset(found)
+
+
+def _built_in(full: DictConfig, path: str) -> set[str]:
+    """Name the class of the chosen option that is built in: data of it may be of typed classes."""
+    chosen = full.hydra.runtime.choices.get(path.replace(".", "/"))
+    return _classes(path, {TARGET: options_of(path).get(str(chosen), {}).get(TARGET)})
 
 
 def _typed_classes(typed: Mapping[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
-from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.evaluation import HeldOut, evaluate_parts
 from trainer.training.predictions import predict
 
 
@@ -46,11 +46,11 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     model = step_context(components).model
-    means, predicted = {}, {}
-    for name, part in parts.items():
-        means[name] = evaluate(model, components.objective, part, world)
-        if config.eval.predictions:
-            predicted[name] = predict(model, components.objective, part, world)
+    means, predicted = evaluate_parts(model, components.objective, parts, world), {}
+    joined = {name for part in parts.values() for name in part.joins}
+    for name in parts if config.eval.predictions else ():
+        if name not in joined:
+            predicted[name] = predict(model, components.objective, parts[name], world)
     file = folder / evaluation_file(config)
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
     world.on_main(lambda: report_evaluation(loaded, file, means, facts, predicted))
@@ -69,7 +69,8 @@ def _described(
 ) -> tuple[str, dict[str, Any]]:
     """Say which samples are evaluated, for the screen and for the record."""
     plain, before = to_plain(config), terms.contract
-    section = plain["eval"]["sets"][name] if name else plain["data"]
+    # What is of one source has no settings but those of the data.
+    section = plain["eval"]["sets"].get(name, {}) if name else plain["data"]
     keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
     is_own = all(before.get(key) == contract(config)[key] for key in keys)
     count, most = data.num_samples, len(data.lengths)

@@ -115,6 +115,11 @@ ModuleNames = Annotated[
     str | Sequence[Text],
     Field(description="a list of names, e.g. [q_proj,v_proj], or a pattern"),
 ]
+Sources = Annotated[
+    dict[Name, dict[str, Any]],
+    Field(min_length=1, description="a mapping, e.g. {code: {path: code.jsonl, weight: 3}}"),
+]
+"""Data sets by name, each with settings of its own; an argument of it is given them opened."""
 ParameterGroups = Annotated[
     dict[str, dict[Literal["lr", "weight_decay", "frozen"], bool | NonNegative]],
     Field(
@@ -286,28 +291,6 @@ def extra_keys(path: str) -> dict[str, str]:
     """Name the program's own keys beside the arguments of a class, each with its attribute."""
     fields = COMPONENTS.get(path, Component).model_fields.items()
     return {f.alias or name: name for name, f in fields if name not in Component.model_fields}
-
-
-def eval_sets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the named held-out sets of a config by key, each laid over its data unless of a class.
-
-    What is no mapping stays as it is, for the schema to refuse.
-    """
-    sets, data = (tree.get(section) for section in ("eval", "data"))
-    sets = sets.get("sets") if isinstance(sets, Mapping) else None
-    same = set_arguments(data if isinstance(data, Mapping) else {})
-    same.pop("holdout", None)  # all of it is evaluated
-    return {
-        f"{EVAL_SETS}.{name}": same | dict(entry)
-        if isinstance(entry, Mapping) and "_target_" not in entry
-        else entry
-        for name, entry in (sets.items() if isinstance(sets, Mapping) else ())
-    }
-
-
-def set_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what of the settings of data a held-out set may have, too."""
-    return {name: data[name] for name in data if name not in extra_keys("data")}
 
 
 def owner_of(key: str) -> str | None:

@@ -21,12 +21,19 @@ from trainer.config.components import (
     LISTS,
     OWN,
     SHARED,
+    Positive,
     convert,
-    eval_sets,
     extra_keys,
     owner_of,
-    set_arguments,
     type_like,
+)
+from trainer.config.data_sets import (
+    WEIGHT,
+    eval_sets,
+    set_defaults,
+    source_option,
+    sources,
+    sources_argument,
 )
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS, options_of
@@ -156,33 +163,53 @@ def _leaf_faults(
 
 def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
     """Read every constructor argument as the type it has there or in its option, in place."""
-    sections = {path: lookup(tree, path) for path in COMPONENTS} | eval_sets(tree)
-    for place, section in sections.items():
-        owner, typed = owner_of(place) or place, lookup(tree, place)
-        if not isinstance(typed, dict):
+    for path in COMPONENTS:
+        yield from _section_faults(path, lookup(tree, path), lookup(base, path), base, choices)
+    examples = (set_defaults(lookup(base, "data")), source_option())
+    for sections, example in zip((eval_sets(tree), sources(tree)), examples, strict=True):
+        for place, section in sections.items():
+            typed = lookup(tree, place)
+            yield from _section_faults(place, section, example, base, choices, typed)
+            if isinstance(section, Mapping) and section.get("path") == MISSING:
+                yield clip(f"{place}.path: needed; type {place}.path=FILE")
+
+
+def _section_faults(
+    place: str, section: Tree, example: Tree, base: Tree, choices: Tree, typed: object = None
+) -> Iterator[str]:
+    """Read the arguments of a class; they are those of `section`, or `typed` among them."""
+    own = section if typed is None else typed
+    if not isinstance(own, dict):
+        return
+    # A class that its option does not name takes arguments that only its constructor knows.
+    is_own = section.get("_target_") != example.get("_target_")
+    is_open = is_own or _is_open(section)
+    types = _types(owner_of(place) or place, section, {} if is_own else example)
+    types |= {WEIGHT: Positive} if WEIGHT in example else {}
+    for name, value in own.items():
+        key, default = f"{place}.{name}", example.get(name)
+        if name in extra_keys(place) or value == MISSING:
             continue
-        example = lookup(base, owner) if place == owner else set_arguments(lookup(base, owner))
-        # A class that its option does not name takes arguments that only its constructor knows.
-        is_own = section.get("_target_") != example.get("_target_")
-        is_open = is_own or _is_open(section)
-        types = _types(owner, section, {} if is_own else example)
-        for name, value in typed.items():
-            key, default = f"{place}.{name}", example.get(name)
-            if name in extra_keys(place) or value == MISSING:
-                continue
-            if name in _REFUSED or (name not in example and not is_open):
-                yield _unknown(key, value, base, choices)
-            elif name in types and not (type(value) is type(default) and value == default):
-                try:
-                    typed[name] = convert(types[name], value)
-                except ValidationError:
-                    yield value_fault(key, types[name], value, default)
+        is_known = name not in _REFUSED and (name in example or is_open)
+        if not is_known and place not in COMPONENTS:
+            names = [each for each in example if each != "_target_"]
+            near = did_you_mean(key, [f"{place}.{each}" for each in names])
+            yield clip(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
+        elif not is_known:
+            yield _unknown(key, value, base, choices)
+        elif name in types and not (type(value) is type(default) and value == default):
+            try:
+                own[name] = convert(types[name], value)
+            except ValidationError:
+                yield value_fault(key, types[name], value, default)
 
 
 def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
     """Give the types of a component's arguments, by its option where it is of its class."""
     types = {name: type_like(value) for name, value in example.items()}
-    own = declared(str(section.get("_target_"))).types
+    target = str(section.get("_target_"))
+    shared = source_option()["_target_"] if sources_argument(target) else None
+    own = {**(declared(shared).types if shared else {}), **declared(target).types}
     types |= {n: t | None if n in FROM_DATA else t for n, t in own.items()}
     is_shared = bool(example) or owner == "optimizer"
     return types | {n: t for n, t in SHARED.get(owner, {}).items() if is_shared or n in own}

@@ -41,6 +41,9 @@ class Samples(Protocol):
     * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.
+    * `source_names`, `source_ids`: names of what the samples come from, and `(samples,)` integers,
+      the number of each; what is held out of each has figures of its own. `name_of(i)` names a
+      sample for a message.
     * `split_rule`, `holdout`: of data that split themselves: by what, in words, and the share that
       was asked to be held out.
     * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes

@@ -21,6 +21,7 @@ from trainer.data.split import (
     split_warnings,
 )
 from trainer.data.view import DataView, split_by_seed
+from trainer.plan.lengths import picked
 
 HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
 """What a held-out part may be called, the first one first, beside one called `train`."""
@@ -36,7 +37,8 @@ class DataSource:
     """The data of a run."""
 
     train: DataView  # what is trained on
-    held_out: Mapping[str, DataView]  # what is evaluated on by name, the run's own part first
+    # What is evaluated on by name: the run's own part first, then what of it is of each source
+    held_out: Mapping[str, DataView]
     split: Split  # how they were parted
 
     def evaluating(
@@ -99,7 +101,12 @@ class SourceSpec:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
             split = replace(split, overlap=Overlap(**found))
         split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
-        return DataSource(train=train, held_out={OWN_PART: rest}, split=split)
+        sources = {
+            name: DataView(rest, len(places), partial(picked, places), f"source {name}")
+            for name, places in rest.sources.items()
+            if len(places)
+        }
+        return DataSource(train=train, held_out={OWN_PART: rest, **sources}, split=split)
 
     def open_all(self, world: World) -> DataSource:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""

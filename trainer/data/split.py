@@ -63,8 +63,7 @@ class Split:
         """
         held_out = parts.get("")
         count = 0 if held_out is None else len(held_out)
-        places = np.arange(min(count, LISTED_IDS))
-        ids: list[int] = [] if held_out is None else held_out.original_ids(places).tolist()
+        ids = [] if held_out is None else _listed(held_out)
         return {
             "rule": self.rule,
             "holdout": self.holdout,
@@ -74,11 +73,22 @@ class Split:
             "num_listed": len(ids),
             "held_out": ids,
             "overlap": self.overlap and asdict(self.overlap),
+            "sources": {
+                name: {"num_samples": len(view), "held_out": _listed(view)}
+                for name, view in parts.items()
+                if name and name not in self.sets
+            },
             "sets": {
                 name: {"num_samples": len(parts[name]), "overlap": found and asdict(found)}
                 for name, found in self.sets.items()
             },
         }
+
+
+def _listed(view: DataView) -> list[int]:
+    """Give the ids of samples, up to `LISTED_IDS`."""
+    ids: list[int] = view.original_ids(np.arange(min(len(view), LISTED_IDS))).tolist()
+    return ids
 
 
 def have_equal_contents(first: DataView, second: DataView) -> bool:

@@ -147,6 +147,15 @@ class DataView:
         draws = self.optional("draws_randomness")
         return True if draws is None else bool(draws)
 
+    @cached_property
+    def sources(self) -> Mapping[str, IntArray]:
+        """Positions of the samples of each source by its name; none where the data state none."""
+        names, numbers = self.optional("source_names"), self.optional("source_ids")
+        if names is None or numbers is None:
+            return {}
+        own = np.asarray(numbers)[self.ids(np.arange(len(self)))]
+        return {name: np.flatnonzero(own == number) for number, name in enumerate(names)}
+
     @property
     def collate(self) -> Callable[[Sequence[Sample]], Any] | None:
         """What makes fields of samples in place of padding."""
@@ -306,6 +315,8 @@ class DataView:
 
     def name_of(self, i: int) -> str:
         """Name a sample for a message, by its id in the data set that the user wrote."""
+        if (own := self.optional("name_of")) is not None:
+            return str(own(int(self.ids(np.array([i]))[0])))
         return f"sample {self.original_ids([i])[0]} of {self.kind}"
 
     @cached_property

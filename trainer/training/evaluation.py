@@ -43,6 +43,8 @@ class HeldOut:
     max_tokens: int  # cap on the computed positions of a micro-batch
     # Of them that are evaluated, evenly spaced and the same each time; None is all
     most: int | None = None
+    # Parts of which this one is made, and whose sums give its figures; none where it is evaluated
+    joins: tuple[str, ...] = ()
     is_ordered: bool = False  # micro-batches and sums have the same bits for every number of ranks
 
     @property
@@ -106,6 +108,36 @@ def evaluate(
         DoesNotFitError: one sample runs out of memory.
         Preempted: a rank was asked to stop.
     """
+    return _means(objective, _sums(model, objective, held_out, world, was_asked))
+
+
+def evaluate_parts(
+    model: Parallel,
+    objective: Objective,
+    parts: Mapping[str, HeldOut],
+    world: World,
+    was_asked: Callable[[], bool] = lambda: False,
+) -> dict[str, dict[str, float]]:
+    """Evaluate several parts, as `evaluate` does; of one that joins others their sums are added."""
+    found = {
+        name: _sums(model, objective, part, world, was_asked)
+        for name, part in parts.items()
+        if not part.joins
+    }
+    for name, part in parts.items():
+        if part.joins:
+            found[name] = [sums for joined in part.joins for sums in found[joined]]
+    return {name: _means(objective, found[name]) for name in parts}
+
+
+def _sums(
+    model: Parallel,
+    objective: Objective,
+    held_out: HeldOut,
+    world: World,
+    was_asked: Callable[[], bool],
+) -> list[_Found]:
+    """Sum over the held-out data; what each rank found. Collective."""
     world.note("evaluation")
     found: list[_Found]
     while None in (found := world.collect(_attempt(model, objective, held_out, world, was_asked))):
@@ -118,6 +150,11 @@ def evaluate(
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
     if any(asked for *_, asked in found):
         raise Preempted("stopped during an evaluation")
+    return found
+
+
+def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
+    """Divide the sums of all by their weights."""
     # A rank may hold none of the samples, and then knows no name.
     _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
     means = {}

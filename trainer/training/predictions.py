@@ -56,10 +56,11 @@ def _lines(
         Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
         for place, length in zip(places.tolist(), padded, strict=True)
     )
+    source_of = data.optional("source_of")
     names = data.optional("label_names") if objective.class_axis is not None else None
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
-        for number, loaded_fields in zip(data.original_ids(places).tolist(), loaded, strict=True):
+        for place, loaded_fields in zip(places, loaded, strict=True):
             weights = weights_of(objective, loaded_fields)
             fields, call = to_device(loaded_fields, world.device), _Recorder(model.call)
             losses = sums_of(objective, call, fields, weights).losses
@@ -67,7 +68,8 @@ def _lines(
             label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
             terms = max(weights[name] for name in losses)
             yield {
-                "id": number,
+                "id": int(data.original_ids(place)),
+                **({} if source_of is None else {"source": source_of(int(data.ids(place)))}),
                 "label": _named(label, names),
                 "prediction": _named(prediction, names),
                 "loss": float(torch.stack(means).sum()) if means else None,

@@ -15,6 +15,7 @@ from trainer.config.keys import KEYS
 from trainer.config.messages import flat
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain
+from trainer.data.hugging_face import HuggingFaceData
 
 SURFACE = """
 accum accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
@@ -37,7 +38,7 @@ OPTIONS = {
         "accum/gradient": "auto own sum",
         "adapter": "lora none own",
         "batch": "own samples tokens",
-        "data": "hf image_text own stdlib text tokens",
+        "data": "hf image_text mixture own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own",
         "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
         "next_token own question_answering regression seq2seq token_classify",
@@ -54,6 +55,7 @@ NEEDS = {
     "accum=budget": {"accum.max_tokens": 4096},
     "accum=fixed": {"accum.micro": 8},
     "data=hf": {"data.path": "notes.jsonl"},
+    "data=mixture": {"data.sources": {"code": {"path": "code.jsonl", "weight": 3}}},
     "data=text": {"data.path": "notes.txt"},
     "data=tokens": {"data.path": "tokens.bin", "data.vocab_size": 256},
 }
@@ -135,6 +137,9 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
             made = getattr(importlib.import_module(module), name)
             known = inspect.signature(made).parameters.keys()
             own = extra_keys(file.parent.name)
+            if name == "Mixture":  # its other settings are of its sources
+                source = inspect.signature(HuggingFaceData).parameters.keys()
+                known |= source - GIVEN["HuggingFaceData"] - {"path", "subset"}
             # A share is held out of a class that takes no holdout itself, too.
             by_trainer = {"holdout"} - known if file.parent.name == "data" else set()
             assert keys.keys() - own.keys() - by_trainer == known - GIVEN.get(name, set()), file

@@ -1,0 +1,133 @@
+"""Several sources of data: their figures, their order, and what is typed wrongly."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.lib.run_support import (
+    TOYS,
+    curve,
+    entries,
+    go,
+    on,
+    overrides,
+    read_json,
+    shell,
+    state,
+)
+from tests.lib.run_toys import Rows
+from trainer.cli.main import FinishedRun
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+OWN = f"{{_target_:{__name__}.Others,size:21}}"
+LINE = (
+    f"model._target_={TOYS}.DoubleNet data=mixture data.holdout=0.3 data.stopping=all_exhausted "
+    f"'data.sources={{rows:{{_target_:{TOYS}.Rows,size:30,weight:3}},others:{OWN}}}' "
+    "objective=next_token eval.every=3 scheduler=constant"
+)
+
+
+class Others(Rows):
+    """Other rows."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tokens = [(tokens * 5 + 3) % 16 for tokens in self.tokens]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("mixture"))
+        return go(f"{LINE} steps=9")
+
+
+def test_an_epoch_holds_each_source_by_its_weight_and_is_shuffled(run: FinishedRun) -> None:
+    plan, splits = (read_json(run.folder / name) for name in ("plan.json", "splits.json"))
+    rows, others = plan["mixture"]["rows"], plan["mixture"]["others"]
+    assert (rows["num_available"], others["num_available"]) == (21, 15)
+    assert (rows["num_samples"], others["num_samples"]) == (45, 15)
+    assert rows["repeats"] == pytest.approx(45 / 21)
+    assert (plan["num_samples"], plan["num_held_out"]) == (60, 15)
+    assert plan["eval_sets"] == {"rows": 9, "others": 6}
+    assert [len(splits["sources"][name]["held_out"]) for name in ("rows", "others")] == [9, 6]
+    first = [i for entry in entries(run, "samples.jsonl")[:7] for i in entry["ids"]]
+    drawn = Counter(i < 45 for i in first)  # those of rows come first
+    assert len(set(first)) == 56
+    assert abs(drawn[True] - 42) < 4
+
+
+def test_figures_of_each_source_are_exact_and_add_up_to_those_of_all(run: FinishedRun) -> None:
+    last = [entry for entry in entries(run) if "eval_loss" in entry][-1]
+    asked = f"evaluate run={run.folder} trust=[tests] eval.predictions=true"
+    assert shell(asked) == 0
+    lines = [*map(json.loads, (run.folder / "predictions.jsonl").read_text().splitlines())]
+    assert not [*run.folder.glob("predictions-*")]
+    for prefix, names in (("", {"rows", "others"}), ("rows_", {"rows"}), ("others_", {"others"})):
+        own = [line for line in lines if line["source"] in names and line["terms"]]
+        terms = sum(line["terms"] for line in own)
+        mean = sum(line["loss"] * line["terms"] for line in own) / terms
+        assert last[f"eval_{prefix}loss"] == pytest.approx(mean, rel=1e-12)
+    record = read_json(run.folder / "evaluate.json")
+    assert (record["samples"], record["sets"]["rows"]["samples"]) == (15, 9)
+
+
+def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(
+    run: FinishedRun,
+) -> None:
+    part = go(f"{LINE} steps=4")
+    on(part, "steps=9")
+    ids = [[e["ids"] for e in entries(each, "samples.jsonl")] for each in (part, run)]
+    assert ids[0] == ids[1]
+    expected = state(run)
+    assert all(tensor.equal(expected[name]) for name, tensor in state(part).items())
+    two = go(f"{LINE} steps=9 parallel.ranks=2")
+    for name in ("loss", "grad_norm"):
+        assert curve(two, name) == pytest.approx(curve(run, name), rel=1e-12)
+
+
+ONE = "data.sources.a.path=a.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "text"),
+    [
+        ("", 2, "data.sources: data=mixture needs it, data.sources=..."),
+        ("data.sources=5", 2, "data.sources=5: must be a mapping, e.g. {code: {path: code.jsonl"),
+        ("'data.sources={a:a.jsonl}'", 2, "must be a mapping, e.g. {code: {path: code.jsonl"),
+        ("data.sources.a.weight=2", 2, "data.sources.a.path: needed; type data.sources.a.path="),
+        (f"{ONE} data.sources.a.weight=0", 2, "data.sources.a.weight=0: must be a number above 0"),
+        (f"{ONE} data.sources.a.weight=-1", 2, "data.sources.a.weight=-1: must be a number above"),
+        (
+            f"{ONE} data.sources.a.wieght=2",
+            2,
+            "wieght: unknown setting. Did you mean data.sources.",
+        ),
+        (f"{ONE} data.sources.a.max_length=1", 2, "data.sources.a.max_length=1: must be a whole"),
+        (f"{ONE} data.columns=5", 2, "data.columns=5: must be a mapping of roles to names"),
+        (f"{ONE} data.eval_path=a.jsonl", 2, "data.eval_path=a.jsonl: takes the place of data.pa"),
+        (f"{ONE} eval.sets.a.path=a.jsonl", 2, "eval.sets.a: a source of the data has that name"),
+        ("data.sources.a.path=no.jsonl", 3, "data.sources.a.path="),
+        ("data.sources.a.path=empty.jsonl", 3, "empty.jsonl: holds no records"),
+        (
+            f"data.sources.b={OWN} 'data.columns={{text:t}}'",
+            2,
+            'data.columns={"text":"t"}: no source takes it; leave it out',
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_is_one_line_that_names_its_key(
+    typed: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(20)))
+    Path("empty.jsonl").write_text("")
+    small = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1 data=mixture"
+    assert shell(shlex.join(overrides(f"{small} {typed}"))) == code
+    (fault,) = capsys.readouterr().err.splitlines()
+    assert text in fault

@@ -1,0 +1,109 @@
+"""How much of each source is in an epoch of a mixture, and which samples."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.core.errors import ConfigError, DataError
+from trainer.data.mixture import Mixture, MixturePart, MixtureSource, counts_by_weight
+from trainer.data.view import DataView, split_by_seed
+
+SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 500), min_size=1)
+
+
+@given(sizes=SIZES, data=st.data(), stopping=st.sampled_from(["first", "all"]))
+def test_counts_are_the_nearest_to_the_weights_and_end_where_a_source_does(sizes, data, stopping):
+    weights = {n: Fraction(data.draw(st.integers(1, 30)), 7) for n in sizes}
+    counts = counts_by_weight(sizes, weights, f"{stopping}_exhausted")
+    length, total = sum(counts.values()), sum(weights.values())
+    for name, count in counts.items():
+        assert abs(count - length * weights[name] / total) < 1
+        assert count <= sizes[name] if stopping == "first" else count >= sizes[name]
+    # One sample more, or less, would break that.
+    step = 1 if stopping == "first" else -1
+    shares = [(length + step) * weights[name] / total - size for name, size in sizes.items()]
+    assert max(shares) > 0 if stopping == "first" else min(shares) < 0
+
+
+def test_what_is_left_goes_to_the_largest_remainders():
+    weights = {"a": Fraction(2), "b": Fraction(2), "c": Fraction(3)}
+    assert counts_by_weight({"a": 9, "b": 3, "c": 9}, weights, "first_exhausted") == {
+        "a": 3,
+        "b": 3,
+        "c": 4,
+    }
+
+
+class Rows:
+    """Samples that hold their number."""
+
+    draws_randomness = False
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.lengths = first, np.arange(count) % 5 + 1
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if self.first + i == 13:
+            raise OSError("no such file")
+        return {"input_ids": torch.full((int(self.lengths[i]),), self.first + i)}
+
+
+def mixed(stopping: str = "first_exhausted", weight: float = 3) -> dict[str, MixturePart]:
+    """Ten and thirty samples, of which a tenth and a share are held out."""
+    sources = {}
+    for name, first, count, own in (("a", 0, 10, 1), ("b", 100, 30, weight)):
+        train, held_out = (
+            split_by_seed(Rows(first, count), s, 0.2, 0) for s in ("train", "held_out")
+        )
+        sources[name] = MixtureSource(train=train, held_out=held_out, weight=own)
+    return Mixture(sources, stopping).splits()
+
+
+def numbers(part: MixturePart) -> list[int]:
+    view = DataView(part)
+    return [int(view.read(i, seed=0, epoch=0)["input_ids"][0]) for i in range(len(part))]
+
+
+@pytest.mark.parametrize(("stopping", "weight"), [("first", 1), ("all", 1), ("first", 3)])
+def test_a_source_begins_anew_or_gives_samples_at_even_distances(stopping, weight):
+    parts = mixed(f"{stopping}_exhausted", weight)
+    train, held_out = numbers(parts["train"]), numbers(parts["held_out"])
+    assert len(set(held_out)) == len(held_out) == 2 + 6
+    assert not {*train} & {*held_out}
+    a, b = ([n for n in train if (n >= 100) == is_b] for is_b in (False, True))
+    assert [parts["train"].source_of(i) for i in range(len(train))] == ["a"] * len(a) + ["b"] * len(
+        b
+    )
+    if (stopping, weight) == ("all", 1):
+        assert (len(set(a)), len(a), len(set(b)), len(b)) == (8, 24, 24, 24)
+    else:
+        assert (len(set(a)), len(a), len(set(b)), len(b)) == (8, 8, 8 * weight, 8 * weight)
+        gaps = np.diff(b)
+        assert gaps.max() <= 6, "evenly spaced"
+    view = DataView(parts["train"])
+    assert [*map(len, view.sources.values())] == [len(a), len(b)]
+    lengths = [len(view.read(i, seed=0, epoch=0)["input_ids"]) for i in range(len(view))]
+    assert view.lengths[:].tolist() == lengths
+
+
+def test_a_sample_is_named_by_its_source_and_a_source_without_samples_is_refused():
+    class Bad(Rows):
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            raise OSError("torn")
+
+    view = DataView(Bad(0, 4))
+    source = MixtureSource(train=view, held_out=None, weight=1)
+    part = DataView(Mixture({"a": source}).splits()["train"])
+    with pytest.raises(DataError, match=r"^data: sample 2 of Bad \(data\.sources\.a\): .*torn"):
+        part.read(2, seed=0, epoch=0)
+    with pytest.raises(ConfigError, match=r"^data\.sources\.b\.weight=0\.001: none of its samp"):
+        mixed(weight=0.001)

@@ -1,0 +1,213 @@
+"""Mix several data sets: of each a number of samples that follows from its weight."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, floor
+from typing import Any, Literal, cast, final
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from trainer.config.components import Sources
+from trainer.core.errors import ConfigError
+from trainer.core.format import number, percent, plural, short
+from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.samples import HELD_OUT, TRAIN, Sample
+from trainer.data.view import DataView
+from trainer.plan.cut import IntArray
+
+_SAME = ("collate", "decode", "label_names", "pad_token_id")
+"""What `Samples` lists as optional, and sources have alike: that of the first is taken."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MixtureSource:
+    """One of the data sets that are mixed, opened."""
+
+    train: DataView
+    held_out: DataView | None
+    weight: float  # samples of it in an epoch are proportional to this
+
+
+@final
+class Mixture:
+    """Samples of several data sets in the shares of their weights.
+
+    An epoch takes `N_s = N w_s / sum(w)` samples of source `s`, rounded by the largest remainder.
+    Under `first_exhausted` the length of the epoch, `N`, is the most that repeats no sample; under
+    `all_exhausted` the least that leaves none out. Of a source with more samples those at even
+    distances are taken, the same in each epoch; one with fewer begins anew. The order in which the
+    run shuffles an epoch, source and all, follows from (seed, epoch) alone. What is held out of
+    each source is evaluated once, by itself and together.
+
+    Args:
+        sources: by name, opened.
+        stopping: `first_exhausted` or `all_exhausted`.
+
+    Raises:
+        ConfigError: an epoch would have no sample of a source.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
+    ) -> None:
+        self._sources = cast("Mapping[str, MixtureSource]", sources)  # as they come, opened
+        sizes = {name: len(source.train) for name, source in self._sources.items()}
+        weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
+        self.counts = counts_by_weight(sizes, weights, stopping)
+        for name, count in self.counts.items():
+            if count == 0:
+                text = f"none of its samples is in an epoch of {sum(self.counts.values())}"
+                remedy = "raise it, or type data.stopping=all_exhausted"
+                weight = f"data.sources.{name}.weight={float(weights[name]):g}"
+                raise ConfigError(f"{weight}: {text}; {remedy}")
+
+    def splits(self) -> dict[str, MixturePart]:
+        """Give what is trained on, with repeats, and what is held out, once."""
+        train = {name: source.train for name, source in self._sources.items()}
+        rest = {name: source.held_out for name, source in self._sources.items()}
+        held_out = {name: view for name, view in rest.items() if view is not None}
+        sizes = {name: len(view) for name, view in held_out.items()}
+        weights = {name: source.weight for name, source in self._sources.items()}
+        part = MixturePart(held_out, sizes, weights)
+        # A sample that is there once has the id that it has in its source.
+        ids = [view.original_ids(np.arange(len(view))) for view in held_out.values()]
+        part.original_ids = np.concatenate([np.zeros(0, dtype=np.int64), *ids])
+        return {TRAIN: MixturePart(train, self.counts, weights), HELD_OUT: part}
+
+
+def counts_by_weight(
+    sizes: Mapping[str, int], weights: Mapping[str, Fraction], stopping: str
+) -> dict[str, int]:
+    """Give the samples of each source in an epoch; see `Mixture`."""
+    total = sum(weights.values(), Fraction(0))
+    epochs = [sizes[name] * total / weights[name] for name in sizes]
+    length = floor(min(epochs)) if stopping == "first_exhausted" else ceil(max(epochs))
+    exact = {name: length * weights[name] / total for name in sizes}
+    counts = {name: floor(share) for name, share in exact.items()}
+    left = length - sum(counts.values())
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])  # stable
+    return {name: counts[name] + (name in by_remainder[:left]) for name in sizes}
+
+
+@final
+class MixturePart(Dataset[Sample]):
+    """Samples of several sources, one source after the other.
+
+    Args:
+        views: the sources by name.
+        counts: how many samples of each.
+        weights: for messages.
+
+    Attributes:
+        source_names: in their order.
+        source_ids: `(samples,)`, the number of the source of each sample.
+    """
+
+    split_rule = "of each source as of data of its own"
+
+    def __init__(
+        self,
+        views: Mapping[str, DataView],
+        counts: Mapping[str, int],
+        weights: Mapping[str, float],
+    ) -> None:
+        self.original_ids: IntArray | None = None  # they are the same
+        self.source_names, self._views = [*views], [*views.values()]
+        self._counts = [counts[name] for name in views]
+        self._weights = [weights[name] for name in views]
+        self._ends = np.cumsum([0, *self._counts])
+        self.source_ids = np.repeat(np.arange(len(views), dtype=np.int16), self._counts)
+        self.draws_randomness = any(view.draws_randomness for view in self._views)
+        self.num_skipped = sum(view.num_skipped for view in self._views)
+        self.skipped = [record for view in self._views for record in view.skipped]
+        self.num_cut = sum(view.facts.num_cut for view in self._views)
+        for name in _SAME:
+            setattr(self, name, self._views[0].optional(name) if views else None)
+        for name in ("vocab_size", "num_classes"):
+            known = [getattr(view.facts, name) for view in self._views]
+            setattr(self, name, None if None in known else max(known, default=None))
+        limits = [view.optional("max_length") for view in self._views]
+        self.max_length = None if None in limits else max(limits, default=None)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: int) -> Sample:
+        """Give a sample as its source does."""
+        source, place = self._place(i)
+        view = self._views[source]
+        sample: Sample = view.dataset[int(view.ids(np.array([place]))[0])]
+        return sample
+
+    def source_of(self, i: int) -> str:
+        """Name the source of a sample."""
+        return self.source_names[self._place(i)[0]]
+
+    def name_of(self, i: int) -> str:
+        """Name a sample for a message, by its source."""
+        source, place = self._place(i)
+        return f"{self._views[source].name_of(place)} (data.sources.{self.source_names[source]})"
+
+    def _place(self, i: int) -> tuple[int, int]:
+        """Give the number of a sample's source, and the place there."""
+        source = int(np.searchsorted(self._ends, i, side="right")) - 1
+        return source, int(self._places(source, np.array([i - self._ends[source]]))[0])
+
+    def _places(self, source: int, steps: IntArray) -> IntArray:
+        """Give the places in a source of some of its samples here."""
+        size, count = len(self._views[source]), self._counts[source]
+        places: IntArray = steps * size // count if count < size else steps % size
+        return places
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[Any]:
+        """Tokens of each sample, `(samples,)`."""
+        found = [self._lengths(source) for source in range(len(self._views))]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    def _lengths(self, source: int) -> IntArray:
+        lengths: IntArray = self._views[source].lengths[
+            self._places(source, np.arange(self._counts[source]))
+        ]
+        return lengths
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the sources and how many samples of each there are."""
+        names, prints = self.source_names, (view.fingerprint for view in self._views)
+        text = "|".join(map(str, zip(names, self._counts, prints, strict=True)))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say how much of each source an epoch takes, and how often it repeats."""
+        rows, record, total = list[Row](), dict[str, Any](), int(self.lengths.sum())
+        for source, name in enumerate(self.source_names):
+            view, count = self._views[source], self._counts[source]
+            tokens, repeats = int(self._lengths(source).sum()), count / len(view)
+            text = joined(
+                f"{name}: weight {self._weights[source]:g}",
+                f"{number(count)} of {plural(len(view), 'sample')}",
+                f"each {repeats:.2f} times an epoch",
+                facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
+            )
+            describe = view.optional("describe_records")
+            inner = [] if describe is None else [each.text for each in describe(facts)]
+            rows += [row("", joined(text, *inner))]
+            record[name] = {
+                "weight": self._weights[source],
+                "num_samples": count,
+                "num_available": len(view),
+                "num_tokens": tokens,
+                "repeats": repeats,
+            }
+        return [*rows, row(mixture=record)]
