@@ -67,3 +67,46 @@ def write_lines(file: Path, records: list[dict[str, Any]]) -> Path:
     """Write records as JSON lines."""
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_job_files() -> None:
+    """Write, in the current folder, models and files for every job of text: llama, bert, t5, ..."""
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    small = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 2}
+    sizes = {"vocab_size": 320, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
+    sizes |= {"num_heads": 2, "pad_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(transformers.BertConfig(**small)).save_pretrained("bert")
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained("t5")
+    save_llama(Path("llama"))
+    for name in ("llama", "bert", "t5"):
+        save_tokenizer(Path(name), chat_template=TEMPLATE)
+    answers = [{"role": "assistant", "content": text} for text in TEXTS]
+    files: dict[str, list[dict[str, Any]]] = {
+        "corpus": [{"text": text} for text in TEXTS],
+        "chat": [{"messages": [{"role": "user", "content": "a"}, each]} for each in answers],
+        "pairs": [{"prompt": "find", "completion": f" {text}"} for text in TEXTS],
+        "summaries": [{"document": text, "summary": text.split()[0]} for text in TEXTS],
+        "ner": [{"tokens": t.split(), "tags": [len(w) % 3 for w in t.split()]} for t in TEXTS],
+        "squad": [
+            {
+                "question": "what?",
+                "context": text,
+                "answers": {"text": [text.split()[1]], "answer_start": [len(text.split()[0]) + 1]},
+            }
+            for text in TEXTS
+        ],
+    }
+    for name, records in files.items():
+        write_lines(Path(f"{name}.jsonl"), records)
+    rows = "".join(f"{text},{('good', 'bad')[len(text) % 2]}\n" for text in TEXTS)
+    Path("reviews.csv").write_text(f"text,label\n{rows}")

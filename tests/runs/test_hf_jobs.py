@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.lib.hf_toys import TEXTS, save_llama, save_tokenizer, write_lines
+from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.run_support import go, shell
 from trainer.core.errors import DataError
 
@@ -18,11 +18,6 @@ pytestmark = [
     pytest.mark.usefixtures("own_folder"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.heads import save_causal_model, save_tokens
+from tests.lib.hf_toys import save_job_files
 from tests.lib.run_support import shell
 
 README = (CHECKOUT / "README.md").read_text()
@@ -74,6 +74,7 @@ def test_the_loop_in_the_readme_is_the_source():
 @pytest.mark.usefixtures("own_folder")
 def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
+    save_job_files()
     Path("corpus.jsonl").write_text(
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
     )
@@ -87,14 +88,12 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
     (own,) = (block for block in blocks(README, "python") if "# mine.py" in block)
     ast.parse(own)
     Path("mine.py").write_text(own)
-    save_causal_model(Path("gpt"))
-    save_tokens(Path("tokens"))
     typed = [line for line in commands(README) if line]
     assert len(typed) >= 8
     for line in typed:
         assert shell(shlex.join(shortened(line))) == 0, line
     assert shell("export run=auto export.to=weights") == 0
-    assert Path("weights/model.safetensors").is_file()
+    assert Path("weights/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.usefixtures("own_folder")

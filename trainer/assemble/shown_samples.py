@@ -86,13 +86,13 @@ class _Shown:
         """Give runs of tokens; of tokens with classes of their own each one with its class."""
         assert self.terms is not None  # see `text`
         end, before = 0, ""
-        pairs = list(zip(self.terms, labels if self.names else [0] * len(ids), strict=True))
-        for (is_term, label), run in groupby(pairs):
+        pairs = enumerate(self.terms)
+        for (is_term, _), run in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
             end += len(list(run))
             # Of the whole so far: what stands alone may be decoded without the space before it.
             whole = self.decode(ids[:end])
             text, before = whole[len(before) :], whole
-            name = f"={self._class(label)}" if self.names else ""
+            name = f"={self._class(labels[end - 1])}" if self.names else ""
             yield f"[[{text}{name}]]" if is_term else text
 
     def _given(self, ids: Tensor | None) -> str:
@@ -105,11 +105,19 @@ class _Shown:
     def _learned(self, labels: Tensor | None) -> str | None:
         """Give the class by its name, the target of an encoder-decoder, or numbers."""
         if labels is None:
-            return None
+            return self._span()
         values = labels.flatten().tolist()
         if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
             return f"[[{self.decode([value for value in values if value != IGNORED])}]]"
         return f"[[{', '.join(map(self._class, values))}]]"
+
+    def _span(self) -> str | None:
+        """Give the tokens of the answer to a question about a context."""
+        ends = [self.fields.get(f"{name}_positions") for name in ("start", "end")]
+        if None in ends or INPUT_IDS not in self.fields:
+            return None
+        begin, end = (int(each) for each in ends if each is not None)
+        return f"[[{self.decode(self.fields[INPUT_IDS].flatten()[begin : end + 1].tolist())}]]"
 
     def _class(self, label: float) -> str:
         """Name a class; else write the number."""

@@ -39,6 +39,20 @@ HALVES = ("exponential_", "normal_", "rand", "rand_like", "randn", "randn_like",
 CONSTANTS = dict.fromkeys(HALVES, 0.5) | {"bernoulli": 1.0, "bernoulli_": 1.0}
 """What operators of PyTorch give in place of random numbers: dropout keeps everything."""
 
+
+def _first(pool: Any, size: Any = None, **_: Any) -> Any:  # noqa: ANN401 - as NumPy has it
+    """Choose the first of a pool."""
+    values = np.arange(pool) if np.ndim(pool) == 0 else np.asarray(pool)
+    return values[0] if size is None else np.resize(values, size)
+
+
+NUMPY_CONSTANTS = {
+    "rand": lambda *shape: np.full(shape, 0.5)[()],
+    "random": lambda size=(): np.full(() if size is None else size, 0.5)[()],
+    "choice": _first,
+}
+"""What functions of `np.random` give then, by name: SpecAugment masks the first spans."""
+
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor in which PyTorch keeps what is registered on its gradient."""
 
@@ -97,6 +111,19 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
         drawn = given["self"] if "self" in given else torch.empty(given["size"], **options)
         drawn = drawn if name.endswith("_") else torch.empty_like(drawn, **options)
         return drawn.fill_(CONSTANTS[name])
+
+
+@contextmanager
+def _constant_draws() -> Iterator[None]:
+    """Make what PyTorch and NumPy draw constant."""
+    functions = vars(np.random)
+    before = {name: functions[name] for name in NUMPY_CONSTANTS}
+    functions.update(NUMPY_CONSTANTS)
+    try:
+        with ConstantDraws():  # type: ignore[no-untyped-call] # untyped in torch
+            yield
+    finally:
+        functions.update(before)
 
 
 def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -250,7 +277,7 @@ class Case:
         )
         default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
         widened = Widened(self.undone) if is_wide else nullcontext()
-        held = ConstantDraws() if self.holds_draws else nullcontext()  # type: ignore[no-untyped-call] # untyped in torch
+        held = _constant_draws() if self.holds_draws else nullcontext()
         # cuDNN's recurrent layers draw their dropout out of sight.
         with torch.backends.cudnn.flags(enabled=False), widened, held:
             try:

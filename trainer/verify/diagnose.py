@@ -23,9 +23,9 @@ from trainer.verify.trace import OUTSIDE
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
 LOUD = (
-    ", in evaluation mode too or by other means than PyTorch's, so that the rest of the step "
-    "cannot be checked without it; draw with PyTorch where `self.training` is true, or switch it "
-    "off (SpecAugment: model.config.apply_spec_augment=false)"
+    ", in evaluation mode too or by means that cannot be made constant, so that the rest of the "
+    "step cannot be checked without it; draw with PyTorch where `self.training` is true, or switch "
+    "it off"
 )
 MAX_TRACED = 8  # micro-batches that are taken apart
 

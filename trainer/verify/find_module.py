@@ -123,9 +123,21 @@ def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
     by_length = [units[i] for i in lengths.argsort(kind="stable")]
     count, longest = min(most, len(units)), int(lengths.max())
     chosen = [by_length[len(units) - 1 - i * len(units) // count] for i in range(count)]
-    padded = [case.load(unit, pad_to=longest) for unit in chosen]
-    ways = {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
-    return case.load(np.concatenate(chosen)), ways
+    whole, start, padded = case.load(np.concatenate(chosen)), 0, []
+    for unit in chosen:
+        padded.append(_padded_like(whole, start, case.load(unit, pad_to=longest)))
+        start += len(unit)
+    return whole, {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
+
+
+def _padded_like(whole: MicroBatch, start: int, part: MicroBatch) -> MicroBatch:
+    """Pad samples as in a larger micro-batch, also what has other lengths than tokens: sounds."""
+    fields = dict(part.fields)
+    for name, field in fields.items():
+        rows = whole.fields[name][start : start + len(part.ids)]
+        if field.dim() == rows.dim() and len(field) == len(rows) and len(rows) < len(whole.ids):
+            fields[name] = field if field.shape == rows.shape else rows
+    return replace(part, fields=fields)
 
 
 def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()) -> Found:

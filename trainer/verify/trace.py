@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
@@ -22,10 +23,10 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import seed_draws, sum_of
 from trainer.config.messages import clip
-from trainer.core.micro_batch import MicroBatch
+from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.models.output_layer import ModelRun
-from trainer.objectives.base import Sums, sums_of
+from trainer.objectives.base import ModelCall, Sums, sums_of
 from trainer.verify.case import Case
 
 OUTSIDE = "\x00outside"  # stands for code that runs in no module of the model: the objective's
@@ -187,6 +188,18 @@ class Trace(NamedTuple):
     losses: Losses
 
 
+@final
+@dataclass(frozen=True)
+class _Whole:
+    """A call with the output layer in it: whether chunks replace that depends on their size."""
+
+    run: ModelCall
+    module: nn.Module
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
+        return self.run(fields)
+
+
 class Difference(NamedTuple):
     """How one pass over some of the samples of a trace differs from it."""
 
@@ -269,8 +282,7 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     seed_draws(key, run.context.world.device)
     fields = run.cast(micro_batch).fields
     call = run.context.model.call
-    # With the output layer in every pass: whether chunks replace it depends on their size.
-    whole = call.run if isinstance(call, ModelRun) else call
+    whole = _Whole(call.run, call.module) if isinstance(call, ModelRun) else call
     return sums_of(run.context.objective, whole, fields, micro_batch.weights)
 
 

@@ -195,6 +195,17 @@ def test_the_reported_error_is_the_largest_difference_over_the_largest_reference
     assert not errors.is_exact
 
 
+@pytest.mark.parametrize(("size", "is_exact"), [(5e-17, True), (5e-13, False)])
+def test_a_gradient_of_a_few_last_bits_is_rounding_though_moved_weights_leave_it_as_it_is(
+    size, is_exact
+):
+    # As that of the bias of a softmax over classes, which is zero on paper.
+    expected = {"weight": torch.tensor([0.05]), "bias": torch.tensor([size])}
+    found = expected | {"bias": torch.tensor([-size])}
+    unmoved = lambda _: dict.fromkeys(expected, 0.0)  # noqa: E731
+    assert compared(found, expected, torch.float64, unmoved).is_exact == is_exact
+
+
 @pytest.mark.parametrize(
     ("model", "dtype"), [(Amplifying, "float64"), (single(lambda: Amplifying(2e4)), "float32")]
 )

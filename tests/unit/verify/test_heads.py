@@ -15,6 +15,7 @@ from torch import nn
 from tests.lib.heads import Examples, Head
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench
+from trainer.objectives.seq2seq import Seq2Seq
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
 
@@ -115,6 +116,12 @@ def test_spans_over_padded_logits_are_flagged_with_their_padding():
     [(name, reason)] = checked(head, head.objective("mean")).culprits
     assert name == "objective ModelLoss"
     assert "changes with padding" in reason
+
+
+def test_an_encoder_decoder_is_exact_whose_inputs_the_objective_makes_by_the_model():
+    head = Head("T5ForConditionalGeneration", "T5Config", "tagged words")
+    report = checked(head, Seq2Seq())
+    assert (report.verdict, report.dtype) == ("exact", "float64"), report.culprits
 
 
 def test_a_head_whose_kernels_know_no_float64_is_exact_in_float32_and_says_so():

@@ -21,6 +21,7 @@ from tests.lib.objective_toys import Pairs
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.core.errors import ConfigError
 from trainer.objectives.base import IGNORED, Objective, Sums, logits_from
+from trainer.objectives.classify import Classify
 from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
@@ -235,6 +236,33 @@ class Clipped(torch.autograd.Function):
 PADDED = {"model": with_mixer(Backwards), "objective": Tagging()}
 
 
+class Sounds:
+    """Sounds of several lengths, with their class; a length in tokens says nothing of them."""
+
+    draws_randomness = False
+    lengths = np.ones(24, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        make = torch.Generator().manual_seed(index)
+        sound = torch.randn(6 + index % 5, WIDTH, generator=make)
+        return {"sound": sound, "labels": torch.tensor(index % 3)}
+
+
+class HearsPadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.GroupNorm(1, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, sound: Tensor) -> Tensor:
+        return self.head(self.norm(sound.transpose(1, 2)).amax(-1))
+
+
+SOUNDS = {"model": HearsPadding, "objective": Classify(), "dataset": Sounds()}
+
+
 def norms() -> nn.Module:
     """Two batch norms, so that the second is behind what the first has changed."""
     inner = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
@@ -252,6 +280,7 @@ def norms() -> nn.Module:
         ("dropout", ": capacity routing", SORTED, {"model": with_mixer(lambda: Mixer(crowded))}),
         ("dropout", "", Fixed(micro=7), {"model": with_mixer(lambda: Mixer(rare))}),
         ("dropout.both", "when its padding changes", SORTED, PADDED),
+        ("norm", "when its padding changes", Fixed(micro=3), SOUNDS),
         ("objective Noisy", "", SORTED, {"objective": Noisy()}),
         ("data field input_ids", "", SORTED, {"dataset": MaskedInCollate()}),
         ("batch.normalizer=micro_batches", "", Fixed(micro=3), {"normalizer": "micro_batches"}),
@@ -340,7 +369,16 @@ def noisy(hidden: Tensor) -> Tensor:
     return hidden * torch.rand(hidden.shape) - torch.bernoulli(torch.full_like(hidden, 0.3))
 
 
-DRAWS_BY_SIZE = lambda x: x * torch.from_numpy(np.random.rand(*x.shape))  # noqa: E731
+def masks_spans(hidden: Tensor) -> Tensor:
+    """Masks a span of each sample, drawn by NumPy, as SpecAugment does."""
+    rows = (int(np.random.choice(3, 1, replace=False)[0]) for _ in hidden)
+    scale = torch.from_numpy(np.random.rand(*hidden.shape) + np.random.random(hidden.shape[-1:]))
+    return (
+        hidden * scale * torch.stack([torch.arange(hidden.shape[1]) != i for i in rows])[..., None]
+    )
+
+
+DRAWS_BY_SIZE = lambda x: x * torch.tensor([random.random() for _ in x.flatten()]).view_as(x)  # noqa: E731
 
 
 @pytest.mark.parametrize(
@@ -349,8 +387,10 @@ DRAWS_BY_SIZE = lambda x: x * torch.from_numpy(np.random.rand(*x.shape))  # noqa
         (lambda x: x - x.mean((0, 1)), "not_exact", "the rest of its micro-batch"),
         (functional_norm, "not_exact", "the rest of its micro-batch"),
         (jittered, "not_exact", "the rest of its micro-batch"),
-        (DRAWS_BY_SIZE, UNPROVEN, "by other means than PyTorch's"),
+        (DRAWS_BY_SIZE, UNPROVEN, "by means that cannot be made constant"),
+        (lambda x: masks_spans(x - x.mean((0, 1))), "not_exact", "the rest of its micro-batch"),
         (noisy, WITHOUT, "exact with it off"),
+        (masks_spans, WITHOUT, "exact with it off"),
     ],
 )
 def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
