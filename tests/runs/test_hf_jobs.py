@@ -12,7 +12,7 @@ import transformers
 
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.run_support import go, shell
-from trainer.core.errors import DataError
+from trainer.core.errors import ConfigError, DataError
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -71,6 +71,19 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of
             for text, label in rows
         ]
     assert run.result["loss"] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-5)
+
+
+def test_what_is_not_there_says_what_to_type(llama):
+    write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
+    line = f"model=hf model.path={llama} data=hf data.path=corpus.jsonl"
+    for typed, fault in (
+        ("data.streaming=true", "data.streaming=true: .* type data.max_samples=1000"),
+        ("data.columns=body", "data.columns=body: must be a mapping of roles"),
+        ("data.overlong=split", "data.overlong=split: must be chunk, cut or drop"),
+        ("data.dataset_text_field=body", "Did you mean data.columns"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            go(f"{line} {typed}")
 
 
 def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):

@@ -222,6 +222,10 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
     "checkpoint.every": ["save_steps", "save_interval"],
     "checkpoint.keep": ["save_total_limit", "save_top_k"],
     "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
+    "data.chat_template": ["chat_template_path"],
+    "data.columns": ["dataset_text_field"],
+    "data.max_samples": ["max_train_samples"],
+    "data.subset": ["dataset_config_name"],
     "data.max_length": ["max_seq_length", "max_length", "block_size", "seq_len"],
     "device": ["accelerator"],
     "epochs": ["num_train_epochs", "max_epochs", "num_epochs"],
@@ -240,11 +244,15 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
 """What other trainers call a setting, where no letters say it."""
 
 
-_REFUSED: Mapping[str, str] = dict.fromkeys(
-    ("load_in_4bit", "load_in_8bit"),
-    "quantised weights are not supported, since no step over them can be proven exact; type "
-    "adapter=lora model.dtype=bfloat16",
-)
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"),
+        "quantised weights are not supported, since no step over them can be proven exact; type "
+        "adapter=lora model.dtype=bfloat16",
+    ),
+    "streaming": "records are read at random, so that every step is known before: files are mapped "
+    "and not loaded, so leave it out; for a try type data.max_samples=1000",
+}
 """Settings of other trainers that there will be none of, and what to type instead."""
 
 
