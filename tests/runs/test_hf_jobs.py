@@ -33,8 +33,7 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     line = f"model=hf model.path={llama} data=hf batch.global=32 steps=2"
     go(f"{line} data.path=corpus.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "hf: 57 samples" in shown
-    assert "text (text)" in shown
+    assert "held out text (text)" in shown
     assert "next_token, as LlamaForCausalLM is made for causal_lm" in shown
     turns = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}

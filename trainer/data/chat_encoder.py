@@ -10,9 +10,8 @@ import numpy as np
 
 from trainer.data.chat import Message, encode_messages, encode_prompt, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
-from trainer.data.encode import LONGER, DroppedError, Record, RecordEncoder, text_of
+from trainer.data.encode import LONGER, DroppedError, Fields, Record, RecordEncoder, text_of
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import Kind, packed_fields
 
 _BEGIN = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
@@ -35,13 +34,8 @@ class ChatEncoder(RecordEncoder):
     assistant_only_loss: bool = True
     completion_only_loss: bool = True
 
-    @property
-    def fields(self) -> dict[str, Kind]:
-        """The fields of a sample, by name."""
-        return {INPUT_IDS: "ids", LABELS: "ids"}
-
-    def encode(self, record: Record) -> bytes:
-        """Give the bytes of a sample."""
+    def encode(self, record: Record) -> Fields:
+        """Give the fields of a sample."""
         found, counted = self._tokens(record)
         ids, counts = np.array(found), np.array(counted)
         if len(ids) > self.max_length:
@@ -55,7 +49,7 @@ class ChatEncoder(RecordEncoder):
             ids, counts = ids[rest], counts[rest]
         if not counts[1:].any():  # the first token is never predicted
             raise DroppedError("without a loss term")
-        return packed_fields([ids, np.where(counts, ids, IGNORED_LABEL)])
+        return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED_LABEL)}
 
     def _tokens(self, record: Record) -> tuple[list[int], list[bool]]:
         template: dict[str, Any] = {

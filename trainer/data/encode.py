@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -20,20 +18,27 @@ from trainer.config.components import Overlong
 from trainer.core import signals
 from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import STORED, Ends, Kind
+from trainer.data.token_samples import Ends, kinds_of, packed_fields
+from trainer.models.transformers_classes import quiet
 
 MANY_RECORDS = 10_000
 """From here on processes are started for the work, which costs half a second."""
 BATCH = 100
 """Records at a time: bounds the memory where a record is a book."""
-
-Record = Mapping[str, Any]  # values by role
-Encoded = bytes | ValueError
-"""What an index keeps of a record, or why it does not."""
-
-
 LONGER = "longer than data.max_length"
 """Why records are dropped that are too long."""
+
+Record = Mapping[str, Any]  # values by role
+Fields = Mapping[str, Any]
+"""Numbers by field: a list, one, or rows of equal lengths."""
+
+_COLUMNS = {
+    "entry": "large_binary",  # the fields
+    "group": "binary",  # what copies of a record share: its ids, whatever its labels are
+    "kinds": "string",  # of the fields
+    "fault": "string",
+    "is_dropped": "bool",
+}
 
 
 class DroppedError(ValueError):
@@ -45,168 +50,42 @@ class BadRecordError(Exception):
     """A record that is bad where one ends the run: its place among the records, and why."""
 
 
-@final
-@dataclass(frozen=True)
-class Encoder:
-    """Encodes batches of records.
-
-    Args:
-        format: of the records.
-        encode: gives for each of some records what is kept of it.
-        is_json: whether a record is a string of JSON in a column `text`.
-        skips: whether a bad record is passed over.
-    """
-
-    format: Format
-    encode: RecordEncoder
-    is_json: bool
-    skips: bool
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, Any]:
-        """Give of each record what is kept; else why not, and whether it is bad.
-
-        Raises:
-            BadRecordError: a record is bad, and is not to be skipped.
-        """
-        signals.check()
-        taken = [self._taken(record) for record in records_of(batch, is_json=self.is_json)]
-        with _quiet():
-            found = iter(self.encode([each for each in taken if not isinstance(each, ValueError)]))
-        results = [each if isinstance(each, ValueError) else next(found) for each in taken]
-        for place, each in zip(places, results, strict=True):
-            if not (self.skips or isinstance(each, bytes | DroppedError)):
-                raise BadRecordError(place, str(each))
-        return {
-            "entry": [each if isinstance(each, bytes) else b"" for each in results],
-            "group": [self._group(each) for each in results],
-            "fault": [None if isinstance(each, bytes) else str(each) for each in results],
-            "is_dropped": [isinstance(each, DroppedError) for each in results],
-        }
-
-    def _group(self, entry: Encoded) -> bytes:
-        """Give what copies of a record share: its ids, whatever its labels are."""
-        if not isinstance(entry, bytes) or not self.encode.fields:
-            return (
-                hashlib.blake2b(entry, digest_size=16).digest() if isinstance(entry, bytes) else b""
-            )
-        numbers, names = np.frombuffer(entry, STORED), [*self.encode.fields]
-        place = names.index(INPUT_IDS)
-        begin = len(names) + int(numbers[:place].sum())
-        ids = numbers[begin : begin + numbers[place]]
-        return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-
-    def _taken(self, record: Mapping[str, Any] | ValueError) -> Record | ValueError:
-        if isinstance(record, ValueError):
-            return record
-        try:
-            return self.format.take(record)
-        except ValueError as error:
-            return error
-
-    def run(self, records: Any, label: str, file: Path) -> Any:  # noqa: ANN401 - a Dataset of ours
-        """Encode a data set into a file of its own.
-
-        Args:
-            records: a `datasets.Dataset`.
-            label: what is done, for a progress bar.
-            file: to write, not beside the data.
-
-        Raises:
-            BadRecordError: a record is bad, and is not to be skipped.
-        """
-        import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
-
-        columns = {
-            "entry": "large_binary",
-            "group": "binary",
-            "fault": "string",
-            "is_dropped": "bool",
-        }
-        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return records.map(
-            self,
-            batched=True,
-            with_indices=True,
-            batch_size=BATCH,
-            writer_batch_size=BATCH,
-            remove_columns=records.column_names,
-            features=datasets.Features({n: datasets.Value(kind) for n, kind in columns.items()}),
-            num_proc=num_cores if len(records) >= MANY_RECORDS and num_cores > 1 else None,
-            cache_file_name=str(file),
-            load_from_cache_file=False,
-            new_fingerprint=file.stem,
-            desc=label,
-        )
-
-
-def records_of(
-    batch: Mapping[str, Sequence[Any]], *, is_json: bool
-) -> Iterator[Mapping[str, Any] | ValueError]:
-    """Give the records of a batch of columns; what is none says why."""
-    if not is_json:
-        yield from (
-            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        )
-        return
-    for line in batch["text"]:
-        try:
-            record = json.loads(line) if line.strip() else DroppedError("blank")
-        except (ValueError, RecursionError) as error:
-            record = ValueError(f"not JSON ({error})")
-        is_record = isinstance(record, dict | ValueError)
-        kind = type(record).__name__
-        yield record if is_record else ValueError(f"not a JSON object but of type {kind}")
-
-
-def show_progress() -> None:
-    """Have `datasets` draw its bars on a terminal, and nowhere else."""
-    import datasets  # noqa: PLC0415
-
-    is_shown = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
-    (datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars)()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the tokenizer: that a text is longer than a model takes is dealt with here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordEncoder(ABC):
-    """Turns a record into the bytes of a sample."""
+    """Turns records into the fields of samples."""
 
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
 
-    @property
     @abstractmethod
-    def fields(self) -> Mapping[str, Kind]:
-        """The fields of a sample, by name, in their order; none where they are ids alone."""
-
-    @abstractmethod
-    def encode(self, record: Record) -> bytes:
-        """Give the bytes of a sample.
+    def encode(self, record: Record) -> Fields:
+        """Give the fields of a sample.
 
         Raises:
             ValueError: the record is bad, or dropped.
         """
 
-    def __call__(self, records: Sequence[Record]) -> list[Encoded]:
-        """Give for each record its bytes, or why it has none."""
-        return [self._encoded(record) for record in records]
+    def encode_each(self, records: Sequence[Record]) -> Iterator[Fields | ValueError]:
+        """Give for each record its fields, or why it has none."""
+        for record in records:
+            try:
+                yield self.encode(record)
+            except ValueError as error:
+                yield error
 
-    def _encoded(self, record: Record) -> Encoded:
-        try:
-            return self.encode(record)
-        except ValueError as error:
-            return error
+    def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding
+        """Tokenize with special tokens, cut to `max_length` where longer ones are.
+
+        Raises:
+            DroppedError: it is longer, and longer ones are dropped.
+        """
+        cuts = {"truncation": how.pop("truncation", True), "max_length": self.max_length}
+        found = self.tokenizer(*texts, **(cuts if self.overlong == "cut" else {}), **how)
+        ids = found[INPUT_IDS]
+        if max(map(len, ids if isinstance(ids[0], list) else [ids])) > self.max_length:
+            raise DroppedError(LONGER)
+        return found
 
 
 @final
@@ -216,27 +95,102 @@ class TextEncoder(RecordEncoder):
 
     ends: Ends
 
-    @property
-    def fields(self) -> Mapping[str, Kind]:
-        """None: what is kept are ids alone."""
-        return {}
-
-    def __call__(self, records: Sequence[Record]) -> list[Encoded]:
+    def encode_each(self, records: Sequence[Record]) -> Iterator[Fields | ValueError]:
         """Give the ids of each, all tokenised at once."""
         texts = [record["text"] for record in records]
         sound = [text for text in texts if isinstance(text, str) and text.strip()]
-        found = self.tokenizer(sound, add_special_tokens=False)["input_ids"] if sound else ()
+        found = self.tokenizer(sound, add_special_tokens=False)[INPUT_IDS] if sound else ()
         ids = dict(zip(sound, found, strict=True))
-        return [self._encoded({"ids": ids.get(text), "text": text}) for text in texts]
+        return super().encode_each([{"ids": ids.get(text), "text": text} for text in texts])
 
-    def encode(self, record: Record) -> bytes:
+    def encode(self, record: Record) -> Fields:
         """Give the ids of a text."""
         text = record["text"]
-        if text is None or (isinstance(text, str) and not text.strip()):
-            raise DroppedError("without text")
-        if not isinstance(text, str):
+        if not isinstance(text, str | None):
             raise ValueError(f"the text is of type {type(text).__name__}, not a string")
-        return np.array(self.ends.strip(record["ids"]), dtype=STORED).tobytes()
+        if text is None or not text.strip():
+            raise DroppedError("without text")
+        return {INPUT_IDS: self.ends.strip(record["ids"])}
+
+
+@final
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes batches of records as they are read."""
+
+    format: Format
+    records: RecordEncoder
+    is_json: bool  # whether a record is a string of JSON in a column `text`
+    skips: bool  # whether a bad record is passed over
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, Any]:
+        """Give of each record what is kept; else why not, and whether it is bad.
+
+        Raises:
+            BadRecordError: a record is bad, and is not to be skipped.
+        """
+        signals.check()
+        taken = [self.format.take(each) for each in records_of(batch, is_json=self.is_json)]
+        sound = [each for each in taken if not isinstance(each, ValueError)]
+        with quiet():  # that a text is longer than a model takes is dealt with here
+            found = iter([*self.records.encode_each(sound)])
+        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        for place, each in zip(places, taken, strict=True):
+            fields = each if isinstance(each, ValueError) else next(found)
+            if not (self.skips or isinstance(fields, Mapping | DroppedError)):
+                raise BadRecordError(place, str(fields))
+            for name, value in zip(columns, _row(fields), strict=True):
+                columns[name].append(value)
+        return columns
+
+    def run(self, records: Any, label: str, file: Path) -> Any:  # noqa: ANN401 - a Dataset
+        """Encode a `datasets.Dataset` into a file of its own, which is not beside the data.
+
+        Raises:
+            BadRecordError: a record is bad, and is not to be skipped.
+        """
+        import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
+
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return records.map(
+            self,
+            batched=True,
+            with_indices=True,
+            batch_size=BATCH,
+            writer_batch_size=BATCH,
+            remove_columns=records.column_names,
+            features=datasets.Features({n: datasets.Value(k) for n, k in _COLUMNS.items()}),
+            num_proc=num_cores if len(records) >= MANY_RECORDS and num_cores > 1 else None,
+            cache_file_name=str(file),
+            load_from_cache_file=False,
+            new_fingerprint=file.stem,
+            desc=label,
+        )
+
+
+def _row(fields: Fields | ValueError) -> tuple[Any, ...]:
+    """Lay out a record in the order of `_COLUMNS`."""
+    if isinstance(fields, ValueError):
+        return b"", b"", None, str(fields), isinstance(fields, DroppedError)
+    ids = np.asarray(fields[INPUT_IDS], dtype=np.int64).tobytes()
+    group = hashlib.blake2b(ids, digest_size=16).digest()
+    return packed_fields(fields), group, json.dumps(kinds_of(fields)), None, False
+
+
+def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator[Any]:
+    """Give the records of a batch of columns; a ValueError for what is none."""
+    if not is_json:
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+        return
+    for line in batch["text"]:
+        try:
+            record = json.loads(line) if line.strip() else DroppedError("blank")
+        except (ValueError, RecursionError) as error:
+            record = ValueError(f"not JSON ({error})")
+        kind = type(record).__name__
+        is_record = isinstance(record, dict | ValueError)
+        yield record if is_record else ValueError(f"not a JSON object but of type {kind}")
 
 
 def text_of(record: Record, role: str) -> str:
@@ -256,10 +210,10 @@ def text_of(record: Record, role: str) -> str:
 def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tokenizer
     """Find the special tokens that a tokenizer puts around a text.
 
-    Around a document that a causal model learns there is an end in any case.
+    A document that a causal model learns has an end in any case.
     """
     plain, whole = (
-        [*tokenizer(["a"], add_special_tokens=adds)["input_ids"][0]] for adds in (False, True)
+        [*tokenizer(["a"], add_special_tokens=adds)[INPUT_IDS][0]] for adds in (False, True)
     )
     places = range(len(whole) - len(plain) + 1)
     at = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
@@ -270,7 +224,7 @@ def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tok
     return Ends(tuple(prefix), tuple(suffix), of_samples=not is_causal)
 
 
-def pad_token_of(tokenizer: Any) -> int:  # noqa: ANN401 - whatever the tokenizer is
+def pad_token_of(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer
     """Find what to pad with, as the field does: the tokenizer's own, else its end, else 0."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((each for each in ids if each is not None), 0)

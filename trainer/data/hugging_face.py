@@ -158,10 +158,10 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         self.num_skipped, self.skipped = index.num_skipped, index.skipped
         self.num_classes, self.label_names = facts.get("num_classes"), facts.get("label_names")
         self.collate: Callable[[Sequence[Sample]], dict[str, Tensor]] | None = None
-        if facts["fields"]:
-            if num_rows := facts.get("num_rows"):
+        if facts["format"] != "text":
+            if any(isinstance(kind, int) for kind in facts["kinds"].values()):
                 self.collate = partial(_stacked, self.pad_token_id)
-            return FieldSamples(index, facts["fields"], num_rows or 1)
+            return FieldSamples(index, facts["kinds"])
         ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
         if self.max_length <= len(ends) * ends.of_samples:
             text = "no more than special tokens; set a larger one"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from trainer.core.format import expanded
 from trainer.data.files import files_at, reading
 from trainer.data.samples import TRAIN
 from trainer.data.source import HELD_OUT_NAMES
+from trainer.models.transformers_classes import quiet
 from trainer.plan.cut import IntArray
 
 _KINDS = {
@@ -75,34 +78,30 @@ class RecordSource:
         files = [file for each in self.files.values() for file in each]
         if files and not sum(file.stat().st_size for file in files):
             raise DataError(f"data.path={self.path}: holds no records")
-        with _explained(self):
-            if self.kind in {"saved", "hub"}:
-                return _parts_of(self._opened())
-            if self.kind == "json" and _holds_lists(self.files):
-                return {part: _listed(files) for part, files in self.files.items()}
-            return self._loaded(scratch)
+        with _explained(self), quiet():
+            return _parts_of(self._opened(scratch))
 
-    def _opened(self) -> Any:  # noqa: ANN401 - a Dataset, or several by name
+    def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
 
+        is_shown = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
+        (datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars)()
         if self.kind == "saved":
             return datasets.load_from_disk(str(expanded(self.path)))
-        return datasets.load_dataset(self.path, self.subset)
-
-    def _loaded(self, scratch: Path) -> dict[str, Any]:
-        import datasets  # noqa: PLC0415
-
+        if self.kind == "hub":
+            return datasets.load_dataset(self.path, self.subset)
         files = {part: [str(file) for file in each] for part, each in self.files.items()}
-        first = next(iter(self.files.values()))[0]
+        if self.kind == "json" and _holds_lists(self.files):
+            lists = {part: {"text": _listed(each)} for part, each in self.files.items()}
+            return {part: datasets.Dataset.from_dict(each) for part, each in lists.items()}
         options: dict[str, Any] = {}
         if self.kind == "text":
             is_file = expanded(self.path).is_file()
             options["sample_by"] = "paragraph" if is_file else "document"
-        elif self.kind == "csv" and ".tsv" in first.suffixes:
+        elif self.kind == "csv" and ".tsv" in self.files[TRAIN][0].suffixes:
             options["sep"] = "\t"
         reader = "text" if self.kind == "json" else self.kind
-        parts = datasets.load_dataset(reader, data_files=files, cache_dir=str(scratch), **options)
-        return dict(parts)
+        return datasets.load_dataset(reader, data_files=files, cache_dir=str(scratch), **options)
 
     def name_of(self, part: str, row: int) -> str:
         """Name a record, by its number from 0 in its part: by its line where it has one."""
@@ -111,7 +110,7 @@ class RecordSource:
         if not is_lines or any(_COMPRESSED & set(file.suffixes) for file in files):
             return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
         for file in files:
-            with file.open() as stream:
+            with file.open(errors="replace", encoding="utf-8") as stream:
                 count = sum(1 for _ in stream)
             if row < count:
                 return f"{file}:{row + 1}"
@@ -197,18 +196,15 @@ def _holds_lists(files: Mapping[str, Sequence[Path]]) -> bool:
         return stream.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def _listed(files: Sequence[Path]) -> Any:  # noqa: ANN401 - a Dataset
+def _listed(files: Sequence[Path]) -> list[str]:
     """Read files that hold a list of records each."""
-    import datasets  # noqa: PLC0415
-
     records = list[str]()
     for file in files:
         try:
-            content = json.loads(file.read_bytes())
+            records += map(json.dumps, json.loads(file.read_bytes()))
         except ValueError as error:
             raise DataError(f"data: {file}: not JSON ({error})") from error
-        records += [json.dumps(record) for record in content]
-    return datasets.Dataset.from_dict({"text": records})
+    return records
 
 
 def select(records: Any, count: int | None) -> tuple[Any, IntArray]:  # noqa: ANN401 - a Dataset

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, final
@@ -20,7 +22,6 @@ from trainer.data.encode import (
     TextEncoder,
     ends_of,
     records_of,
-    show_progress,
 )
 from trainer.data.files import progress
 from trainer.data.formats import Format, recognise
@@ -28,15 +29,16 @@ from trainer.data.index import SKIP_CAP, Add, Index, cache_folder, cached_index
 from trainer.data.label_encoders import (
     ChoiceEncoder,
     LabelEncoder,
-    Labels,
     SpanEncoder,
     TagEncoder,
     TargetEncoder,
+    choices_of,
     labels_of,
     values_of,
 )
 from trainer.data.records import RecordSource, select
 from trainer.data.samples import TRAIN
+from trainer.data.token_samples import Kind
 
 _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""
@@ -74,8 +76,8 @@ def cached_records(
 ) -> Index:
     """Open the cache of what records become, tokenising them first where there is none.
 
-    Its facts are `format`, `columns` by role, `fields` with their kinds (none of texts), `counts`
-    of records by part, `dropped` by reason, `overlong`, `num_classes`, `label_names`, `num_rows`.
+    Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part,
+    `dropped` by reason, `overlong`, `num_classes`, `label_names`.
 
     Raises:
         ConfigError: the options do not fit the records.
@@ -84,7 +86,6 @@ def cached_records(
 
     def build(add: Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
-            show_progress()
             parts = source.load(Path(scratch))
             form = _recognised(source, parts, options)
             encoder, facts = _encoder(source, parts, form, tokenizer, options)
@@ -92,12 +93,12 @@ def cached_records(
             written = _Writer(source, whole, add, Path(scratch))
             counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
         written.check(sum(counts.values()))
-        facts |= {"format": form.name, "columns": form.columns, "fields": encoder.fields}
+        facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
         facts |= {"counts": counts, "dropped": dict(written.dropped), "overlong": encoder.overlong}
         return written.bad, facts
 
     settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"1|{source.digest}")
+    return cached_index("hf", settings, {}, build, reader=f"2|{source.digest}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -153,13 +154,13 @@ def _labelled(
     options: EncodeOptions,
 ) -> tuple[RecordEncoder, dict[str, Any]]:
     """Build what encodes records with labels, which are looked at first."""
-    labels = Labels(None, None)
     if form.name == "span":
-        return SpanEncoder(**given, labels=labels), {}
+        return SpanEncoder(**given), {}
     if form.name == "choices":
-        first = form.take(next(_records(source, parts)))
-        count = len(first["choices"]) if "choices" in first else 4
-        return ChoiceEncoder(**given, labels=labels, num_choices=count), {"num_rows": count}
+        taken = map(form.take, _records(source, parts))
+        first = next((each for each in taken if not isinstance(each, ValueError)), None)
+        count = 0 if first is None else len(choices_of(first)[1])
+        return ChoiceEncoder(**given, num_choices=count), {}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
         values = values_of(_records(source, parts), column)
@@ -170,8 +171,7 @@ def _labelled(
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     if form.name == "tags":
         return TagEncoder(**given, labels=labels), facts
-    is_pair = "text_pair" in form.columns
-    return LabelEncoder(**given, labels=labels, is_pair=is_pair), facts
+    return LabelEncoder(**given, labels=labels), facts
 
 
 def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
@@ -195,6 +195,7 @@ class _Writer:
     def __init__(self, source: RecordSource, encoder: Encoder, add: Add, scratch: Path) -> None:
         self._source, self._encoder, self._add, self._scratch = source, encoder, add, scratch
         self.bad, self.dropped = list[str](), Counter[str]()
+        self.kinds: dict[str, Kind] = {}
 
     def add_part(self, part: str, records: Any, most: int | None) -> int:  # noqa: ANN401 - a Dataset
         """Add the records of a part, and count those that are kept.
@@ -212,16 +213,17 @@ class _Writer:
                 name = self._source.name_of(part, int(rows[place]))
                 text = f"data: {name}: {fault}; fix it, or use data.on_bad=skip"
                 raise DataError(text) from error
-            for place, result in enumerate(found):
+            each = chain.from_iterable(zip(*b.values(), strict=True) for b in found.iter(1000))
+            for row, (entry, group, kinds, fault, is_dropped) in zip(rows, each, strict=True):
                 advance()
-                if result["fault"] is None:
-                    self._add(result["entry"], result["group"])
+                if fault is None:
+                    self.kinds = self.kinds or json.loads(kinds)
+                    self._add(entry, group)
                     count += 1
-                elif result["is_dropped"]:
-                    self.dropped[result["fault"]] += 1
+                elif is_dropped:
+                    self.dropped[fault] += 1
                 else:
-                    name = self._source.name_of(part, int(rows[place]))
-                    self.bad.append(f"{name}: {result['fault']}")
+                    self.bad.append(f"{self._source.name_of(part, int(row))}: {fault}")
         return count
 
     def check(self, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,8 @@ class Ends:
         return ids[:-end] if end and tuple(ids[-end:]) == self.suffix else ids
 
 
-Kind = Literal["ids", "number", "real", "rows"]
-"""What a field of a sample is: numbers, one of them, a real one, or rows of equal lengths."""
+Kind = str | int
+"""What a field of a sample is: `ids`, a `number`, a `real` one, or how many rows it has."""
 
 
 @final
@@ -79,7 +79,7 @@ class TextSamples:
     def __init__(self, index: Index, ends: Ends, max_length: int, overlong: Overlong) -> None:
         self._index, self._ends = index, ends
         self.settings = f"{ends}|{max_length}|{overlong}"
-        sizes = np.diff(index.offsets) // STORED.itemsize
+        sizes = np.diff(index.offsets) // STORED.itemsize - 1
         self._whole = sizes + len(ends)
         inside, context = (0, 1) if not ends.of_samples else (len(ends), 0)
         self.documents, self._begins, lengths = divide(
@@ -101,7 +101,8 @@ class TextSamples:
         """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
         document, begin = int(self.documents[sample]), int(self._begins[sample])
         first, last = map(int, self._index.offsets[document : document + 2])
-        body, end = self._index.blob[first:last].view(STORED), begin + int(self._body[sample])
+        body = self._index.blob[first:last].view(STORED)[1:]  # behind their count
+        end = begin + int(self._body[sample])
         prefix, suffix = self._ends.prefix, self._ends.suffix
         if self._ends.of_samples:
             parts: list[npt.ArrayLike] = [prefix, body[begin:end], suffix]
@@ -123,15 +124,13 @@ class FieldSamples:
 
     Args:
         index: what `packed_fields` gave for each.
-        fields: kinds of the fields by name, in their order.
-        num_rows: rows of those that have some.
+        kinds: of the fields by name, in their order.
     """
 
-    def __init__(self, index: Index, fields: Mapping[str, Kind], num_rows: int = 1) -> None:
-        self._index, self._fields, self._num_rows = index, fields, num_rows
-        self.settings = f"{fields}|{num_rows}"
+    def __init__(self, index: Index, kinds: Mapping[str, Kind]) -> None:
+        self._index, self._kinds, self.settings = index, kinds, str(kinds)
         self.documents = np.arange(len(index.groups))
-        heads = index.offsets[:-1] // STORED.itemsize + [*fields].index(INPUT_IDS)
+        heads = index.offsets[:-1] // STORED.itemsize + [*kinds].index(INPUT_IDS)
         self.lengths = index.blob.view(STORED)[heads].astype(np.int64)
 
     def num_tokens(self, documents: IntArray) -> int:
@@ -146,25 +145,37 @@ class FieldSamples:
         """Give its fields, int64 but for real numbers."""
         first, last = map(int, self._index.offsets[sample : sample + 2])
         numbers = self._index.blob[first:last].view(STORED)
-        place, found = len(self._fields), {}
-        for count, (name, kind) in zip(numbers, self._fields.items(), strict=False):
-            values = numbers[place : place + count]
+        place, found = len(self._kinds), {}
+        for count, (name, kind) in zip(numbers, self._kinds.items(), strict=False):
+            found[name] = _tensor(numbers[place : place + count], kind)
             place += int(count)
-            found[name] = self._tensor(values, kind)
         return found
 
-    def _tensor(self, values: npt.NDArray[np.int32], kind: Kind) -> Tensor:
-        if kind == "real":
-            return torch.tensor(float(values.view(REAL)[0]))
-        tensor = torch.from_numpy(values.astype(np.int64))
-        if kind == "number":
-            return tensor[0]
-        return tensor if kind == "ids" else tensor.view(self._num_rows, -1)
+
+def _tensor(values: npt.NDArray[np.int32], kind: Kind) -> Tensor:
+    if kind == "real":
+        return torch.tensor(float(values.view(REAL)[0]))
+    tensor = torch.from_numpy(values.astype(np.int64))
+    if isinstance(kind, int):
+        return tensor.view(kind, -1)
+    return tensor if kind == "ids" else tensor[0]
 
 
-def packed_fields(fields: Sequence[npt.ArrayLike]) -> bytes:
+def kinds_of(fields: Mapping[str, Any]) -> dict[str, Kind]:
+    """Tell the kinds of the fields of a sample."""
+    arrays = {name: np.asarray(values) for name, values in fields.items()}
+    names = {1: "ids"}
+    return {
+        name: len(a)
+        if a.ndim > 1
+        else names.get(a.ndim, "real" if a.dtype.kind == "f" else "number")
+        for name, a in arrays.items()
+    }
+
+
+def packed_fields(fields: Mapping[str, Any]) -> bytes:
     """Put the fields of one sample into bytes: how many numbers each has, then the numbers."""
-    arrays = [np.asarray(each).ravel() for each in fields]
+    arrays = [np.asarray(values).ravel() for values in fields.values()]
     heads = np.array([len(each) for each in arrays], dtype=STORED)
-    stored = [a.astype(REAL) if a.dtype.kind == "f" else a.astype(STORED) for a in arrays]
+    stored = [each.astype(REAL if each.dtype.kind == "f" else STORED) for each in arrays]
     return b"".join([heads.tobytes(), *(each.tobytes() for each in stored)])
