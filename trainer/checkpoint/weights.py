@@ -30,7 +30,8 @@ from trainer.config.messages import clip, first_of
 from trainer.config.run_config import RunConfig
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
-from trainer.core.format import expanded, shown_path
+from trainer.core.format import shown_path
+from trainer.core.hub_cache import weights_path
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, fill, is_sharded
 from trainer.core.world import World
@@ -186,7 +187,7 @@ def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> Sto
         return checkpoint_weights(loaded)
     if config.init is None:
         return None
-    return open_weights(expanded(config.init), world, config.checkpoint_step)
+    return open_weights(weights_path(config.init), world, config.checkpoint_step)
 
 
 def open_weights(path: Path, world: World | None = None, step: int | None = None) -> StoredWeights:
@@ -286,6 +287,7 @@ def export(
     config: Mapping[str, Any],
     model: nn.Module | None = None,
     write: Callable[[Path], object] | None = None,
+    beside: Callable[[Path], object] | None = None,
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
@@ -296,6 +298,7 @@ def export(
         model: whose weights are written in place of those that are stored; one of Hugging Face
             writes itself, for its `from_pretrained`.
         write: writes the folder in place of either, as an adapter does.
+        beside: writes more into it, as a tokenizer does.
 
     Raises:
         ConfigError: `to` is taken.
@@ -320,6 +323,8 @@ def export(
                 durable.write_json(unfinished / CONFIG_FILE, config)
             else:
                 write(unfinished)
+            if beside is not None:
+                beside(unfinished)
             if to.is_dir():
                 durable.discard(to)
             durable.publish(unfinished, to)

@@ -42,7 +42,7 @@ from trainer.config.messages import clip, lookup
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.core.format import expanded
+from trainer.core.hub_cache import weights_path
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -228,9 +228,8 @@ def _refuse_missing(config: RunConfig) -> None:
         if path and not exists(path):
             raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
-        if not exists(init):
+        if not (source := weights_path(init)).exists():
             raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
-        source = expanded(init)
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 
 

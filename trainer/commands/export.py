@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from trainer.assemble.terms import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export
+from trainer.commands.exported import describe, lines_to_load, tokenizer_of, with_tokenizer
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
@@ -38,13 +40,10 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
     loaded = CheckpointStore(folder / CHECKPOINTS).load(config.checkpoint_step, set_aside=False)
-    description = {
-        "model": {"_target_": config.model.target, **config.model.params},
-        "step": loaded.step,
-    }
-    if config.transforms:
-        description["transforms"] = to_plain(config)["transforms"]
-    model, write, lines = _built(config, loaded, world), None, list[str]()
+    to, given = expanded(config.export.to), read_terms(loaded).given
+    model, write = _built(config, loaded, world), None
+    description, tokenizer = describe(config, given, loaded.step), _tokenizer(config)
+    lines = lines_to_load(config, model, to, has_tokenizer=tokenizer is not None)
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
@@ -52,14 +51,25 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         elif hasattr(adapter, "save"):
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
-            lines = adapter.how_to_load(model, base, expanded(config.export.to))
+            lines = adapter.how_to_load(model, base, to)
+            lines = lines if tokenizer is None else with_tokenizer(lines, to)
         else:
             description["adapter"] = to_plain(config)["adapter"]
-    to = export(loaded, expanded(config.export.to), description, model, write)
+    beside = None if tokenizer is None else tokenizer.save_pretrained
+    export(loaded, to, description, model, write, beside)
     show_read(loaded, f"weights written to {to}")
     for line in lines:
         Screen().line(f"  {line}")
     return 0
+
+
+def _tokenizer(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
+    """Build the tokenizer that is written, where there is one."""
+    try:
+        return tokenizer_of(config)
+    except ConfigError as error:  # its files may be gone
+        Screen().warn(f"{error}: no tokenizer is written")
+        return None
 
 
 def _merged(model: nn.Module | None, adapter: Any) -> nn.Module:  # noqa: ANN401 - any adapter
@@ -88,10 +98,11 @@ def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
 
 def _built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
     """Build the model where the weights alone will not do, or it may be one of transformers."""
-    look_up(config.model, "model", config.trust)  # imports what makes it
+    kind = look_up(config.model, "model", config.trust)  # which imports what makes it
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
     has_adapter = config.adapter.target != NO_ADAPTER
-    if "transformers" not in sys.modules and not stored.frozen and not has_adapter:
+    may_be_theirs = "transformers" in sys.modules or not inspect.isclass(kind)
+    if not (may_be_theirs or stored.frozen or has_adapter):
         return None
     try:
         return build_model(config, world, given, stored=stored)[0]

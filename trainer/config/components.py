@@ -111,6 +111,7 @@ TemplateVariables = Annotated[
     dict[str, Any],
     Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
 ]
+ConfigFields = Annotated[dict[str, Any], Field(description="what a config.json holds")]
 ModuleNames = Annotated[
     str | Sequence[Text],
     Field(description="a list of names, e.g. [q_proj,v_proj], or a pattern"),

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import (
     ColumnNames,
     Count,
+    ExistingPath,
     Overlong,
     Pair,
     Share,
@@ -26,13 +27,13 @@ from trainer.config.components import (
     Text,
 )
 from trainer.core.errors import ConfigError, DataError
-from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts, joined, row
 from trainer.data.encode import ends_of, pad_token_of
 from trainer.data.records import find_records
 from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records
 from trainer.data.token_samples import FieldSamples, TextSamples, TokenSamples
+from trainer.data.tokenizers import read_template
 from trainer.plan.cut import IntArray
 
 DEFAULT_LENGTH = 1024
@@ -117,7 +118,7 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         max_samples: Count | None = None,
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
-        chat_template: Text | None = None,
+        chat_template: ExistingPath | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
@@ -138,7 +139,7 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
             truncation=truncation,
             assistant_only_loss=assistant_only_loss,
             completion_only_loss=completion_only_loss,
-            chat_template=_template(chat_template),
+            chat_template=read_template(chat_template),
             chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
         source = find_records(path, subset)
@@ -233,18 +234,6 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
     def _left_out(self) -> str:
         dropped = self._index.facts["dropped"].items()
         return ", ".join(f"{count:,} {reason} left out" for reason, count in dropped)
-
-
-def _template(typed: str | None) -> str | None:
-    """Read a chat template, where a file was typed in place of its text."""
-    if typed is None or "{" in typed:
-        return typed
-    file = expanded(typed)
-    if not file.is_file():
-        raise ConfigError(
-            f"data.chat_template={typed}: no such file, and no template, which has {{"
-        )
-    return file.read_text()
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.components import ExistingPath
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 """Patterns of the files of which a folder with a tokenizer has at least one."""
@@ -75,6 +76,22 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, bos_token=bos, eos_token=eos, name_or_path="bytes"
     )
+
+
+def read_template(typed: str | None) -> str | None:
+    """Read a chat template, where a file was typed in place of its text.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if typed is None or "{" in typed:
+        return typed
+    file = expanded(typed)
+    if not file.is_file():
+        raise ConfigError(
+            f"data.chat_template={typed}: no such file, and no template, which has {{"
+        )
+    return file.read_text()
 
 
 def _has_tokenizer(folder: Path) -> bool:

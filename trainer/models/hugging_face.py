@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.components import Attention, Count, ExistingPath, FloatType, Task
+from trainer.config.components import Attention, ConfigFields, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
 from trainer.models.lazy_loading import load_unread
-from trainer.models.task import task_of_class
+from trainer.models.task import task_of, task_of_class
 from trainer.models.transformers_classes import note_loaded, quiet
 
 _CLASSES: Mapping[Task, str] = {
@@ -32,7 +32,7 @@ _CLASSIFIES = {"sequence_classification", "token_classification", "image_classif
 
 def hugging_face(
     path: ExistingPath | None = None,
-    config: ExistingPath | dict[str, Any] | None = None,
+    config: ExistingPath | ConfigFields | None = None,
     task: Task | None = None,
     dtype: FloatType = "float32",
     attn_implementation: Attention | None = None,
@@ -94,6 +94,13 @@ def hugging_face(
         elif not Path(source).exists():
             text = "no such file or folder, and no model that the hub or its cache gives"
         raise ConfigError(f"{key}={source}: {text}") from error
+
+
+def auto_class(module: Any) -> str:  # noqa: ANN401 - any model of transformers
+    """Name what loads a saved model: the class for its task, if it is named so, or its own."""
+    task, own = task_of(module), type(module).__name__
+    name = own if task is None else _CLASSES[task]
+    return name if own.endswith(name.removeprefix("AutoModel")) else own
 
 
 def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model
