@@ -99,8 +99,8 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_model_with_equal_log
 
 
 def test_a_run_goes_on_bit_for_bit_and_not_with_another_rank(made):
-    early = go(f"{LLAMA} steps=2 scheduler=constant")
-    whole = go(f"{LLAMA} scheduler=constant")
+    line = f"{LLAMA} scheduler=constant adapter.lora_dropout=0.1"
+    early, whole = go(f"{line} steps=2"), go(line)
     train([f"resume={early.folder}", "steps=3", "trust=[datasets]"])
     assert all(torch.equal(state(early)[name], tensor) for name, tensor in state(whole).items())
     with pytest.raises(ConfigError, match=r"adapter\.r=4: the run has 8"):
@@ -117,6 +117,10 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_and_little_else(
     assert all("lora_" in name for name in state(run) if name.startswith("model."))
 
 
+CLASSIFIER = (
+    f"model=hf model.path=bert model.task=sequence_classification {DATA}=classes adapter=lora "
+    "optimizer.lr=0.05 steps=3"
+)
 OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 steps=3"
 
 
@@ -127,6 +131,7 @@ OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 st
         pytest.param(GPT, "ddp", 1e-5, marks=pytest.mark.nightly),
         pytest.param(OWN, "ddp", 1e-5, marks=pytest.mark.nightly),
         pytest.param(OWN, "fsdp", 1e-5, marks=pytest.mark.nightly),
+        pytest.param(CLASSIFIER, "fsdp", 1e-5, marks=pytest.mark.nightly),
         # Matrices of fp32 beside bf16.
         pytest.param(f"{LLAMA} model.dtype=bfloat16", "fsdp", 1e-2, marks=pytest.mark.nightly),
     ],
@@ -150,8 +155,7 @@ def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too():
 
 def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    line = f"model=hf model.path=bert model.task=sequence_classification {DATA}=classes"
-    run = go(f"{line} adapter=lora optimizer.lr=0.05 steps=3")
+    run = go(CLASSIFIER)
     export(run, "classifier")
     shown = capsys.readouterr().out
     export(run, "merged_classifier", "export.merge=true")

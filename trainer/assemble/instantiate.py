@@ -34,6 +34,7 @@ from trainer.config.components import (
 )
 from trainer.config.data_sets import source_components
 from trainer.config.keys import options_of
+from trainer.config.messages import clip
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -299,6 +300,7 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
             near = difflib.get_close_matches(name, parameters, n=1)
             hint = f"It takes {', '.join(parameters) or 'none'}."
             hint = f"Did you mean {key}.{near[0]}?" if near else hint
-            faults.append(f"{key}.{name}: {target.__name__} takes no such argument. {hint}")
+            fault = f"{key}.{name}: {target.__name__} takes no such argument. {hint}"
+            faults.append(clip(fault))
     if faults:
         raise ConfigError(*faults)

@@ -150,8 +150,11 @@ def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
         else:
             bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
             transforms.append(construct(bound, key, partial, config.trust))
-    made = (getattr(each, "func", each) for each in transforms)
-    return transforms, all(getattr(each, "draws_on_meta", False) for each in made)
+    return transforms, all(map(_draws_on_meta, transforms))
+
+
+def _draws_on_meta(transform: Transform) -> bool:
+    return bool(getattr(getattr(transform, "func", transform), "draws_on_meta", False))
 
 
 def _construct(
@@ -171,7 +174,7 @@ def _construct(
 
     Raises:
         ConfigError: a transform gives no model.
-        _NeedsValues: the maker does not say it.
+        _NeedsValues: the maker does not say it, or a transform needs them.
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
@@ -183,11 +186,10 @@ def _construct(
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
-    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
-        module = transform(module)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
-    module = refuse_lazy(module)
+    module = _transformed(config, transforms, module)
+    # A model may have what a transform cannot do there, such as a head that is copied.
+    if has_first and not all(map(_draws_on_meta, transforms)):
+        raise _NeedsValues
     named = module.named_parameters(remove_duplicate=False)
     for name, parameter in ((n, p) for n, p in named if id(p) in values):
         before, unread[name], version = values[id(parameter)]
@@ -201,6 +203,21 @@ def _construct(
             stored = _adopted(stored, module, transforms[-1])
         unread |= stored.fill(module)
     return module
+
+
+def _transformed(
+    config: RunConfig, transforms: Sequence[Transform], module: nn.Module
+) -> nn.Module:
+    """Apply what changes a model, in order.
+
+    Raises:
+        ConfigError: one gives no model.
+    """
+    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
+        module = transform(module)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
+    return refuse_lazy(module)
 
 
 def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:
@@ -218,7 +235,7 @@ def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> St
 
 
 class _NeedsValues(Exception):  # noqa: N818 - no error
-    """A maker cannot say where the weights of its model are, and gives them whole."""
+    """Where the weights of a model are cannot be said, so that it is built with them."""
 
 
 def _counted(

@@ -13,6 +13,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, final, get_type_hints
 
+import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ _HEADS: Mapping[str, Collection[str]] = {
     **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
     "QUESTION_ANS": ("qa_outputs",),
 }
+_DRAWN = (True, "gaussian")  # first weights that no value of the model decides
 _BY_DATA = ("corda", "eva", "lora_ga")  # first weights that peft computes from samples
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # which no shape of a weight tells
 
@@ -106,8 +108,7 @@ class Lora(ModelTransform):
             )
         except (TypeError, ValueError, ImportError) as error:
             raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
-        is_drawn = first in {True, False, "gaussian"} and not modules_to_save
-        self.draws_on_meta = is_drawn and not self._config.use_dora
+        self.draws_on_meta = first in _DRAWN and not modules_to_save and not self._config.use_dora
 
     def __call__(self, model: nn.Module) -> nn.Module:
         """See the base class.
@@ -123,17 +124,19 @@ class Lora(ModelTransform):
         _refuse_unmatched("target_modules", config.target_modules, names)
         _refuse_unmatched("modules_to_save", config.modules_to_save, names)
         if isinstance(model, PreTrainedModel):
-            config.task_type = _KINDS.get(task_of(model))
+            config.task_type = config.task_type or _KINDS.get(task_of(model))
         elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
             linear = (n for n, part in model.named_modules() if isinstance(part, nn.Linear))
             config.target_modules = {*linear} - {_name_of_output(model)}
         heads = [name for name in _HEADS.get(config.task_type, ()) if name in names]
         whole = [*(config.modules_to_save or ()), *_new_modules(model), *heads]
         config.modules_to_save = [*dict.fromkeys(whole)] or None
+        self.draws_on_meta &= not whole  # they are copied
         try:
             LoraModel(model, config, _NAME)
         except (TypeError, ValueError, LookupError, RuntimeError, ImportError) as error:
             raise ConfigError(f"adapter: {' '.join(str(error).split())}") from error
+        _widen(model, config)
         return model
 
     def names_in(self, folder: Path, model: nn.Module) -> Mapping[str, str]:
@@ -156,7 +159,8 @@ class Lora(ModelTransform):
     def save(self, model: nn.Module, base: str | None, folder: Path) -> None:
         """Write the adapter as peft's `from_pretrained` loads it, with the name of its base."""
         config = deepcopy(_config_of(model))
-        config.base_model_name_or_path, config.inference_mode = base, True
+        config.base_model_name_or_path = config.base_model_name_or_path or base
+        config.inference_mode = True
         if config.task_type is None:  # peft's loader then asks for the class of the base
             names = {"base_model_class": type(model).__name__}
             config.auto_mapping = {**names, "parent_library": type(model).__module__}
@@ -209,6 +213,25 @@ class Lora(ModelTransform):
 
 def _config_of(model: nn.Module) -> Any:  # noqa: ANN401 - a LoraConfig
     return vars(model)["peft_config"][_NAME]
+
+
+def _widen(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - a LoraConfig
+    """Give the matrices fp32 where their layers have less, in which small updates are lost.
+
+    What is drawn is drawn again in that dtype: peft draws it in fp32, casts it to the layer's
+    dtype, which rounds it, and on the meta device does neither.
+    """
+    from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - see above
+    from peft.tuners.tuners_utils import cast_adapter_dtype  # noqa: PLC0415 - see above
+
+    cast_adapter_dtype(model, _NAME)
+    if config.init_lora_weights in _DRAWN:
+        layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer)]
+        for layer in layers:
+            base = next(layer.get_base_layer().parameters())
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices.to(torch.promote_types(base.dtype, torch.float32))
+            layer.reset_lora_parameters(_NAME, config.init_lora_weights)
 
 
 def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: list[str]) -> None:

@@ -54,13 +54,22 @@ def test_settings_of_peft_reach_its_layers():
     assert "head.modules_to_save.default.weight" in trained(model)
 
 
-def test_on_the_meta_device_the_matrices_are_drawn_with_the_bits_of_the_cpu():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_on_the_meta_device_the_matrices_are_drawn_with_the_bits_of_the_cpu(dtype):
+    def build() -> nn.Module:
+        torch.set_default_dtype(dtype)
+        base = gpt()
+        torch.set_default_dtype(torch.float32)
+        return Lora()(base)
+
     torch.manual_seed(3)
-    here = Lora()(gpt()).state_dict()
+    here = build().state_dict()
     torch.manual_seed(3)
-    _, drawn = build_on_meta(lambda: Lora()(gpt()))
-    assert drawn.keys() == dict(Lora()(gpt()).named_parameters()).keys()
+    _, drawn = build_on_meta(build)
+    assert drawn.keys() == dict(build().named_parameters()).keys()
     assert all(torch.equal(drawn[name][...], here[name]) for name in drawn)
+    widest = max(dtype, torch.float32, key=lambda each: each.itemsize)
+    assert {here[name].dtype for name in here if "lora_" in name} == {widest}
 
 
 @pytest.mark.parametrize("settings", [{"modules_to_save": ["head"]}, {"use_dora": True}])
