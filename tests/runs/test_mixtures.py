@@ -19,6 +19,7 @@ from tests.lib.run_support import (
     read_json,
     shell,
     state,
+    steps,
 )
 from tests.lib.run_toys import Rows
 from trainer.cli.main import FinishedRun
@@ -46,6 +47,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("mixture"))
         return go(f"{LINE} steps=9")
+
+
+def numbers(run: FinishedRun, name: str) -> list[float]:
+    """A figure of every step, 0 where it is of nothing."""
+    return [value or 0.0 for value in curve(run, name)]
 
 
 def test_an_epoch_holds_each_source_by_its_weight_and_is_shuffled(run: FinishedRun) -> None:
@@ -78,6 +84,28 @@ def test_figures_of_each_source_are_exact_and_add_up_to_those_of_all(run: Finish
     assert (record["samples"], record["sets"]["rows"]["samples"]) == (15, 9)
 
 
+def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run: FinishedRun) -> None:
+    """Whatever the cut; and the step itself is that of the same data without sources."""
+    data = [Rows(30), Others(21)]
+    held_out = read_json(run.folder / "splits.json")["sources"]
+    train = [
+        [i for i in range(len(each)) if i not in held_out[name]["held_out"]]
+        for name, each in zip(("rows", "others"), data, strict=True)
+    ]
+    places = [(0, train[0][k % 21]) for k in range(45)] + [(1, i) for i in train[1]]
+    ledger = [entry["ids"] for entry in entries(run, "samples.jsonl")]
+    for entry, ids in zip(steps(run), ledger, strict=True):
+        terms = [0, 0]
+        for source, i in (places[each] for each in ids):
+            terms[source] += int((data[source][i]["labels"][1:] >= 0).sum())
+        shares = [entry["loss_rows"], entry["loss_others"]]
+        mean = sum(n * (share or 0.0) for n, share in zip(terms, shares, strict=True)) / sum(terms)
+        assert entry["loss"] == pytest.approx(mean, rel=1e-12)
+    alone = go(f"{LINE} steps=9 accum.micro=1")
+    for name in ("loss", "loss_rows", "loss_others"):
+        assert numbers(alone, name) == pytest.approx(numbers(run, name), rel=1e-12)
+
+
 def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(
     run: FinishedRun,
 ) -> None:
@@ -88,8 +116,8 @@ def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_s
     expected = state(run)
     assert all(tensor.equal(expected[name]) for name, tensor in state(part).items())
     two = go(f"{LINE} steps=9 parallel.ranks=2")
-    for name in ("loss", "grad_norm"):
-        assert curve(two, name) == pytest.approx(curve(run, name), rel=1e-12)
+    for name in ("loss", "grad_norm", "loss_rows", "loss_others"):
+        assert numbers(two, name) == pytest.approx(numbers(run, name), rel=1e-12)
 
 
 ONE = "data.sources.a.path=a.jsonl"

@@ -20,7 +20,7 @@ from trainer.config.messages import first_of
 from trainer.core.micro_batch import to_device
 from trainer.core.tensors import bits_of
 from trainer.data.loader import Request
-from trainer.data.samples import INPUT_IDS
+from trainer.data.samples import INPUT_IDS, SOURCE
 from trainer.models.bind import OMITTED
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
@@ -75,7 +75,8 @@ def _unread_fields(components: Components) -> list[str]:
     omitted = getattr(components.module, OMITTED, ())
     named = inspect.signature(components.module.forward).parameters.keys() - set(omitted)
     # `input_ids` are counted, also where nothing else reads them.
-    unread = [n for n in brought if n in example and n not in named and n != INPUT_IDS]
+    others = (n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n)
+    unread = [n for n in others if n not in named]
     unread = unread and _unread_in_trials(components, unread)
     if not unread:
         return []

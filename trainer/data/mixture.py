@@ -12,13 +12,14 @@ from typing import Any, Literal, cast, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset
 
 from trainer.config.components import Sources
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, joined, row
-from trainer.data.samples import HELD_OUT, TRAIN, Sample
+from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, Sample, num_tokens
 from trainer.data.view import DataView
 from trainer.plan.cut import IntArray
 
@@ -82,7 +83,7 @@ class Mixture:
         # A sample that is there once has the id that it has in its source.
         ids = [view.original_ids(np.arange(len(view))) for view in held_out.values()]
         part.original_ids = np.concatenate([np.zeros(0, dtype=np.int64), *ids])
-        return {TRAIN: MixturePart(train, self.counts, weights), HELD_OUT: part}
+        return {TRAIN: MixturePart(train, self.counts, weights, is_marked=True), HELD_OUT: part}
 
 
 def counts_by_weight(
@@ -107,6 +108,7 @@ class MixturePart(Dataset[Sample]):
         views: the sources by name.
         counts: how many samples of each.
         weights: for messages.
+        is_marked: whether samples say their source, for its loss in training.
 
     Attributes:
         source_names: in their order.
@@ -120,8 +122,11 @@ class MixturePart(Dataset[Sample]):
         views: Mapping[str, DataView],
         counts: Mapping[str, int],
         weights: Mapping[str, float],
+        *,
+        is_marked: bool = False,
     ) -> None:
         self.original_ids: IntArray | None = None  # they are the same
+        self._is_marked = is_marked
         self.source_names, self._views = [*views], [*views.values()]
         self._counts = [counts[name] for name in views]
         self._weights = [weights[name] for name in views]
@@ -147,7 +152,13 @@ class MixturePart(Dataset[Sample]):
         source, place = self._place(i)
         view = self._views[source]
         sample: Sample = view.dataset[int(view.ids(np.array([place]))[0])]
-        return sample
+        return {**sample, **self._marks(source, sample)} if self._is_marked else sample
+
+    def _marks(self, source: int, sample: Sample) -> Sample:
+        """Say of every token, or of the sample, whether it is of each source."""
+        shape = () if (count := num_tokens(sample)) is None else (count,)
+        names = enumerate(self.source_names)
+        return {f"{SOURCE}{name}": torch.full(shape, number == source) for number, name in names}
 
     def source_of(self, i: int) -> str:
         """Name the source of a sample."""

@@ -21,6 +21,9 @@ from trainer.plan.permutation import below, mixed
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
+SOURCE = "source:"
+"""What the name of a field begins with that marks the samples of a source, or all their tokens, by
+True: the loss of each has a figure in training."""
 KeyArray = npt.NDArray[np.uint64]
 
 TRAIN = "train"

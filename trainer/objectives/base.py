@@ -34,6 +34,14 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
+from trainer.data.collate import LABELS
+from trainer.objectives.by_source import (
+    Recorded,
+    figure_of,
+    labels_by_source,
+    source_sums,
+    without_marks,
+)
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
@@ -75,6 +83,8 @@ class Sums:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     # Of an evaluation, what `statistics_of` gives: sums of any shape, of which metrics are made
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    # The one loss at each label, without a graph, where it costs nothing to tell; 0 where none is
+    terms: Tensor | None = None
 
 
 LabelKind = Literal["classes", "numbers", "flags"]
@@ -184,7 +194,7 @@ class Objective(Described, ABC):
 
 def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     """Count what the sums of an objective are divided by, finite numbers from 0 on."""
-    given: object = objective.weights(fields)
+    given: object = objective.weights(without_marks(fields))
     method = f"weights of {type(objective).__name__}"
     if not isinstance(given, Mapping) or not given:
         _refuse(method, given, "return a number for every name that `sums` gives")
@@ -194,6 +204,10 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         weights[name] = float(value if is_plain else _number(f"{method}, {name}", value))
         if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
+    terms = [name for name in weights if name not in objective.metric_names]
+    for source, labels in labels_by_source(objective, fields).items():
+        own = objective.weights({**without_marks(fields), LABELS: labels})
+        weights |= {figure_of(source, term, len(terms)): float(own[term]) for term in terms}
     return weights
 
 
@@ -201,11 +215,7 @@ def sums_of(
     objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
 ) -> Sums:
     """Run an objective on a micro-batch; `weights` are None where they do not matter."""
-    sums = (
-        objective.sums(model, fields)
-        if weights is None
-        else objective.sums_weighed(model, fields, weights)
-    )
+    sums, by_source = _run(objective, model, fields, weights)
     method = f"sums of {type(objective).__name__}"
     losses: object = getattr(sums, "losses", None)
     if not isinstance(losses, Mapping) or not losses:
@@ -215,6 +225,7 @@ def sums_of(
             remedy = "return the sum over its terms, a 0-d float tensor"
             _refuse(f"{method}, {name}", loss, remedy)
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
+    metrics |= by_source
     named = {*metrics, *(losses.keys() - {"loss"} if len(losses) > 1 else ())}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
         raise ConfigError(f"objective: {method}: {taken[0]} is a built-in metric; rename it")
@@ -228,6 +239,19 @@ def sums_of(
             )
         losses = {name: loss.clone().requires_grad_() for name, loss in losses.items()}
     return Sums(losses=losses, metrics=metrics, statistics=sums.statistics)
+
+
+def _run(
+    objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
+) -> tuple[Sums, dict[str, Tensor]]:
+    """Run an objective, and sum its losses by source where samples have one."""
+    own = without_marks(fields)
+    if weights is None:
+        return objective.sums(model, own), {}
+    if len(own) == len(fields):
+        return objective.sums_weighed(model, own, weights), {}
+    sums = objective.sums_weighed(call := Recorded(model), own, weights)
+    return sums, source_sums(objective, call, fields, weights, sums)
 
 
 def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequence[str]) -> None:

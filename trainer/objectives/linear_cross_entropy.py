@@ -38,6 +38,7 @@ class _Task(NamedTuple):
     multiple: int  # what the number of classes is padded to
     smoothing: float
     backend: str | None  # of the compiler
+    terms: Tensor | None  # what the loss of each position is written into
 
 
 def linear_cross_entropy(
@@ -48,6 +49,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     backend: str | None = None,
     observe: Callable[[Tensor, Tensor], None] | None = None,
+    terms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
 
@@ -59,6 +61,7 @@ def linear_cross_entropy(
         backend: of `torch.compile`, for what is not a matrix product; None computes it as it is.
         observe: is given the logits, `(rows, classes)`, and targets of each chunk where no gradient
             is recorded.
+        terms: `(positions,)`, into which the loss of each position is written.
 
     Returns:
         The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
@@ -66,7 +69,7 @@ def linear_cross_entropy(
     """
     kind, classes, inputs = hidden.device.type, len(layer[0]), (hidden, *layer, targets)
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
-    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend)
+    task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend, terms)
     if not torch.is_grad_enabled():
         return _compute(task, inputs, observe=observe)[0]
     sums: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(task, *inputs)  # type: ignore[no-untyped-call] # untyped in torch
@@ -126,7 +129,10 @@ def _compute(
                 sums[1] += (logits.argmax(-1) == labels).sum()
             if observe is not None:
                 observe(logits[:, : task.classes], labels)
-            sums[0] += _entropy(task, logits, labels, wide, overwrites=grads is not None)
+            losses = _entropy(task, logits, labels, wide, overwrites=grads is not None)
+            sums[0] += losses.sum()
+            if task.terms is not None:
+                task.terms[piece] = losses
             if grads is not None:
                 _add_gradients(grads, piece, (logits, rows, matrix), (labels == IGNORED)[:, None])
     if grads is not None:
@@ -147,7 +153,7 @@ def _padded(tensor: Tensor | None, multiple: int, dtype: torch.dtype) -> Tensor 
 def _entropy(
     task: _Task, logits: Tensor, labels: Tensor, dtype: torch.dtype, *, overwrites: bool
 ) -> Tensor:
-    """Sum the cross entropy of a chunk, 0-d; may overwrite its logits with their gradient."""
+    """Give the cross entropy of each row; may overwrite its logits with their gradient."""
     ignored = labels == IGNORED
     index = labels.masked_fill(ignored, 0)[:, None]
     softmax = _softmax if task.backend is None else _compiled_softmax(task.backend)
@@ -157,7 +163,7 @@ def _entropy(
         # apart, since p - 1 of a rounded p near 1 keeps few digits, as does Inductor's expm1.
         own = torch.expm1(log_prob) + task.smoothing - task.smoothing / task.classes
         logits.scatter_(1, index, own.to(logits.dtype))
-    return losses.masked_fill_(ignored, 0.0).sum()
+    return losses.masked_fill_(ignored, 0.0)
 
 
 def _softmax(

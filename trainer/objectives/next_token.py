@@ -83,17 +83,20 @@ class TokenEntropy(Objective):
         layer, hidden = model.output_layer, logits_of(model.without_output_layer(fields))
         _check_shapes(hidden, targets)
         statistics: dict[str, Tensor] = {}
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        terms = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         entropy, hits = linear_cross_entropy(
             hidden.flatten(0, -2),
             (layer.weight, layer.bias),  # in shards it is whole only once the model ran
             targets.flatten(),
             label_smoothing=self.label_smoothing,
             backend=model.compiled_by,
+            terms=terms.view(-1),
             observe=lambda *chunk: add_statistics(statistics, statistics_of(self, *chunk)),
         )
         metrics = {} if torch.is_grad_enabled() else {"accuracy": hits}
         losses = {"cross_entropy": entropy}
-        return Sums(losses=losses, metrics=metrics, statistics=statistics)
+        return Sums(losses=losses, metrics=metrics, statistics=statistics, terms=terms)
 
     def _from_logits(self, logits: Tensor, targets: Tensor) -> Sums:
         """Sum the same from logits, `(batch, time, vocab)`, and what is read off them alone."""

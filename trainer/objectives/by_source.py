@@ -1,0 +1,113 @@
+"""Give each source of the data its share of the loss of a micro-batch, for the figures of a step.
+
+Samples say where they come from by fields named `source:NAME`. Where each label counts at its own
+logits the share is the loss of the same logits with the labels of all other samples left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from trainer.core.micro_batch import Fields
+from trainer.data.collate import IGNORED_LABEL, LABELS
+from trainer.data.samples import SOURCE
+
+if TYPE_CHECKING:
+    from trainer.objectives.base import ModelCall, Objective, Sums
+
+DOUBLE = torch.float64
+
+
+def without_marks(fields: Fields) -> Fields:
+    """Leave out the fields that say where samples come from."""
+    return {name: field for name, field in fields.items() if not name.startswith(SOURCE)}
+
+
+def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
+    """Mark what is of each source, in the shape of the labels, to which it may be broadcast.
+
+    Empty where samples have no source, or the objective is no sum over labels and their logits.
+    """
+    labels = fields.get(LABELS)
+    if labels is None or not objective.sums_samples or objective.coupling.kind != "none":
+        return {}
+    found = {}
+    for name, mark in fields.items():
+        if name.startswith(SOURCE):
+            own = mark
+            if "cu_seqlens" not in fields:  # each row is of one sample, which begins it
+                first = mark[:, 0] if mark.dim() > 1 else mark
+                own = first.reshape(-1, *[1] * (labels.dim() - 1))
+            found[name.removeprefix(SOURCE)] = own
+    return found
+
+
+def labels_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
+    """Give the labels of a micro-batch once for each source, -100 in all that is of another."""
+    marks = marks_by_source(objective, fields).items()
+    return {name: fields[LABELS].masked_fill(~mark, IGNORED_LABEL) for name, mark in marks}
+
+
+def figure_of(source: str, term: str, terms: int) -> str:
+    """Name a source's share of a loss term: `loss_code`, or by the term where there are several."""
+    return f"{'loss' if terms == 1 else term}_{source}"
+
+
+def source_sums(
+    objective: Objective,
+    call: Recorded,
+    fields: Fields,
+    weights: Mapping[str, float],
+    given: Sums,
+) -> dict[str, Tensor]:
+    """Sum the loss terms of each source from what the model gave; without a graph.
+
+    Args:
+        objective: that gave the sums.
+        call: by which it called the model.
+        fields: of the micro-batch.
+        weights: of the micro-batch; a source without any is not computed, nor is one alone.
+        given: of all samples.
+    """
+    marks, found, losses = marks_by_source(objective, fields), dict[str, Tensor](), given.losses
+    names = {s: {t: figure_of(s, t, len(losses)) for t in losses} for s in marks}
+    present = [s for s, figures in names.items() if any(weights[f] for f in figures.values())]
+    for source in present:
+        sums: Mapping[str, Tensor] = losses
+        if len(present) > 1 and given.terms is not None:
+            sums = dict.fromkeys(losses, given.terms.where(marks[source], 0.0).sum(dtype=DOUBLE))
+        elif len(present) > 1:
+            labels = fields[LABELS].masked_fill(~marks[source], IGNORED_LABEL)
+            with torch.no_grad():
+                sums = objective.sums(call, {**without_marks(fields), LABELS: labels}).losses
+        found |= {names[source][term]: sums[term].detach().double() for term in losses}
+    absent = (f for s, figures in names.items() if s not in present for f in figures.values())
+    zero = torch.zeros((), dtype=DOUBLE, device=next(iter(losses.values())).device)
+    return found | dict.fromkeys(absent, zero)
+
+
+@final
+class Recorded:
+    """Calls a model once, and gives the same again when it is called again."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._call, self._outputs = call, dict[str, Any]()
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
+        """Call the model as it is."""
+        if "whole" not in self._outputs:
+            self._outputs["whole"] = self._call(fields)
+        return self._outputs["whole"]
+
+    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
+        """See `LayeredCall`."""
+        if "inner" not in self._outputs:
+            self._outputs["inner"] = self._call.without_output_layer(fields)  # type: ignore[attr-defined]
+        return self._outputs["inner"]
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any call
+        return getattr(self._call, name)
