@@ -16,6 +16,7 @@ from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS
 from trainer.data.view import DataView
 from trainer.models.bind import AUTOCAST, bind
+from trainer.models.by_document import attend_by_document, attend_whole_rows
 from trainer.objectives.base import ModelCall
 from trainer.plan.cut import Layout
 from trainer.tune.layout import layout_for, packs
@@ -64,6 +65,11 @@ def find_layout(
         fill=float(data.lengths.mean()) / max(1, request.pad_to),
         fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
     )
+    # One by one on a CPU, if that is proven too; a compiler would need a graph for all lengths.
+    is_tried = packed and device.type == "cpu" and not config.compile
+    is_tried = is_tried and attend_by_document(module)
+    if is_tried and world.on_main(lambda: packing_fault(loader, module, call)) is not None:
+        attend_whole_rows(module)
     layout = layout_for(
         data.lengths[data.lengths.sample()],
         world_size=world.size,

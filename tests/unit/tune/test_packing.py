@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.heads import TINY
@@ -16,6 +17,7 @@ from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
+from trainer.models.by_document import attend_by_document
 from trainer.objectives.base import Objective
 from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
@@ -78,6 +80,41 @@ def test_packed_gradients_are_those_of_padded_samples(name: str, objective: Obje
         lambda: hugging_face(name), objective, Budget(max_tokens=80), packed=True, max_shapes=2
     )
     assert relative_error(packed, whole) <= EXACT[torch.float64]
+
+
+class Scored(TorchFunctionMode):
+    """Notes the most positions that one attention scores."""
+
+    most = 0
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self.most = max(self.most, args[0].shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["Llama", nightly("GPT2"), nightly("Qwen3")])
+def test_on_a_cpu_documents_are_attended_to_one_by_one_with_the_same_gradients(name: str) -> None:
+    def by_document() -> nn.Module:
+        model = hugging_face(name)
+        assert attend_by_document(model)
+        return model
+
+    whole = gradients(lambda: hugging_face(name), NextToken(), Fixed())
+    cut, layout = Budget(max_tokens=80), {"packed": True, "max_shapes": 2}
+    with Scored() as masked:
+        gradients(lambda: hugging_face(name), NextToken(), cut, **layout)
+    with Scored() as alone:
+        packed = gradients(by_document, NextToken(), cut, **layout)
+    assert relative_error(packed, whole) <= EXACT[torch.float64]
+    assert alone.most <= RaggedText().lengths.max() < masked.most
+    assert fault(by_document()) is None
+
+
+def test_a_window_over_positions_is_left_to_the_mask_of_the_model() -> None:
+    assert not attend_by_document(hugging_face("Mistral", sliding_window=8))
+    assert not attend_by_document(hugging_face("Llama", attention="eager"))
+    assert not attend_by_document(TinyLM())
 
 
 def test_gradients_of_a_model_that_mixes_documents_differ() -> None:

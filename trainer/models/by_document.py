@@ -1,0 +1,68 @@
+"""Have a model of transformers attend to the documents of a packed row one by one.
+
+Its own `sdpa` scores every pair of positions of the row, and masks what lies in other documents.
+On a CPU that is most of the time of a row of several thousand tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+BY_DOCUMENT = "sdpa_by_document"
+"""Its name among the kernels of transformers."""
+_OTHER = ("sliding_window", "softcap", "position_bias", "s_aux")
+"""Arguments of an attention that is more than causal."""
+
+
+def attend_by_document(module: nn.Module) -> bool:
+    """Have a model attend so; False where its attention is another one, and nothing changed."""
+    config: Any = getattr(module, "config", None)
+    is_plain = getattr(config, "_attn_implementation", None) == "sdpa" and not config.sub_configs
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if not is_plain or any(windows) or kinds - {"full_attention"}:
+        return False
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
+
+    AttentionInterface.register(BY_DOCUMENT, _attend)
+    AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
+    module.set_attn_implementation(BY_DOCUMENT)  # type: ignore[operator] # of transformers
+    return bool(config._attn_implementation == BY_DOCUMENT)
+
+
+def attend_whole_rows(module: nn.Module) -> None:
+    """Undo it."""
+    module.set_attn_implementation("sdpa")  # type: ignore[operator] # of transformers
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401 - as transformers passes them on
+) -> tuple[Tensor, None]:
+    """Attend within each document, `(1, heads, time, head_dim)` to `(1, time, heads, head_dim)`.
+
+    A row whose bounds are not given or do not fill it, and a fake one, is left to the mask.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+
+    bounds: Tensor | None = options.get("cu_seq_lens_q")
+    lengths = list[int]()
+    if bounds is not None and not is_fake(bounds):
+        lengths = [n for n in bounds.diff().tolist() if n]
+    is_plain = all(options.get(name) is None for name in _OTHER)
+    if not is_plain or sum(lengths) != query.shape[2] or sum(lengths) != key.shape[2]:
+        return attend(query, key, value, attention_mask), None
+    pieces = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([attend(q, k, v, None) for q, k, v in pieces], dim=1), None
