@@ -48,6 +48,8 @@ def test_packed_conversations_give_the_loss_of_padded_ones_and_of_a_loop_by_hand
     assert read_json(packed.folder / "plan.json")["padding"] == 0
     for name in ("loss", "grad_norm"):
         assert curve(packed, name) == pytest.approx(curve(padded, name), rel=EXACT)
+    verdict = read_json(go(f"command=verify {line} accum.packed=true").folder / "verify.json")
+    assert verdict["verdict"] == "exact"
     first = entries(padded, "samples.jsonl")[0]["ids"]
     assert curve(padded, "loss")[0] == pytest.approx(loss_by_hand(first), rel=EXACT)
 

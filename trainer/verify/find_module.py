@@ -125,7 +125,8 @@ def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
     chosen = [by_length[len(units) - 1 - i * len(units) // count] for i in range(count)]
     whole, start, padded = case.load(np.concatenate(chosen)), 0, []
     for unit in chosen:
-        padded.append(_padded_like(whole, start, case.load(unit, pad_to=longest)))
+        part = case.load(unit, pad_to=longest)
+        padded.append(part if case.batch.plan.packed else _padded_like(whole, start, part))
         start += len(unit)
     return whole, {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
 
