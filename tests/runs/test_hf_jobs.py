@@ -85,8 +85,24 @@ def test_what_is_not_there_says_what_to_type(llama):
             go(f"{line} {typed}")
 
 
+def test_longer_samples_than_a_model_has_positions_are_refused_before_the_first_step():
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 20, "vocab_size": 300}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained("gpt")
+    save_tokenizer(Path("gpt"))
+    write_lines(Path("corpus.jsonl"), [{"text": " ".join(TEXTS)}])
+    line = "model=hf model.path=gpt data=hf data.path=corpus.jsonl data.holdout=0 steps=1"
+    with pytest.raises(ConfigError, match=r"30 tokens, and GPT2LMHeadModel has 20 positions"):
+        go(f"{line} data.max_length=30")
+    go(line)
+
+
 def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):
     write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
+    line = f"tokenizer.path={llama} data=hf data.path=corpus.jsonl steps=1 model=hf"
+    save_llama(Path("other"), num_ids=310)
+    go(f"{line} model.path=other")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tokenizer: 300 ids, but the model has 310 rows for them" in shown
     save_llama(Path("small"), num_ids=200)
     with pytest.raises(DataError, match=r"input_ids holds .*the model's vocabulary is 0 to 199"):
-        go(f"model=hf model.path=small tokenizer.path={llama} data=hf data.path=corpus.jsonl")
+        go(f"{line} model.path=small")

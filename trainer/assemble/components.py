@@ -41,7 +41,7 @@ from trainer.data.samples import INPUT_IDS
 from trainer.data.source import OWN_PART
 from trainer.data.split import Split
 from trainer.data.view import DataView
-from trainer.models.check import vocabulary_of
+from trainer.models.check import positions_of, vocabulary_of
 from trainer.models.first_weights import FirstWeights, any_values
 from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective
@@ -194,8 +194,6 @@ def assemble(
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
     loader = _loader(config, world, train_set, module)
-    rows = vocabulary_of(module)
-    loader.limit({} if rows is None else {INPUT_IDS: rows})
     # What a model does with padding and documents follows from its layers, whatever it has learnt.
     with _trial_values(module, weights, world):
         chosen = _choose(config, world, typed, module, loader, tokenizer)
@@ -286,13 +284,22 @@ def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) 
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
     is_gpu = world.device.type == "cuda"
     has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
-    return Loader(
+    loader = Loader(
         data,
         num_workers=num_workers,
         seed=config.seed,
         pin_memory=is_gpu,
         unaligned={LABELS} if has_targets else (),
     )
+    rows, positions = vocabulary_of(module), positions_of(module)
+    loader.limit({} if rows is None else {INPUT_IDS: rows})
+    ids = None if positions is None else loader.load(longest(data)).get(INPUT_IDS)
+    if positions is not None and ids is not None and ids.shape[-1] > positions:
+        raise ConfigError(
+            f"data.max_length: samples have up to {ids.shape[-1]} tokens, and "
+            f"{type(module).__name__} has {positions} positions; type data.max_length={positions}"
+        )
+    return loader
 
 
 def _prepare_with(loader: Loader, objective: Objective | None) -> None:

@@ -30,7 +30,10 @@ CHECK = "settings_fault"
 with settings that are each valid, or gives None. It is called with those that it names."""
 
 _RULES, _TYPES = "trainer.config.rules", components.__name__
-_PLAIN: Mapping[str, Any] = {"bool": bool, "int": Whole, "float": Number, "str": PlainText}
+_PLAIN: Mapping[str, Any] = {
+    **{"bool": bool, "int": Whole, "float": Number, "str": PlainText},
+    "dict[str, Any]": dict[str, Any],
+}
 
 
 @final

@@ -82,6 +82,20 @@ def unmoved(model: nn.Module) -> Iterator[None]:
             owner[name] = buffer
 
 
+_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+"""What models of Hugging Face call their tables of positions."""
+
+
+def positions_of(module: nn.Module) -> int | None:
+    """Count the positions that a model of Hugging Face has a table of; None where it has none."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            # Those of RoBERTa's kind begin behind the padding's, those of OPT's behind two.
+            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
+            return part.num_embeddings - int(first)
+    return None
+
+
 def vocabulary_of(module: nn.Module) -> int | None:
     """Count the token ids of a model that offers `get_input_embeddings`, as Hugging Face's do."""
     try:
