@@ -64,7 +64,8 @@ _NAMES: Sequence[tuple[int, str]] = (
         "qk_rope_head_dim qk_nope_head_dim num_experts n_routed_experts num_local_experts "
         "linear_num_value_heads encoder_num_attention_heads decoder_num_attention_heads "
         "attention_heads moe_num_experts state_size ssm_state_size mamba_d_state "
-        "index_n_heads index_topk attention_window",
+        "index_n_heads index_topk attention_window "
+        "rotary_dim",
     ),
     (
         2,
@@ -100,7 +101,13 @@ SPECIAL: dict[str, Any] = {
     "decoder_start_token_id": 1,
 }
 SPECIAL |= {"default_language": "en_XX"}
-DERIVED = ("qk_head_dim", "per_layer_config", "num_feat_extract_layers")
+DERIVED = (
+    "qk_head_dim",
+    "per_layer_config",
+    "num_feat_extract_layers",
+    "out_features",
+    "stage_names",
+)
 """What a config computes from others, and is left out."""
 
 
@@ -121,14 +128,18 @@ def shrink(values: Mapping[str, Any], dropped: tuple[str, ...] = ()) -> dict[str
             layers = max(layers, min(4, len(set(map(str, value)))))
     small: dict[str, Any] = {}
     for name, value in values.items():
-        if name == "embed_dim" and isinstance(heads := values.get("num_heads"), list):
+        if (
+            name == "embed_dim"
+            and isinstance(heads := values.get("num_heads"), list)
+            and isinstance(value, int)
+        ):
             small[name] = 8 * heads[0]
             continue
         if name in dropped or name in DERIVED or name in ("id2label", "label2id", "dtype"):
             continue
         small[name] = _shrunk(name, value, layers, dropped)
     if "qk_rope_head_dim" in small:
-        small.pop("head_dim", None)
+        small["head_dim"] = small["qk_rope_head_dim"]
     return small
 
 
@@ -145,19 +156,21 @@ def _shrunk(name: str, value: Any, layers: int, dropped: Sequence[str]) -> Any: 
         kinds = list(dict.fromkeys(value))
         return [*kinds, *[kinds[-1]] * layers][:layers]
     if isinstance(value, list | tuple):
-        return _shrunk_list(name, list(value))
+        return _shrunk_list(name, list(value), layers)
     size = SIZES.get(name)
     if size is None or not isinstance(value, int):
         return value
     return layers if size == 2 and "layer" in name else min(value, size)
 
 
-def _shrunk_list(name: str, values: list[Any]) -> list[Any]:
+def _shrunk_list(name: str, values: list[Any], layers: int) -> list[Any]:
     is_numbers = bool(values) and all(type(v) is int for v in values)
     if is_numbers and name in ("depths", "layers", "num_layers", "num_blocks", "depth"):
         return [min(v, 1) for v in values]
     if is_numbers and name in SIZES and SIZES[name] == IMAGE:
         return [IMAGE] * len(values)
+    if is_numbers and name == "intermediate_size":
+        return [SIZES[name]] * layers
     if is_numbers and name == "conv_dim":
         return [16] * len(values)
     if is_numbers and name == "attention_window":
@@ -280,7 +293,7 @@ def models(
         if i not in chosen or not is_wanted(name):
             continue
         try:
-            config = small_config(model_type, kind)
+            config = small_config(name, model_type, kind)
         except CannotBuildError as error:
             yield name, str(error)
             continue
@@ -289,7 +302,7 @@ def models(
         yield Model(name=name, kind=kind, folder=folder)
 
 
-def small_config(model_type: str, kind: str) -> Any:  # noqa: ANN401 - of any class
+def small_config(name: str, model_type: str, kind: str) -> Any:  # noqa: ANN401 - of any class
     """Find a small config that the class can be built from.
 
     Raises:
@@ -302,6 +315,7 @@ def small_config(model_type: str, kind: str) -> Any:  # noqa: ANN401 - of any cl
         try:
             kind_of_config = transformers.CONFIG_MAPPING[model_type]
             config = kind_of_config(**shrink(kind_of_config().to_dict(), dropped))
+            config.architectures = [name]
             config.num_labels = 2 if kind == "question_answering" else NUM_LABELS
             with torch.device("meta"):
                 module = builder.from_config(config)

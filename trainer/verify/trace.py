@@ -87,6 +87,13 @@ def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | 
     return _crop(rows.narrow(0, start, size), part.view(size, length, *part.shape[1:]))
 
 
+def is_cut_elsewhere(whole: Tensor, part: Tensor, share: Share) -> bool:
+    """Whether `align` cuts a dimension that is not the tokens': what it cuts may be no padding."""
+    sizes = zip(whole.shape, part.shape, strict=False)
+    known = {(share.total, share.size), (share.total_length, share.length)}
+    return any(pair not in known for pair in sizes if pair[0] != pair[1])
+
+
 def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
     return first[common], second[common]
@@ -251,8 +258,8 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
             samples = "one sample" if len(part.ids) == 1 else f"{len(part.ids)} samples"
             text = clip(f"cannot run on {samples}: {type(error).__name__}: {error}")
             failure = {comparer.running[-1]: text}
-            return Difference([*comparer.blamed], fields, None, failure)
-    return Difference([*comparer.blamed], fields, _detached(sums), {})
+            return Difference(comparer.blamed, fields, None, failure)
+    return Difference(comparer.blamed, fields, _detached(sums), {})
 
 
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
@@ -273,7 +280,7 @@ def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list
             comparer = _CallComparer(trace, share)
             with _watching(run.module, comparer):
                 _forward(run, whole, whole.rng_key)
-            stateful |= comparer.blamed
+            stateful |= dict.fromkeys(comparer.blamed)
     return [name for name in stateful if name not in unrepeatable], unrepeatable
 
 
@@ -358,10 +365,15 @@ class _CallComparer:
     """Blames modules, and puts right what they gave; `running` ends with the one that runs."""
 
     def __init__(self, trace: Trace, share: Share) -> None:
-        self.blamed: dict[str, None] = {}
+        self._blamed: dict[str, bool] = {}  # and whether only where inputs were cut elsewhere
         self.running = [OUTSIDE]
         self._trace, self._share = trace, share
-        self._agreeing: list[Call | None] = []
+        self._agreeing: list[tuple[Call | None, bool]] = []
+
+    @property
+    def blamed(self) -> list[str]:
+        """The modules at fault: first those whose inputs are sure to agree."""
+        return sorted(self._blamed, key=lambda name: self._blamed[name])
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
         """Compare what a module takes with what it took in the trace."""
@@ -370,15 +382,19 @@ class _CallComparer:
         agrees = call is not None and not any(
             call.inputs.wrong(taken, self._share, judges_all=True)
         )
-        self._agreeing.append(call if agrees else None)
+        known = call.inputs.values if call is not None else {}
+        is_cut = any(
+            is_cut_elsewhere(v, taken[n], self._share) for n, v in known.items() if n in taken
+        )
+        self._agreeing.append((call if agrees else None, is_cut))
 
     def leave(self, given: Tensors) -> None:
         """Blame a module that took the same and gave something else, and put that right."""
-        name, call = self.running.pop(), self._agreeing.pop()
+        name, (call, is_cut) = self.running.pop(), self._agreeing.pop()
         if call is None:
             return
         for right, found in call.outputs.wrong(given, self._share, judges_all=not call.is_traced):
-            self.blamed[name] = None
+            self._blamed[name] = is_cut and self._blamed.get(name, True)
             # An expanded tensor cannot be written to; what follows then stays as it is.
             with suppress(RuntimeError):
                 found.copy_(right)
