@@ -54,7 +54,7 @@ TEMPLATE = (
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-OURS, OURS_PACKED = "ours", "ours, packed"
+OURS, OURS_PACKED = "ours", "ours packed"
 MODULES = 400  # of the standard library, in order of their names
 
 
@@ -76,8 +76,8 @@ class Bench:
             "trl": partial(trl, self),
             "hugging face": partial(hugging_face, self),
             OURS_PACKED: lambda task: train_ours(self.packed, task, packed=True),
-            "trl, packed": partial(trl, self, packed=True),
-            "hugging face, packed": partial(hugging_face, self, packed=True),
+            "trl packed": partial(trl, self, packed=True),
+            "hugging face packed": partial(hugging_face, self, packed=True),
         }
         return {name: train for name, train in every.items() if not only or name in only}
 
@@ -173,7 +173,7 @@ def time_all(bench: Bench, only: Sequence[str], rounds: int) -> dict[str, dict[s
                 continue
             assert watch.timing is not None
             # Rows of TRL may hold a little more or less than the records, and no padding.
-            tokens = watch.positions if name == "trl, packed" else of_records
+            tokens = watch.positions if name == "trl packed" else of_records
             rate = found[name].setdefault("rate", Figures())
             rate.add(tokens / watch.timing.seconds, watch.timing)
             found[name]["padding"] = max(0.0, 1.0 - tokens / watch.positions)
