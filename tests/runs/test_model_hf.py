@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
         ("model.path=odd", "no class in its config says no task"),
         ("model.path=kernel", "kernel: its config names an attention kernel on the hub"),
         ("model.path=own", "own: it needs code from its own folder"),
+        ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
     ],
 )
 def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
@@ -97,6 +99,9 @@ def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
     ):
         Path(folder).mkdir()
         Path(folder, "config.json").write_text(json.dumps(config | changes))
+    shutil.copytree("model", "cut")
+    file = Path("cut/model.safetensors")
+    file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ConfigError) as caught:
         go(f"{LINE} {typed} steps=1")
     (line,) = str(caught.value).splitlines()

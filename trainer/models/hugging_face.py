@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from trainer.config.components import Attention, ConfigFields, Count, ExistingPath, FloatType, Task
@@ -87,7 +88,7 @@ def hugging_face(
             if path is None:
                 return _padding(kind.from_config(found, **options), pad_token_id)
             return _padding(_load(kind, found, path, options), pad_token_id)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
