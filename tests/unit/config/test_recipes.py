@@ -12,7 +12,10 @@ from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 
 SHIPPED = sorted(data_dir("recipes").glob("*.yaml"))
-NEEDS = {"gpt2_124m": ["data.path=tokens.bin"]}
+NEEDS = {
+    "chat_lora": ["model.path=base", "data.path=chat.jsonl"],
+    "gpt2_124m": ["data.path=tokens.bin"],
+}
 
 
 @pytest.fixture(autouse=True)
