@@ -166,8 +166,9 @@ def time_all(bench: Bench, only: Sequence[str], rounds: int) -> dict[str, dict[s
         for name in names[number % len(names) :] + names[: number % len(names)]:
             if "missing" in found[name]:
                 continue
+            own = bench.packed if name == OURS_PACKED else setting  # whose model attends otherwise
             try:
-                watch = watched(trainers[name], setting.task(setting.num_steps, bf16=is_gpu))
+                watch = watched(trainers[name], own.task(setting.num_steps, bf16=is_gpu))
             except ImportError as error:
                 found[name]["missing"] = f"not installed ({error.name})"
                 continue
