@@ -29,7 +29,7 @@ def test_every_command_of_the_page_on_text_runs(capsys):
         for block in re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.M | re.S)
         for line in block.splitlines()
     ]
-    assert len(lines) == 14
+    assert len(lines) == 15
     for line in lines:
         reads_a_run = line[0] in {"evaluate", "export"}
         own = "" if reads_a_run else SHORT

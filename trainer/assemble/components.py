@@ -38,8 +38,7 @@ from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
-from trainer.data.source import OWN_PART
-from trainer.data.split import Split
+from trainer.data.split import OWN_PART, Split
 from trainer.data.view import DataView
 from trainer.models.check import positions_of, vocabulary_of
 from trainer.models.first_weights import FirstWeights, any_values

@@ -20,7 +20,8 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.mixture import MixtureSource
 from trainer.data.samples import faults_of
-from trainer.data.source import OWN_PART, DataSource, SourceSpec
+from trainer.data.source import DataSource, SourceSpec
+from trainer.data.split import OWN_PART
 from trainer.models.task import Purpose, stated_purpose, task_of_class
 
 HOLDOUT = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -121,3 +121,12 @@ def shown_path(path: Path) -> str:
     with suppress(ValueError, OSError):
         path = path.absolute().relative_to(Path.cwd())
     return shlex.quote(str(path))
+
+
+def named_means(means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Put the name of each part before those of its figures; the run's own part has none."""
+    return {
+        f"{part}_{name}".removeprefix("_"): value
+        for part, metrics in means.items()
+        for name, value in metrics.items()
+    }

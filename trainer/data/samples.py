@@ -62,6 +62,11 @@ class Samples(Protocol):
     def __getitem__(self, i: int, /) -> Mapping[str, Any]: ...
 
 
+def without_marks(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Leave out the fields that say where samples come from."""
+    return {name: field for name, field in fields.items() if not name.startswith(SOURCE)}
+
+
 def num_tokens(sample: Sample) -> int | None:
     """Count the tokens of a sample; None where it has no one-dimensional `input_ids`."""
     tokens = sample.get(INPUT_IDS)

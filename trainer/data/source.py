@@ -13,6 +13,7 @@ from trainer.data.bad_samples import readable
 from trainer.data.joined import Joined
 from trainer.data.samples import HELD_OUT, TRAIN
 from trainer.data.split import (
+    OWN_PART,
     Overlap,
     Split,
     find_overlap,
@@ -25,10 +26,6 @@ from trainer.plan.lengths import picked
 
 HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
 """What a held-out part may be called, the first one first, beside one called `train`."""
-
-
-OWN_PART = ""
-"""The name of the run's own held-out part, whose figures have no name before theirs."""
 
 
 @final

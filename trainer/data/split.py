@@ -33,6 +33,9 @@ SHARED_SHARE = 0.1
 FAR = 0.05
 """How far the share held out may be from the one asked for, beyond a factor of two."""
 
+OWN_PART = ""
+"""The name of the run's own held-out part, whose figures have no name before theirs."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

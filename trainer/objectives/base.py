@@ -35,12 +35,12 @@ from trainer.core.micro_batch import Fields
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS
+from trainer.data.samples import without_marks
 from trainer.objectives.by_source import (
     Recorded,
     figure_of,
     labels_by_source,
     source_sums,
-    without_marks,
 )
 
 ModelCall = Callable[[Fields], Any]
@@ -194,7 +194,7 @@ class Objective(Described, ABC):
 
 def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     """Count what the sums of an objective are divided by, finite numbers from 0 on."""
-    given: object = objective.weights(without_marks(fields))
+    given: object = objective.weights(own := without_marks(fields))
     method = f"weights of {type(objective).__name__}"
     if not isinstance(given, Mapping) or not given:
         _refuse(method, given, "return a number for every name that `sums` gives")
@@ -205,9 +205,10 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
     terms = [name for name in weights if name not in objective.metric_names]
-    for source, labels in labels_by_source(objective, fields).items():
-        own = objective.weights({**without_marks(fields), LABELS: labels})
-        weights |= {figure_of(source, term, len(terms)): float(own[term]) for term in terms}
+    marked = labels_by_source(objective, fields) if len(own) < len(fields) else {}
+    for source, labels in marked.items():
+        of_source = objective.weights({**own, LABELS: labels})
+        weights |= {figure_of(source, t, len(terms)): float(of_source[t]) for t in terms}
     return weights
 
 

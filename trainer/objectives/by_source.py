@@ -14,17 +14,12 @@ from torch import Tensor
 
 from trainer.core.micro_batch import Fields
 from trainer.data.collate import IGNORED_LABEL, LABELS
-from trainer.data.samples import SOURCE
+from trainer.data.samples import SOURCE, without_marks
 
 if TYPE_CHECKING:
     from trainer.objectives.base import ModelCall, Objective, Sums
 
 DOUBLE = torch.float64
-
-
-def without_marks(fields: Fields) -> Fields:
-    """Leave out the fields that say where samples come from."""
-    return {name: field for name, field in fields.items() if not name.startswith(SOURCE)}
 
 
 def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:

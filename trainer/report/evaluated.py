@@ -9,9 +9,9 @@ from typing import Any
 
 from trainer.checkpoint.store import Loaded
 from trainer.core.durable import as_save_error, strict, write_file_atomic, write_record
-from trainer.core.format import plural
+from trainer.core.format import named_means, plural
 from trainer.report.console import show_read
-from trainer.report.metrics import Means, named_means
+from trainer.report.metrics import Means
 
 Facts = Mapping[str, Any]
 Lines = Sequence[Mapping[str, Any]]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.durable import as_save_error
+from trainer.core.format import named_means
 from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
 
 SAMPLES_FILE = "samples.jsonl"
@@ -121,15 +122,6 @@ class MetricsLog:
         entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
         self._metrics.write(entry)
         return entry
-
-
-def named_means(means: Means) -> dict[str, float]:
-    """Put the name of each part before those of its figures; the run's own part has none."""
-    return {
-        f"{part}_{name}".removeprefix("_"): value
-        for part, metrics in means.items()
-        for name, value in metrics.items()
-    }
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:

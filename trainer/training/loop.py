@@ -12,12 +12,11 @@ from torch import Tensor
 from trainer.config.rules import cadence_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
-from trainer.core.format import plural
+from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, State, Stateful
 from trainer.plan.order import Order
-from trainer.report.metrics import named_means
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
