@@ -217,6 +217,9 @@ class Model:
             each._experts_implementation = "eager"  # others know no float64
         builder = auto_class(self.kind)
         module: nn.Module = builder.from_config(config)
+        for part in module.modules():
+            if isinstance(part, nn.Dropout) and not draws:
+                part.p = 0.0  # some have a rate that no config says
         return module.train()
 
     def samples(self) -> Samples:
