@@ -121,7 +121,7 @@ def check(model: Model, seconds: int, *, is_whole: bool) -> Row:
 def _verdict(model: Model, *, is_whole: bool) -> Row:
     """Verify as typed, and again as a refusal advises."""
     own = model.lines()
-    lines = ["verify", *RUN, *own, f"outputs={model.folder}"]
+    lines = ["verify", *RUN, *own]
     typed: list[str] = []
     while True:
         try:
