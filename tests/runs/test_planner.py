@@ -164,7 +164,7 @@ def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
     padded = go(f"{HUGGING_FACE.format('Llama', 'ForCausalLM')} accum.packed=false")
     assert second["loss"] == pytest.approx(steps(padded)[1]["loss"], rel=1e-5)
     with pytest.raises(ConfigError, match=r"^accum\.packed=true: BertForMaskedLM does not hold"):
-        go(HUGGING_FACE.format("Bert", "ForMaskedLM"))
+        go(f"{HUGGING_FACE.format('Bert', 'ForMaskedLM')} objective=token_classify")
 
 
 def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():

@@ -37,6 +37,8 @@ class RunTokenizer:
         if self.built is None:
             given = {"model": source_of_model(config)}
             self.built = construct(config.tokenizer, "tokenizer", object, config.trust, given)
+        if tokens := getattr(target, "special_tokens", ()):
+            self.built.add_tokens([*tokens], special_tokens=True)
         return {"tokenizer": self.built}
 
     def refuse_unused(self) -> None:

@@ -228,7 +228,7 @@ def _refuse_missing(config: RunConfig) -> None:
         if path and not exists(path):
             raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
-        if not (source := weights_path(init)).exists():
+        if not exists(str(source := weights_path(init))):
             raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 

@@ -190,7 +190,8 @@ def _section_faults(
         key, default = f"{place}.{name}", example.get(name)
         if name in extra_keys(place) or value == MISSING:
             continue
-        is_known = name not in _REFUSED and (name in example or is_open)
+        is_refused = name in _REFUSED and not (is_own and place == "data")
+        is_known = not is_refused and (name in example or is_open)
         if not is_known and place not in COMPONENTS:
             names = [each for each in example if each != "_target_"]
             near = did_you_mean(key, [f"{place}.{each}" for each in names])

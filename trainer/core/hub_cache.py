@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -19,14 +20,14 @@ def weights_path(typed: str) -> Path:
     fetched. Of a folder of that cache, `models--org--name`, it is the snapshot of the main branch.
     """
     path = expanded(typed)
-    if _NAME.fullmatch(typed) and not path.exists():
+    if _NAME.fullmatch(typed) and not os.path.exists(path):  # noqa: PTH110 - too long for pathlib
         with suppress(ImportError):
             from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - only for a name
 
             cached = Path(HF_HUB_CACHE, f"models--{typed.replace('/', '--')}")
-            path = cached if cached.is_dir() else path
+            path = cached if os.path.isdir(cached) else path  # noqa: PTH112 - as above
     snapshots = path / "snapshots"
-    if not snapshots.is_dir():
+    if not os.path.isdir(snapshots):  # noqa: PTH112 - as above
         return path
     main = path / "refs" / "main"
     named = snapshots / main.read_text().strip() if main.is_file() else None

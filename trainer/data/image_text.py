@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any, final
@@ -49,6 +48,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
     """
 
     draws_randomness = False
+    special_tokens = (IMAGE,)
 
     def __init__(
         self,
@@ -60,8 +60,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
         processor: ExistingPath | None = None,
         max_length: Pair = 256,
     ) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)
-        self._tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+        self._tokenizer = tokenizer
         self.vocab_size = len(self._tokenizer)
         self._size = image_size
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
@@ -91,22 +90,29 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor]:
         """Encode the text of a record; a ValueError says what is bad."""
         if "prompt" in text and "completion" in text:
-            prompt = self._placed(text["prompt"])
+            (prompt,) = self._placed([text["prompt"]], at=0)
             ids, counts = encode_prompt(self._tokenizer, prompt, text["completion"])
         elif turns := text.get("messages") or text.get("conversations"):
-            first, *rest = normalize_messages(turns)
-            first = first | {"content": self._placed(first["content"])}
-            ids, counts = encode_messages(self._tokenizer, [first, *rest])
+            messages = normalize_messages(turns)
+            at = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+            contents = self._placed([message["content"] for message in messages], at)
+            pairs = zip(messages, contents, strict=True)
+            ids, counts = encode_messages(self._tokenizer, [m | {"content": c} for m, c in pairs])
         else:
             raise ValueError("neither prompt and completion nor messages; write one of them")
         if len(ids) > max_length:
             raise ValueError(f"{len(ids)} tokens; type data.max_length={len(ids)}")
         return torch.tensor(ids), torch.tensor(counts)
 
-    def _placed(self, text: str) -> str:
-        """Put the tokens of the image where it stands in a text."""
-        text = text if IMAGE in text else IMAGE + text
-        return text.replace(IMAGE, self._placeholder)
+    def _placed(self, texts: list[Any], at: int) -> list[str]:
+        """Put the tokens of the image where it stands in texts; else before the one at `at`."""
+        if odd := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(f"a text is of type {type(odd[0]).__name__}, not a string")
+        if (marks := sum(text.count(IMAGE) for text in texts)) > 1:
+            raise ValueError(f"{marks} {IMAGE} for one image; leave one")
+        if not marks:
+            texts = [IMAGE + text if i == at else text for i, text in enumerate(texts)]
+        return [text.replace(IMAGE, self._placeholder) for text in texts]
 
     def _pixels(self, image: npt.NDArray[np.uint8] | Path) -> Tensor:
         from PIL import Image  # noqa: PLC0415 - for images alone

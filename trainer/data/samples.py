@@ -41,6 +41,7 @@ class Samples(Protocol):
     * `splits`: `splits() -> Mapping[str, Samples]`, its parts by name, one of them `train`.
     * `vocab_size`, `num_classes`: token ids, and labels, are below them.
     * `pad_token_id`: what `input_ids` are padded with, in place of 0.
+    * `special_tokens`: of the class; tokens that the run's tokenizer is given where it lacks them.
     * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.

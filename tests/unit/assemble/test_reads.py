@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -130,7 +132,7 @@ class Growing(Plain):
 
 def test_draws_that_no_seed_governs_are_named_once_with_what_to_do():
     (line,) = warnings_of("Plain", ("model", "Net"))
-    assert "sample 0 of Plain differs between two reads with the same seed (input_ids" in line
+    assert re.search(r"sample \d of Plain differs between two reads with the same seed \(", line)
     assert "keep its generator as an attribute" in line
     (line,) = warnings_of("Denying", ("model", "Net"))
     assert line.endswith("leave out draws_randomness=False")
