@@ -84,6 +84,7 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
         ("model.path=odd", "no class in its config says no task"),
         ("model.path=kernel", "kernel: its config names an attention kernel on the hub"),
         ("model.path=own", "own: it needs code from its own folder"),
+        ("model.config=bad", "bad: transformers cannot build it: Validation error for field"),
         ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
     ],
 )
@@ -95,6 +96,7 @@ def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
     for folder, changes in (
         ("odd", {"architectures": None}),
         ("kernel", {"attn_implementation": "someone/kernel"}),
+        ("bad", {"n_embd": "abc"}),
         ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
     ):
         Path(folder).mkdir()

@@ -12,7 +12,8 @@ from torch import nn
 
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
-from trainer.config.components import NO_ADAPTER
+from trainer.config.components import NO_ADAPTER, Component
+from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
@@ -44,14 +45,20 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     Raises:
         ConfigError: it cannot be built.
     """
-    found: Any = RunTokenizer(config).given_to(config.data, "data").get("tokenizer")
+    parts: dict[str, Component] = {"data": config.data}
+    parts |= {key: source for key, (source, _) in source_components(config.data).items()}
+    tokenizer = RunTokenizer(config)
+    for key, part in parts.items():
+        tokenizer.given_to(part, key)
+    found = tokenizer.built
     if found is None and (source := source_of_model(config)) is not None:
         with suppress(ConfigError):  # the folder has none
             found = hugging_face_tokenizer(model=source)
     if not hasattr(found, "save_pretrained"):
         return None
-    if template := read_template(config.data.params.get("chat_template")):
-        found.chat_template = template
+    named = {part.params.get("chat_template") for part in parts.values()} - {None}
+    if len(named) == 1:  # of several no single one goes with the weights
+        found.chat_template = read_template(named.pop())
     return found
 
 

@@ -179,7 +179,7 @@ class _Chat:
         if not answers:
             raise ValueError("no message is of the assistant, so that there is nothing to learn")
         if _GENERATION.search(self.template()):
-            return self.encode_marked(messages, first)
+            return self.encode_marked(messages, answers[0] if first else 0)
         text = self.render(messages)
         ids, offsets = self.tokenize(text)
         counts = [False] * len(ids)

@@ -129,7 +129,7 @@ def find_records(path: str, subset: str | None = None) -> RecordSource:
         DataError: there is nothing, or files of several kinds.
     """
     place = expanded(path).absolute()
-    is_name = _HUB_NAME.fullmatch(path) and not place.suffix
+    is_name = _HUB_NAME.fullmatch(path) and place.suffix.lower() not in {*_KINDS, *_COMPRESSED}
     if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
         return RecordSource(path=path, kind="hub", subset=subset)
     with reading(place):

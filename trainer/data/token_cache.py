@@ -46,6 +46,7 @@ _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
+_LAST_USE = {"truncation": None, "padding": None}
 
 
 @final
@@ -83,10 +84,13 @@ def cached_records(
         ConfigError: the options do not fit the records.
         DataError: the source cannot be read, is not recognised, or holds bad records.
     """
+    # What a name on the hub stands for is known once it is loaded.
+    loaded = source.load(cache_folder()) if source.kind == "hub" else {}
+    state = source.digest or sorted(str(part._fingerprint) for part in loaded.values())
 
     def build(add: Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
-            parts = source.load(Path(scratch))
+            parts = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
             encoder, facts = _encoder(source, parts, form, tokenizer, options)
             whole = Encoder(form, encoder, source.kind == "json", skips)
@@ -98,7 +102,7 @@ def cached_records(
         return written.bad, facts
 
     settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"2|{source.digest}")
+    return cached_index("hf", settings, {}, build, reader=f"2|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -241,11 +245,17 @@ class _Writer:
 
 
 def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
-    """Tell a tokenizer from others by the files that it saves."""
+    """Tell a tokenizer from others by the files that it saves.
+
+    How it last cut and padded is written there too, and is no part of it.
+    """
     digest = hashlib.sha256()
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).rglob("*")):
             if file.is_file():
-                digest.update(file.name.encode() + file.read_bytes())
+                content = file.read_bytes()
+                if file.name == "tokenizer.json":
+                    content = json.dumps(json.loads(content) | _LAST_USE).encode()
+                digest.update(file.name.encode() + content)
     return digest.hexdigest()

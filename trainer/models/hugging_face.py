@@ -65,7 +65,9 @@ def hugging_face(
             "model.config=FILE for one with random weights"
         )
     import transformers  # noqa: PLC0415 - seconds, and only for this option
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
+    faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
     key = "model.config" if path is None else "model.path"
     settings = config if isinstance(config, dict) else {}
     source = str(path or settings.get("model_type") or config)
@@ -88,7 +90,7 @@ def hugging_face(
             if path is None:
                 return _padding(kind.from_config(found, **options), pad_token_id)
             return _padding(_load(kind, found, path, options), pad_token_id)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (*faults, StrictDataclassError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"

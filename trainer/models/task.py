@@ -54,11 +54,12 @@ def stated_purpose(source: str, task: Task | None) -> Purpose:
             cannot be read nothing is known, and the model says why.
         task: what it is to be made for; a head for another has no labels.
     """
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the next
     from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
 
     try:
         config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError):
         return Purpose(task)
     is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     stated = task_of_class(*(config.architectures or ()), is_encoder_decoder=is_encoder_decoder)

@@ -161,6 +161,9 @@ def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokeniz
         assert learned(tokenizer, encoded) == ["so<|im_end|>"]
         ids, _ = encode_messages(tokenizer, [*TALK, USER, {**ANSWER, "content": "so"}], **settings)
         assert encoded[0] == ids
+        system = {"role": "system", "content": "be brief"}
+        begun = encode_prompt(tokenizer, [system], TALK, **settings)
+        assert begun == encode_prompt(tokenizer, [system, *TALK[:1]], TALK[1:], **settings)
 
 
 def test_without_answers_alone_every_token_is_learned(tokenizer):

@@ -12,6 +12,8 @@ import pytest
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
 from trainer.data.hugging_face import HuggingFaceData
+from trainer.data.records import RecordSource, find_records
+from trainer.data.token_cache import EncodeOptions, _digest, cached_records
 from trainer.data.tokenizers import byte_tokenizer
 
 LETTERS = "abcdefgh"
@@ -104,6 +106,38 @@ def test_it_is_tokenised_once_and_again_where_the_contents_change(tmp_path, cach
     changed = opened(tmp_path, [*records[:-1], {"text": "text x"}], byte_tokenizer())
     assert changed.fingerprint != first.fingerprint
     assert [each.name for each in cache.iterdir() if not each.name.startswith("hf-")] == []
+
+
+def test_a_tokenizer_that_has_cut_is_the_same_one(words):
+    before = _digest(words)
+    words("a b c", truncation=True, max_length=3, padding="max_length")
+    assert words.backend_tokenizer.truncation
+    assert _digest(words) == before
+
+
+def test_names_on_the_hub_may_have_a_dot():
+    assert find_records("someone/Hermes-2.5").kind == "hub"
+    with pytest.raises(DataError, match="no such file"):
+        find_records("someone/gone.jsonl.gz")
+
+
+def test_a_data_set_of_the_hub_is_tokenised_again_once_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    options = EncodeOptions(
+        **{"task": "causal_lm", "columns": {}, "model_labels": (), "label_names": ()},
+        **{"max_samples": None, "max_length": 9, "overlong": None, "truncation": "right"},
+        **{"assistant_only_loss": True, "completion_only_loss": True},
+        **{"chat_template": None, "chat_template_kwargs": {}},
+    )
+    (tmp_path / "set").mkdir()
+    source = RecordSource(path=str(tmp_path / "set"), kind="hub")  # loaded like a name
+    paths = []
+    for texts in (["a"], ["a"], ["b", "c"]):
+        file = tmp_path / "set/train.jsonl"
+        if not file.exists() or len(texts) > 1:
+            write_lines(file, [{"text": text} for text in texts])
+        paths.append(cached_records(source, byte_tokenizer(), options, skips=False))
+    assert [each.facts["counts"]["train"] for each in paths] == [1, 1, 2]
 
 
 def test_copies_and_chunks_stay_on_one_side(tmp_path):
