@@ -72,6 +72,27 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of
     assert run.result["loss"] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-5)
 
 
+def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_run(llama):
+    """A record has the same loss whether the other class is in the file beside it or not."""
+    rows = [{"text": text, "label": ("neg", "pos")[i % 2]} for i, text in enumerate(TEXTS[:30])]
+    write_lines(Path("two.jsonl"), rows)
+    write_lines(Path("three.jsonl"), [*rows, {"text": "a", "label": "neutral"}])
+    write_lines(Path("odd.jsonl"), [*rows, {"text": "a", "label": "odd"}])
+    line = f"model=hf model.path={llama} model.task=sequence_classification data=hf"
+    run = go(f"{line} data.path=three.jsonl data.holdout=0 batch.global=31 steps=1")
+    evaluate = f"evaluate run={run.folder} data.holdout=all eval.predictions=true data.path="
+    found = []
+    for name in ("two", "three"):
+        assert shell(f"{evaluate}{name}.jsonl") == 0
+        (file,) = run.folder.glob("predictions*")
+        found.append([json.loads(each) for each in file.read_text().splitlines()][: len(rows)])
+        file.unlink()
+    assert [each["label"] for each in found[0]] == [row["label"] for row in rows]
+    two, three = ([each["loss"] for each in losses] for losses in found)
+    assert two == pytest.approx(three, rel=1e-5)
+    assert shell(f"{evaluate}odd.jsonl") == DataError.exit_code
+
+
 def test_what_is_not_there_says_what_to_type(llama):
     write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
     line = f"model=hf model.path={llama} data=hf data.path=corpus.jsonl"

@@ -184,7 +184,7 @@ def assemble(
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
-    data = open_data(config, world, tokenizer)
+    data = open_data(config, world, tokenizer, terms.given.get("label_names"))
     train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     given = arguments_from_data(config, train_set, terms.given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +31,16 @@ LABELLING_LIBRARY = "datasets"
 """Its factories take `split` as a label of what they give, or as the name of a part in a file."""
 
 
-def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = None) -> DataSource:
+def open_data(
+    config: RunConfig,
+    world: World,
+    tokenizer: RunTokenizer | None = None,
+    labels: Sequence[str] | None = None,
+) -> DataSource:
     """Open what a run trains and evaluates on, or all samples for an evaluation. Collective.
 
-    `tokenizer` is the run's, which data that take one are given.
+    `tokenizer` is the run's, which data that take one are given. `labels` are the classes that the
+    run has learnt, whose numbers hold in other data that are evaluated.
 
     Raises:
         ConfigError: an argument of a data set is wrong, or its share is.
@@ -49,8 +55,8 @@ def open_data(config: RunConfig, world: World, tokenizer: RunTokenizer | None = 
     holds_out = not config.evaluates_all and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
     opened, warnings = _with_sources(config, own, partial(spec, holds_out=holds_out), world)
-    source = spec("data", opened, holds_out=holds_out)
     is_whole = config.evaluates_all
+    source = spec("data", opened, holds_out=holds_out, labels=labels if is_whole else None)
     data = source.open_all(world) if is_whole else source.open(world, compares=compares)
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
     data = replace(data, split=split)

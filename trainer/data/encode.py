@@ -8,6 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +17,7 @@ import numpy as np
 
 from trainer.config.components import Overlong
 from trainer.core import signals
+from trainer.core.errors import TrainError
 from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Ends, kinds_of, packed_fields
@@ -71,8 +73,13 @@ class RecordEncoder(ABC):
         for record in records:
             try:
                 yield self.encode(record)
+            except (TrainError, MemoryError):
+                raise
             except ValueError as error:
                 yield error
+            except Exception as error:  # whatever a record holds
+                text = " ".join(str(error).split())
+                yield ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
 
     def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding
         """Tokenize with special tokens, cut to `max_length` where longer ones are.
@@ -99,9 +106,12 @@ class TextEncoder(RecordEncoder):
         """Give the ids of each, all tokenised at once."""
         texts = [record["text"] for record in records]
         sound = [text for text in texts if isinstance(text, str) and text.strip()]
-        found = self.tokenizer(sound, add_special_tokens=False)[INPUT_IDS] if sound else ()
-        ids = dict(zip(sound, found, strict=True))
-        return super().encode_each([{"ids": ids.get(text), "text": text} for text in texts])
+        ids = dict[Any, Any]()
+        with suppress(Exception):  # else each is tokenised alone, which tells the bad one
+            found = self.tokenizer(sound, add_special_tokens=False)[INPUT_IDS] if sound else ()
+            ids = dict(zip(sound, found, strict=True))
+        records = [{"ids": ids.get(t) if isinstance(t, str) else None, "text": t} for t in texts]
+        return super().encode_each(records)
 
     def encode(self, record: Record) -> Fields:
         """Give the ids of a text."""
@@ -110,7 +120,10 @@ class TextEncoder(RecordEncoder):
             raise ValueError(f"the text is of type {type(text).__name__}, not a string")
         if text is None or not text.strip():
             raise DroppedError("without text")
-        return {INPUT_IDS: self.ends.strip(record["ids"])}
+        ids = record["ids"]
+        if ids is None:
+            ids = self.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0]
+        return {INPUT_IDS: self.ends.strip(ids)}
 
 
 @final

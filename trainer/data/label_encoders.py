@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,19 +25,21 @@ class Labels:
     num_classes: int | None = None  # None where they are real numbers
     numbers: Mapping[object, int] = field(default_factory=dict)  # of classes by what stands for one
 
-    def number(self, value: object) -> int | float:
+    def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
         """Give the number of a label.
 
         Raises:
             ValueError: it is none, or no class.
         """
-        if value in self.numbers:
+        if isinstance(value, Hashable) and value in self.numbers:
             return self.numbers[value]
+        if self.num_classes is None and value == IGNORED_LABEL:
+            raise ValueError(f"the label {value!r} means none here; scale the labels")
         if self.num_classes is None and isinstance(value, int | float) and np.isfinite(value):
             return float(value)
         is_class = self.names is None and isinstance(value, int) and self.num_classes is not None
-        if is_class and 0 <= value < self.num_classes:  # type: ignore[operator] # an int
-            return int(value)  # type: ignore[call-overload, no-any-return] # an int
+        if is_class and 0 <= value < self.num_classes:
+            return int(value)
         classes = f"one of {', '.join(self.names)}" if self.names else "a number from 0"
         raise ValueError(f"the label {value!r} is not {classes}")
 
@@ -151,7 +153,7 @@ class ChoiceEncoder(RecordEncoder):
         first, choices, label = choices_of(record)
         if len(choices) != self.num_choices:
             raise ValueError(f"{len(choices)} choices, and the first record has {self.num_choices}")
-        if not 0 <= label < len(choices):
+        if not isinstance(label, int) or not 0 <= label < len(choices):
             raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
         found = self.tokenize([first] * len(choices), choices, return_attention_mask=True)
         longest, pad = max(map(len, found[INPUT_IDS])), pad_token_of(self.tokenizer)
@@ -182,9 +184,12 @@ def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN4
         answers = {k: [a.get(k) for a in answers] for k in ("text", "answer_start")}
     if not isinstance(answers, Mapping) or not {"text", "answer_start"} <= answers.keys():
         raise ValueError("its answers have no text and answer_start")
-    if not answers["text"]:
+    texts, begins = answers["text"], answers["answer_start"]
+    if not (isinstance(texts, list) and isinstance(begins, list) and len(texts) == len(begins)):
+        raise ValueError("text and answer_start of its answers are not two lists of one length")
+    if not texts:
         return None
-    text, begin = answers["text"][0], answers["answer_start"][0]
+    text, begin = texts[0], begins[0]
     if not text or context[begin : begin + len(text)] != text:
         raise ValueError(f"its answer {text!r} does not stand at character {begin} of its context")
     return begin, begin + len(text)
@@ -200,7 +205,7 @@ def _tokens_of(span: tuple[int, int], found: Any) -> tuple[int, int]:  # noqa: A
     return inside[0], inside[-1]
 
 
-def choices_of(record: Record) -> tuple[str, list[str], int]:
+def choices_of(record: Record) -> tuple[str, list[str], Any]:
     """Give what is asked, the choices, and the number of the right one.
 
     Raises:
@@ -213,6 +218,8 @@ def choices_of(record: Record) -> tuple[str, list[str], int]:
     letters = [*"ABCDEFGHIJ"]
     if isinstance(choices, Mapping):
         letters, choices = choices["label"], choices["text"]
+    if not isinstance(choices, list):
+        raise ValueError(f"its choices are of type {type(choices).__name__}, not a list")
     if isinstance(answer, str):
         answer = choices.index(answer) if answer in choices else letters.index(answer)
     return record["question"], choices, answer

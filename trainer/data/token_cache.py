@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,7 +26,7 @@ from trainer.data.encode import (
 )
 from trainer.data.files import progress
 from trainer.data.formats import Format, recognise
-from trainer.data.index import SKIP_CAP, Add, Index, cache_folder, cached_index
+from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cache_folder, cached_index
 from trainer.data.label_encoders import (
     ChoiceEncoder,
     LabelEncoder,
@@ -102,7 +103,7 @@ def cached_records(
         return written.bad, facts
 
     settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"2|{state}")
+    return cached_index("hf", settings, {}, build, reader=f"3|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -161,9 +162,7 @@ def _labelled(
     if form.name == "span":
         return SpanEncoder(**given), {}
     if form.name == "choices":
-        taken = map(form.take, _records(source, parts))
-        first = next((each for each in taken if not isinstance(each, ValueError)), None)
-        count = 0 if first is None else len(choices_of(first)[1])
+        count = _num_choices(map(form.take, _records(source, parts)))
         return ChoiceEncoder(**given, num_choices=count), {}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
@@ -176,6 +175,14 @@ def _labelled(
     if form.name == "tags":
         return TagEncoder(**given, labels=labels), facts
     return LabelEncoder(**given, labels=labels), facts
+
+
+def _num_choices(records: Iterator[Any]) -> int:
+    """Count the choices of the first record that is sound; bad ones are named later."""
+    for record in records:
+        with suppress(Exception):
+            return len(choices_of(record)[1])
+    return 0
 
 
 def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
@@ -227,7 +234,10 @@ class _Writer:
                 elif is_dropped:
                     self.dropped[fault] += 1
                 else:
-                    self.bad.append(f"{self._source.name_of(part, int(row))}: {fault}")
+                    # A name is found by reading the file up to there.
+                    is_listed = len(self.bad) < LISTED_SKIPS
+                    name = self._source.name_of(part, int(row)) if is_listed else "data"
+                    self.bad.append(f"{name}: {fault}")
         return count
 
     def check(self, count: int) -> None:

@@ -378,3 +378,46 @@ def test_bad_records_are_skipped_counted_and_named(tmp_path):
     assert "records.jsonl:151: the text is of type int" in data.skipped[0]
     with pytest.raises(DataError, match="3 of 152 records are bad"):
         opened(tmp_path, [*records[:149], *records[-1:] * 3], byte_tokenizer(), on_bad="skip")
+
+
+ASKED = {"question": "a", "context": "b c"}
+CHOICES = {"question": "a", "choices": ["b", "c"], "answer": 0}
+LABELLED = {"text": "a", "label": 0}
+REAL = {"text": "a", "label": 0.5}
+ANSWERED = ASKED | {"answers": {"text": ["c"], "answer_start": [2]}}
+ODD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("sequence_classification", LABELLED, {"label": [0]}, r"the label \[0\] is not a number"),
+    ("sequence_classification", REAL, {"label": -100.0}, r"the label -100.0 means none here"),
+    ("question_answering", ANSWERED, {"answers": {"text": ["c"], "answer_start": []}}, "two lists"),
+    ("question_answering", ANSWERED, {"answers": {"text": "c", "answer_start": 2}}, "two lists"),
+    ("question_answering", ANSWERED, {"question": "a " * 40}, "cannot be encoded"),
+    ("multiple_choice", CHOICES, {"answer": None}, "the label None is none of its 2 choices"),
+    ("multiple_choice", CHOICES, {"choices": None}, "its choices are of type NoneType"),
+    ("causal_lm", {"text": "a"}, {"text": ["a"]}, "the text is of type list"),
+    ("causal_lm", {"text": "a"}, {"text": "\ud800"}, "cannot be encoded"),
+]
+
+
+@pytest.mark.parametrize(("task", "sound", "odd", "fault"), ODD)
+def test_whatever_a_record_holds_it_is_named_or_skipped(tmp_path, words, task, sound, odd, fault):
+    records = [sound | odd, sound]
+    with pytest.raises(DataError, match=r"records.jsonl:1: .*" + fault) as caught:
+        opened(tmp_path, records, words, task, max_length=20)
+    assert len(str(caught.value).splitlines()) == 1
+    data = opened(tmp_path, records, words, task, max_length=20, on_bad="skip")
+    assert (len(data), data.num_skipped) == (1, 1)
+
+
+def test_only_bad_records_that_are_listed_are_looked_up(tmp_path, monkeypatch):
+    looked_up = list[int]()
+    name_of = RecordSource.name_of
+
+    def counted(source: RecordSource, part: str, row: int) -> str:
+        looked_up.append(row)
+        return name_of(source, part, row)
+
+    monkeypatch.setattr(RecordSource, "name_of", counted)
+    monkeypatch.setattr("trainer.data.token_cache.LISTED_SKIPS", 2)
+    with pytest.raises(DataError, match=r"4 of 5 records are bad, .*records.jsonl:2: the text"):
+        opened(tmp_path, [{"text": "a"}, *[{"text": 3}] * 4], byte_tokenizer(), on_bad="skip")
+    assert looked_up == [1, 2]
