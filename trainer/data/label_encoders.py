@@ -100,12 +100,19 @@ class LabelEncoder(RecordEncoder):
         return {name: found[name] for name in names if name in found} | {LABELS: label}
 
 
+def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
+    """Give a space where a tokenizer, such as RoBERTa's, takes words in a row for one."""
+    ids = tokenizer(["a", "a"], is_split_into_words=True, add_special_tokens=False)[INPUT_IDS]
+    return " " if tokenizer.decode(ids).strip() == "aa" else ""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagEncoder(RecordEncoder):
     """Encodes words with a tag each; special tokens and later pieces of a word have none."""
 
     labels: Labels
+    space: str  # before each word
 
     def encode(self, record: Record) -> Fields:
         """Give the fields of a sample."""
@@ -115,7 +122,7 @@ class TagEncoder(RecordEncoder):
         if not words:
             raise DroppedError("without words")
         numbers = [self.labels.number(tag) for tag in tags]
-        found = self.tokenize(words, is_split_into_words=True)
+        found = self.tokenize([self.space + word for word in words], is_split_into_words=True)
         labels, before = [], None
         for word in found.word_ids():
             labels.append(IGNORED_LABEL if word is None or word == before else numbers[word])

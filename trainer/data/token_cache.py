@@ -35,6 +35,7 @@ from trainer.data.label_encoders import (
     TargetEncoder,
     choices_of,
     labels_of,
+    space_before_words,
     values_of,
 )
 from trainer.data.records import RecordSource, select
@@ -173,7 +174,8 @@ def _labelled(
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     if form.name == "tags":
-        return TagEncoder(**given, labels=labels), facts
+        space = space_before_words(given["tokenizer"])
+        return TagEncoder(**given, labels=labels, space=space), facts
     return LabelEncoder(**given, labels=labels), facts
 
 

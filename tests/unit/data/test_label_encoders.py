@@ -1,0 +1,20 @@
+"""Words with tags stay apart where a tokenizer of bytes would join them."""
+
+from tests.lib.hf_toys import TEXTS, save_tokenizer
+from trainer.data.label_encoders import Labels, TagEncoder, space_before_words
+
+
+def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
+    tokenizer = save_tokenizer(tmp_path)
+    space = space_before_words(tokenizer)
+    words = TEXTS[0].split()
+    encoder = TagEncoder(
+        tokenizer=tokenizer,
+        max_length=64,
+        overlong="cut",
+        labels=Labels(None, 9),
+        space=space,
+    )
+    found = encoder.encode({"tokens": words, "tags": [1] * len(words)})
+    assert found["input_ids"] == tokenizer(f" {TEXTS[0]}")["input_ids"]
+    assert found["labels"].count(1) == len(words)
