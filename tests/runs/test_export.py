@@ -34,10 +34,10 @@ def save_base(name: str, config: str, **settings: int) -> None:
     save_tokenizer(Path("base"))
 
 
-def exported(capsys, to: str = "out") -> dict:
-    """Export the newest run, and run the lines that it prints."""
+def exported(capsys, to: str = "out", run: Path | str = "auto") -> dict:
+    """Export a run, by default the newest, and run the lines that it prints."""
     capsys.readouterr()
-    assert shell(f"export run=auto export.to={to} 'trust=[datasets]'") == 0
+    assert shell(f"export run={run} export.to={to} 'trust=[datasets]'") == 0
     lines = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     names: dict = {}
     exec("\n".join(lines), names)
@@ -115,15 +115,21 @@ def test_a_model_of_ours_is_loaded_with_its_tokenizer_of_bytes(capsys):
     assert found["tokenizer"]("abc")["input_ids"] == [256, 97, 98, 99, 257]
 
 
-def test_a_mixture_is_exported_with_the_tokenizer_of_its_sources(capsys):
+def test_a_mixture_is_exported_with_the_tokenizer_of_its_sources(capsys, monkeypatch):
     save_base("GPT2LMHeadModel", "GPT2Config")
     save_tokenizer(Path("other"), num_ids=290)
-    records("text")
-    go(
+    records("messages")
+    Path("chat.jinja").write_text(CHAT)
+    run = go(
         "model=hf model.config=base tokenizer=hf tokenizer.path=other data=mixture steps=1 "
-        "data.sources.a.path=data.jsonl data.sources.b.path=data.jsonl"
+        "data.sources.a.path=data.jsonl data.sources.a.chat_template=chat.jinja "
+        "data.sources.b.path=data.jsonl data.sources.b.chat_template=chat.jinja"
     )
-    assert len(exported(capsys)["tokenizer"]) == 290
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    tokenizer = exported(capsys, run=run.folder)["tokenizer"]
+    assert len(tokenizer) == 290
+    assert tokenizer.chat_template == CHAT
 
 
 def test_init_reads_shards_of_a_folder_and_of_the_cache_of_the_hub(monkeypatch):

@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
+from trainer.config.data_sets import sources
 from trainer.config.declared import declared
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig, to_plain
@@ -29,6 +30,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     found, values = {}, flat(to_plain(config))
     targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
     targets |= {key: each.target for key, each in config.listed() if owner_of(key)}
+    targets |= {key: each["_target_"] for key, each in sources(to_plain(config)).items()}
     types = {f"{p}.{n}": kind for p in targets for n, kind in declared(targets[p]).types.items()}
     declare = {k for k, kind in types.items() if ExistingPath in (kind, *get_args(kind))}
     for key, value in values.items():
