@@ -116,10 +116,8 @@ def prepare(
     elif cut.needs_tuning:
         assert limit is not None  # a machine that is not here has what accum.memory says
         tuning = tune_run(components, work, trials.counts, limit, batches, is_here=is_here)
-        cut, how = (
-            cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap),
-            tuning.method,
-        )
+        cut = cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap)
+        how = tuning.method
     if tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(components.module)  # again where it was typed, which changes nothing
     plans = tuple(cut.cut(lengths, components.layout) for lengths in batches)
@@ -130,9 +128,7 @@ def prepare(
     if components.world.is_main:
         if tuning is None:
             predicted = predict_sampled(components, work, trials.counts, plans, warnings)
-        with components.trial_values():
-            warnings += check_sums(components)
-        warnings += check_reads(components)
+        warnings += _try_out(components)
     begin_peak(components.world.device)
     return RunPlan(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
@@ -153,6 +149,13 @@ def prepare(
         warnings=tuple(warnings),
         trials=trials,
     )
+
+
+def _try_out(components: Components) -> list[str]:
+    """Run the objective and read samples twice; gives what to warn of."""
+    with components.trial_values():
+        found = check_sums(components)
+    return [*found, *check_reads(components)]
 
 
 def _with_cost(components: Components, counts: ComputeCounts | None, saved: SavedCut) -> Components:

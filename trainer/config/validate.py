@@ -169,6 +169,10 @@ def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
     for sections, example in zip((eval_sets(tree), sources(tree)), examples, strict=True):
         for place, section in sections.items():
             typed = lookup(tree, place)
+            target = section.get("_target_") if isinstance(section, Mapping) else ""
+            if not isinstance(target, str):
+                yield line(f"{place}._target_", target, "names a class: type package.Class")
+                continue
             yield from _section_faults(place, section, example, base, choices, typed)
             if isinstance(section, Mapping) and section.get("path") == MISSING:
                 yield clip(f"{place}.path: needed; type {place}.path=FILE")

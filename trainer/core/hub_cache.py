@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer.core.format import expanded
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""Of a model on the hub: `gpt2`, `org/name`."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""A model or data set on the hub: `gpt2`, `org/name`."""
 
 
 def weights_path(typed: str) -> Path:
@@ -20,7 +20,7 @@ def weights_path(typed: str) -> Path:
     fetched. Of a folder of that cache, `models--org--name`, it is the snapshot of the main branch.
     """
     path = expanded(typed)
-    if _NAME.fullmatch(typed) and not os.path.exists(path):  # noqa: PTH110 - too long for pathlib
+    if HUB_NAME.fullmatch(typed) and not os.path.exists(path):  # noqa: PTH110 - too long for pathlib
         with suppress(ImportError):
             from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - only for a name
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Self, final
 
 import numpy as np
 import torch
@@ -37,7 +37,48 @@ class ByteEntropies:
     bigram: float  # knowing the token before
 
 
-class ByteDocuments(Dataset[dict[str, Tensor]]):
+class TwoSides(Dataset[dict[str, Tensor]]):
+    """Samples of an index of which some are held out; both sides share all but which are theirs.
+
+    A subclass sets the attributes, and reads a sample in `__getitem__`.
+    """
+
+    _index: Index
+    _split: str  # which side this is
+    _ids: Mapping[str, IntArray]  # by side, the index of each sample among those of both
+    _lengths: IntArray  # tokens of each sample of both sides
+    _settings: str  # what the samples depend on beside the index and the side
+
+    def splits(self) -> dict[str, Self]:
+        """Give both sides."""
+        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
+        for name, side in sides.items():
+            side._split = name
+            for cached in ("lengths", "fingerprint"):
+                vars(side).pop(cached, None)
+        return sides
+
+    @property
+    def original_ids(self) -> IntArray:
+        """Index of each sample among those of both sides, `(samples,)`."""
+        return self._ids[self._split]
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """Tokens of each sample, `(samples,)`."""
+        return self._lengths[self.original_ids]
+
+    def __len__(self) -> int:
+        return len(self.original_ids)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the contents of the index and the settings of this side."""
+        text = f"{self._index.digest}|{self._split}|{self._settings}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class ByteDocuments(TwoSides):
     """Documents of an index: `[BOS] + bytes + [EOS]`, in samples of at most `max_length` tokens.
 
     Tokens are bytes, 0 to 255, then BOS = 256 and EOS = 257: a vocabulary of 258, not padded.
@@ -95,33 +136,11 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
                 f"{max_length} tokens; set a larger one, or data.overlong=chunk"
             )
 
-    def splits(self) -> dict[str, ByteDocuments]:
-        """Give both sides, which share the index."""
-        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
-        for name, side in sides.items():
-            side._split = name
-            for cached in ("lengths", "fingerprint"):
-                vars(side).pop(cached, None)
-        return sides
-
-    @property
-    def original_ids(self) -> IntArray:
-        """Index of each sample among those of both sides, `(samples,)`."""
-        return self._ids[self._split]
-
-    @cached_property
-    def lengths(self) -> IntArray:
-        """Tokens of each sample, `(samples,)`."""
-        return self._lengths[self.original_ids]
-
     @property
     def num_cut(self) -> int:
         """Tokens of this side's documents that are in no sample."""
         num_context = int(np.count_nonzero(self._begins[self.original_ids]))
         return int(self._sizes[self._split] - self.lengths.sum()) + num_context
-
-    def __len__(self) -> int:
-        return len(self.original_ids)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
@@ -144,12 +163,6 @@ class ByteDocuments(Dataset[dict[str, Tensor]]):
         """Write tokens as text, with words for BOS and EOS."""
         words = {BOS: b"<|bos|>", EOS: b"<|eos|>"}
         return b"".join(words.get(i) or bytes([i]) for i in ids).decode(errors="replace")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the documents and the settings of this split."""
-        text = f"{self._index.digest}|{self._split}|{self._settings}"
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def byte_entropies(self) -> ByteEntropies:
         """Measure what byte counts alone would score on the held-out documents; NaN without any.

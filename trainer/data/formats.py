@@ -25,7 +25,8 @@ _TARGETS = (
     *(("source", "target"), ("text", "summary"), ("document", "summary"), ("dialogue", "summary")),
     *(("article", "highlights"), ("prompt", "completion"), ("input", "target")),
 )
-_ENDINGS = {name: name for name in ("ending0", "ending1", "ending2", "ending3")}
+ENDINGS = ("ending0", "ending1", "ending2", "ending3")
+"""Columns of the choices of a record that begins with `sent1` and `sent2`."""
 
 # The usual names of columns by their role, for each format; the first that are all there count.
 _CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
@@ -41,7 +42,7 @@ _CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
     ],
     "span": [{"question": "question", "context": "context", "answers": "answers"}],
     "choices": [
-        {"sent1": "sent1", "sent2": "sent2", **_ENDINGS, "label": "label"},
+        {name: name for name in ("sent1", "sent2", *ENDINGS, "label")},
         *(
             {"question": "question", "choices": "choices", "answer": a}
             for a in ("answer", "answerKey")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from trainer.config.components import (
     ColumnNames,
@@ -28,19 +25,19 @@ from trainer.config.components import (
 )
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.documents import TwoSides
 from trainer.data.encode import ends_of, pad_token_of
 from trainer.data.records import find_records
 from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records
 from trainer.data.token_samples import FieldSamples, TextSamples, TokenSamples
 from trainer.data.tokenizers import read_template
-from trainer.plan.cut import IntArray
 
 DEFAULT_LENGTH = 1024
 
 
 @final
-class HuggingFaceData(Dataset[dict[str, Tensor]]):
+class HuggingFaceData(TwoSides):
     """Records of a file, a folder or the hub, tokenised once into a cache.
 
     What a record becomes depends on its columns and on what the model is made for:
@@ -142,9 +139,10 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
             chat_template=read_template(chat_template),
             chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
-        source = find_records(path, subset)
-        self._index = cached_records(source, tokenizer, options, skips=on_bad == "skip")
+        self._source = find_records(path, subset)
+        self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
         self._split, self._samples = TRAIN, self._laid_out(tokenizer, options)
+        self._lengths = self._samples.lengths
         held_out = self._held_out(holdout, seed)
         sides = {TRAIN: ~held_out, HELD_OUT: held_out}
         self._documents = {name: np.flatnonzero(mask) for name, mask in sides.items()}
@@ -180,34 +178,12 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         self.split_rule = "whole records, copies of one together, drawn by data.split_seed"
         return held_out_mask(self._index.groups, holdout, seed)
 
-    def splits(self) -> dict[str, HuggingFaceData]:
-        """Give both sides, which share the cache."""
-        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
-        for name, side in sides.items():
-            side._split = name
-            for cached in ("lengths", "fingerprint"):
-                vars(side).pop(cached, None)
-        return sides
-
-    @property
-    def original_ids(self) -> IntArray:
-        """Index of each sample among those of both sides, `(samples,)`."""
-        return self._ids[self._split]
-
-    @cached_property
-    def lengths(self) -> IntArray:
-        """Tokens of each sample, `(samples,)`."""
-        return self._samples.lengths[self.original_ids]
-
     @property
     def num_cut(self) -> int:
         """Tokens of this side's records that are in no sample."""
         ids, documents = self.original_ids, self._documents[self._split]
         repeated = self._samples.num_repeated(ids)
         return self._samples.num_tokens(documents) - int(self.lengths.sum()) + repeated
-
-    def __len__(self) -> int:
-        return len(self.original_ids)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
@@ -217,11 +193,15 @@ class HuggingFaceData(Dataset[dict[str, Tensor]]):
         """Write tokens as text, special ones too."""
         return str(self._tokenizer.decode(ids))
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the ids and the settings of this split."""
-        text = f"{self._index.digest}|{self._split}|{self._settings}"
-        return hashlib.sha256(text.encode()).hexdigest()
+    def name_of(self, i: int) -> str:
+        """Name the record of a sample, by its file and line where it has one."""
+        left = int(self._samples.documents[self.original_ids[i]])
+        for part, runs in self._index.facts["runs"].items():
+            for first, count in runs:
+                if left < count:
+                    return self._source.name_of(part, first + left)
+                left -= count
+        return f"sample {i}"
 
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say what the records were recognised as, and what became of the others."""

@@ -10,10 +10,10 @@ import numpy as np
 
 from trainer.data.collate import ATTENTION_MASK, IGNORED_LABEL, LABELS
 from trainer.data.encode import DroppedError, Fields, Record, RecordEncoder, pad_token_of, text_of
+from trainer.data.formats import ENDINGS
 from trainer.data.samples import INPUT_IDS
 
 TYPE_IDS = "token_type_ids"
-_ENDINGS = ("ending0", "ending1", "ending2", "ending3")
 
 
 @final
@@ -65,8 +65,15 @@ def labels_of(
     kinds = {type(value) for value in distinct}
     if stated is not None or kinds == {str}:
         words = [*map(str, stated or sorted(map(str, distinct)))]
-        names = fixed or (model if {*words} <= {*model} else words)
+        # Heads often spell their classes otherwise, such as POSITIVE.
+        place = {name.casefold(): number for number, name in enumerate(fixed or model)}
+        folded = {word.casefold() for word in words}
+        is_respelt = folded <= place.keys() and len(folded) == len({*words})
+        is_known = {*words} <= {*(fixed or model)} or is_respelt
+        names = fixed or (model if is_known else words)
         numbers: dict[object, int] = {word: number for number, word in enumerate(names)}
+        if is_known:
+            numbers = {word: place[word.casefold()] for word in words} | numbers
         numbers |= {i: numbers[word] for i, word in enumerate(stated or ()) if word in numbers}
         return Labels(tuple(names), len(names), numbers)
     if kinds <= {int, bool}:
@@ -220,7 +227,7 @@ def choices_of(record: Record) -> tuple[str, list[str], Any]:
     """
     if "sent1" in record:
         begin = record["sent2"] or ""
-        return record["sent1"], [f"{begin} {record[e]}" for e in _ENDINGS], record["label"]
+        return record["sent1"], [f"{begin} {record[e]}" for e in ENDINGS], record["label"]
     choices, answer = record["choices"], record["answer"]
     letters = [*"ABCDEFGHIJ"]
     if isinstance(choices, Mapping):

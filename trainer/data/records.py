@@ -22,6 +22,7 @@ import numpy as np
 
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
+from trainer.core.hub_cache import HUB_NAME
 from trainer.data.files import files_at, reading
 from trainer.data.samples import TRAIN
 from trainer.data.source import HELD_OUT_NAMES
@@ -34,7 +35,6 @@ _KINDS = {
 }
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
 _HASHED_BYTES = 2**30
 """Up to here files are known by their contents, beyond it by their name, size and time: a start may
@@ -129,7 +129,7 @@ def find_records(path: str, subset: str | None = None) -> RecordSource:
         DataError: there is nothing, or files of several kinds.
     """
     place = expanded(path).absolute()
-    is_name = _HUB_NAME.fullmatch(path) and place.suffix.lower() not in {*_KINDS, *_COMPRESSED}
+    is_name = HUB_NAME.fullmatch(path) and place.suffix.lower() not in {*_KINDS, *_COMPRESSED}
     if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
         return RecordSource(path=path, kind="hub", subset=subset)
     with reading(place):

@@ -80,7 +80,7 @@ def cached_records(
     """Open the cache of what records become, tokenising them first where there is none.
 
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part,
-    `dropped` by reason, `overlong`, `num_classes`, `label_names`.
+    `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`.
 
     Raises:
         ConfigError: the options do not fit the records.
@@ -100,11 +100,16 @@ def cached_records(
             counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
         written.check(sum(counts.values()))
         facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
-        facts |= {"counts": counts, "dropped": dict(written.dropped), "overlong": encoder.overlong}
+        facts |= {
+            "runs": written.runs,
+            "counts": counts,
+            "dropped": dict(written.dropped),
+            "overlong": encoder.overlong,
+        }
         return written.bad, facts
 
     settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"3|{state}")
+    return cached_index("hf", settings, {}, build, reader=f"4|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -209,6 +214,8 @@ class _Writer:
         self._source, self._encoder, self._add, self._scratch = source, encoder, add, scratch
         self.bad, self.dropped = list[str](), Counter[str]()
         self.kinds: dict[str, Kind] = {}
+        # By part, the first row and the number of records that were kept one after the other
+        self.runs: dict[str, list[list[int]]] = {}
 
     def add_part(self, part: str, records: Any, most: int | None) -> int:  # noqa: ANN401 - a Dataset
         """Add the records of a part, and count those that are kept.
@@ -217,6 +224,7 @@ class _Writer:
             DataError: a record is bad.
         """
         records, rows = select(records, most)
+        runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {self._source.path}"
         with progress(f"{label}, {len(records):,} records") as advance:
             try:
@@ -233,6 +241,9 @@ class _Writer:
                     self.kinds = self.kinds or json.loads(kinds)
                     self._add(entry, group)
                     count += 1
+                    if not runs or sum(runs[-1]) != row:
+                        runs.append([int(row), 0])
+                    runs[-1][1] += 1
                 elif is_dropped:
                     self.dropped[fault] += 1
                 else:

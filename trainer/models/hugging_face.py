@@ -81,9 +81,7 @@ def hugging_face(
             else transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         )
         made_for = _prepare(found, f"{key}={source}", task, num_classes)
-        if label_names is not None and len(label_names) == found.num_labels:
-            found.id2label = dict(enumerate(label_names))
-            found.label2id = {name: number for number, name in enumerate(label_names)}
+        _name_classes(found, label_names or ())
         kind = getattr(transformers, _CLASSES[made_for])
         options["dtype"] = getattr(torch, dtype)
         with quiet():
@@ -104,6 +102,13 @@ def auto_class(module: Any) -> str:  # noqa: ANN401 - any model of transformers
     task, own = task_of(module), type(module).__name__
     name = own if task is None else _CLASSES[task]
     return name if own.endswith(name.removeprefix("AutoModel")) else own
+
+
+def _name_classes(found: Any, names: Sequence[str]) -> None:  # noqa: ANN401 - any config
+    """Give the classes of a head their names, if it has as many."""
+    if names and len(names) == found.num_labels:
+        found.id2label = dict(enumerate(names))
+        found.label2id = {name: number for number, name in enumerate(names)}
 
 
 def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model

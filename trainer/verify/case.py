@@ -277,9 +277,9 @@ class Case:
         )
         default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
         widened = Widened(self.undone) if is_wide else nullcontext()
-        held = _constant_draws() if self.holds_draws else nullcontext()
+        constant = _constant_draws() if self.holds_draws else nullcontext()
         # cuDNN's recurrent layers draw their dropout out of sight.
-        with torch.backends.cudnn.flags(enabled=False), widened, held:
+        with torch.backends.cudnn.flags(enabled=False), widened, constant:
             try:
                 torch.set_default_dtype(torch.float64 if is_wide else default)
                 yield replace(self, context=context)

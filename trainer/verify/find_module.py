@@ -104,14 +104,15 @@ def examine(case: Case) -> tuple[Case, Found]:
         with AllocationGuard():
             whole, ways = _pick(case, most)
             drawn, loud = record(case, whole).drawn, list[str]()
-            held = replace(case, holds_draws=bool(drawn))
+            constant = replace(case, holds_draws=bool(drawn))
             if drawn:
                 always = record(case, whole, off=drawn).drawn
-                together, apart = (record(held, m).drawn for m in (whole, ways[NEIGHBOURS][0]))
+                together, apart = (record(constant, m).drawn for m in (whole, ways[NEIGHBOURS][0]))
                 # Draws left over are equal too where generators end equally: for every size.
                 loud = [n for n in drawn if n in always or together.get(n) != apart.get(n)]
             quiet = [name for name in drawn if name not in loud]
-            return held, find(held, whole, ways, excused=loud)._replace(quiet=quiet, loud=loud)
+            found = find(constant, whole, ways, excused=loud)
+            return constant, found._replace(quiet=quiet, loud=loud)
         release_memory()
     return case, Found([], [], was_checked=False)
 

@@ -371,6 +371,23 @@ def test_bad_files_and_labels_are_named(tmp_path, words):
         opened(tmp_path, TEXTS, words, "masked_lm", max_length=2)
 
 
+def test_a_sample_is_named_by_the_line_of_its_record(tmp_path):
+    records = [{"text": text} for text in ("a", "", "b", "c d " * 40, "e")]
+    both = opened(tmp_path, records, byte_tokenizer(), max_length=60, holdout=0.4, overlong="chunk")
+    named = {}
+    for side in both.splits().values():
+        for i, sample in enumerate(listed(side)):
+            named.setdefault(side.name_of(i).rpartition(":")[2], []).append(
+                len(sample["input_ids"])
+            )
+    assert {line: len(lengths) for line, lengths in named.items()} == {
+        "1": 1,
+        "3": 1,
+        "4": 3,
+        "5": 1,
+    }
+
+
 def test_bad_records_are_skipped_counted_and_named(tmp_path):
     records = [{"text": "a"}] * 150 + [{"text": 3}]
     data = opened(tmp_path, records, byte_tokenizer(), on_bad="skip")

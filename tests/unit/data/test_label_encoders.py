@@ -1,7 +1,7 @@
 """Words with tags stay apart where a tokenizer of bytes would join them."""
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer
-from trainer.data.label_encoders import Labels, TagEncoder, space_before_words
+from trainer.data.label_encoders import Labels, TagEncoder, labels_of, space_before_words
 
 
 def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
@@ -18,3 +18,12 @@ def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
     found = encoder.encode({"tokens": words, "tags": [1] * len(words)})
     assert found["input_ids"] == tokenizer(f" {TEXTS[0]}")["input_ids"]
     assert found["labels"].count(1) == len(words)
+
+
+def test_classes_of_a_loaded_head_are_known_however_they_are_spelt():
+    head = ("POSITIVE", "NEGATIVE")
+    labels = labels_of(["positive", "negative"], model=head)
+    assert (labels.names, labels.number("positive")) == (head, 0)
+    # Of words that differ by case alone each is a class.
+    assert labels_of(["A", "a"], model=("a", "b")).names == ("A", "a")
+    assert labels_of(["a", "A"], model=("a", "A")).number("A") == 1
