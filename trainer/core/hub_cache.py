@@ -1,11 +1,15 @@
-"""Find weights as they are typed: a path, or a model in the local cache of the hub."""
+"""Find what is typed as a path or as a name on the hub, which may be in its local cache."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from trainer.core.format import expanded
 
@@ -32,3 +36,19 @@ def weights_path(typed: str) -> Path:
     main = path / "refs" / "main"
     named = snapshots / main.read_text().strip() if main.is_file() else None
     return named or next(iter(sorted(snapshots.iterdir())), path)
+
+
+def read_cache_without_network(typed: str) -> None:
+    """Have the hub's library read its cache alone, where the hub's host has no address.
+
+    It would try for a minute, and print each attempt. Nothing is asked for a path that is there.
+    """
+    if os.path.exists(expanded(typed)) or getproxies():  # noqa: PTH110 - too long for pathlib
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+            vars(constants)["HF_HUB_OFFLINE"] = True  # it was read before

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
-from trainer.core.hub_cache import HUB_NAME
+from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
 from trainer.data.files import files_at, reading
 from trainer.data.samples import TRAIN
 from trainer.data.source import HELD_OUT_NAMES
@@ -82,6 +82,7 @@ class RecordSource:
             return _parts_of(self._opened(scratch))
 
     def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
+        read_cache_without_network(self.path)
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
 
         is_shown = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"

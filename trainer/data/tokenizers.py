@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.components import ExistingPath
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
+from trainer.core.hub_cache import read_cache_without_network
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 """Patterns of the files of which a folder with a tokenizer has at least one."""
@@ -26,11 +27,13 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
     source = path or model
     if source is None:
         raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
-    folder, place = Path(source), f"tokenizer.path={source}"
+    folder = Path(source)
+    place = f"tokenizer.path={path}" if path else f"model: {model}"
     folder = folder.parent if folder.is_file() else folder
     if folder.is_dir() and not _has_tokenizer(folder):
         text = "no tokenizer there: type the folder of one, or tokenizer=bytes"
         raise ConfigError(f"{place}: {text}")
+    read_cache_without_network(source)
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and only for this option
 
     name = str(folder) if folder.is_dir() else source
@@ -54,8 +57,10 @@ def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = Non
     """
     if path is None and model is not None:
         folder = Path(model).parent if Path(model).is_file() else Path(model)
-        path = model if not folder.is_dir() or _has_tokenizer(folder) else None
-    return byte_tokenizer() if path is None else hugging_face_tokenizer(path)
+        model = model if not folder.is_dir() or _has_tokenizer(folder) else None
+    return (
+        byte_tokenizer() if path is None and model is None else hugging_face_tokenizer(path, model)
+    )
 
 
 def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library

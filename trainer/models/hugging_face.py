@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.config.components import Attention, ConfigFields, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
+from trainer.core.hub_cache import read_cache_without_network
 from trainer.models.lazy_loading import load_unread
 from trainer.models.task import task_of, task_of_class
 from trainer.models.transformers_classes import note_loaded, quiet
@@ -64,13 +65,15 @@ def hugging_face(
             f"model: {both}type model.path=FOLDER for a model with its weights, or "
             "model.config=FILE for one with random weights"
         )
+    settings = config if isinstance(config, dict) else {}
+    source = str(path or settings.get("model_type") or config)
+    if not settings:
+        read_cache_without_network(source)
     import transformers  # noqa: PLC0415 - seconds, and only for this option
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
     faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
     key = "model.config" if path is None else "model.path"
-    settings = config if isinstance(config, dict) else {}
-    source = str(path or settings.get("model_type") or config)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation

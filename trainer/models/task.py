@@ -9,6 +9,7 @@ from typing import Any, final, get_args
 from torch import nn
 
 from trainer.config.components import Task
+from trainer.core.hub_cache import read_cache_without_network
 
 # Ends of class names in transformers and peft; the first that fits counts.
 _TASKS: Mapping[str, Task] = {
@@ -54,6 +55,7 @@ def stated_purpose(source: str, task: Task | None) -> Purpose:
             cannot be read nothing is known, and the model says why.
         task: what it is to be made for; a head for another has no labels.
     """
+    read_cache_without_network(source)
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the next
     from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
 

@@ -40,6 +40,8 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path):
         hugging_face_tokenizer()
     with pytest.raises(ConfigError, match=r"tokenizer.path=.*none: no tokenizer there"):
         tokenizer_of_model(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"^model: gone: no such folder"):
+        tokenizer_of_model(model="gone")
     with pytest.raises(ConfigError, match=r"gone: no such folder, and no tokenizer that the hub"):
         hugging_face_tokenizer(str(tmp_path / "gone"))
 
