@@ -6,6 +6,7 @@ Imports torch only where this process computes, so that a supervisor is light.
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def set_process_defaults() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+    if not sys.stderr.isatty():  # a progress bar in a log is hundreds of lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
