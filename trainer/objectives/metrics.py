@@ -55,10 +55,10 @@ def _class_counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _flag_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Count the same for labels of which several may apply."""
+    """Count the same for labels of which several may apply, and the labels: `(4, flags)`."""
     valid = labels != IGNORED
     found, true = (logits > 0) & valid, (labels > 0) & valid
-    return torch.stack([(found & true).sum(0), found.sum(0), true.sum(0)])
+    return torch.stack([(found & true).sum(0), found.sum(0), true.sum(0), valid.sum(0)])
 
 
 def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -94,16 +94,17 @@ def _ratio(sums: Tensor) -> float:
 def _f1(counts: Tensor, average: str = "") -> float:
     """Compute F1 as scikit-learn does: of the second of two classes, or the mean over classes.
 
-    The mean is over those that occur, in labels or predictions.
+    The mean is over the classes that occur, in labels or predictions, and over all flags that have
+    labels; one that is never true nor predicted counts as 0.
     """
-    right, found, true = counts
+    right, found, true, *labelled = counts
     if average == "micro":
         return float(2 * right.sum() / (found.sum() + true.sum()))
     if not average and len(right) == 2:  # noqa: PLR2004
         right, found, true = right[1:], found[1:], true[1:]
-    occurs = found + true > 0
-    each = 2 * right[occurs] / (found + true)[occurs]
-    return float(each.mean()) if len(each) else 0.0
+    each = 2 * right / (found + true).clamp(min=1)
+    counted = each[(labelled[0] if labelled else found + true) > 0]
+    return float(counted.mean()) if len(counted) else 0.0
 
 
 def _mcc(counts: Tensor) -> float:

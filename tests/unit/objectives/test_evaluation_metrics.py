@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
@@ -130,6 +131,19 @@ def test_labels_of_which_several_apply_are_counted_for_each():
         "f1_micro": 2 * both.sum() / either.sum(),
     }
     assert measured(objective, logits, labels) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("average", "columns"), [("macro", 4), ("macro", 3), ("micro", 4)])
+def test_f1_of_flags_is_scikit_learn_s_with_one_that_is_never_true_nor_predicted(average, columns):
+    torch.manual_seed(3)
+    labels = (torch.rand(COUNT, 4) < 0.4).double()
+    logits = torch.randn(COUNT, 4) + labels
+    labels[:, 3], logits[:, 3] = 0, -1
+    labels, logits = labels[:, :columns], logits[:, :columns]
+    objective = with_metrics(Numbers(loss="binary_cross_entropy"), [f"f1_{average}"])
+    expected = f1_score(labels > 0, logits > 0, average=average, zero_division=0)
+    measures = measured(objective, logits, labels)
+    assert measures[f"f1_{average}"] == pytest.approx(expected, rel=1e-12)
 
 
 class Near(NextToken):
