@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from tests.lib.run_support import TOYS, go, overrides, shell
+from tests.lib.run_support import TOYS, entries, go, only_run, overrides, shell, steps
+from tests.lib.run_toys import Net
 from trainer import train
 from trainer.core.errors import ConfigError
+from trainer.objectives.next_token import NextToken
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -31,6 +35,7 @@ GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
         f"{GPT} data._target_={TOYS}.Rows": ["model.vocab_size: the data do not state", "set it"],
         "optimizer._target_=torch.optim.SGD optimizer.rate=0.1": ["optimizer.rate", "SGD"],
         "objective=classify": ["classify"],
+        "objective.metrics=[auroc] eval.every=4": ["metrics=[auroc]: the model gives 16 classes"],
         "steps=null epochs=1 scheduler.warmup=99": ["warmup=99: exceeds the run's", "valid value"],
     }.items(),
 )
@@ -40,6 +45,35 @@ def test_what_does_not_fit_together_is_refused_by_key(line, words):
     for word in words:
         assert word in str(raised.value), str(raised.value)
     assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
+
+
+class Late(NextToken):
+    """Finds a fault in what it was typed with once an evaluation is made."""
+
+    def metrics(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"count": labels.sum()}
+
+    def figures(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        raise ConfigError("objective: late")
+
+
+class Loud(Net):
+    """Is so sure that the perplexity is beyond what a float holds."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return 1e4 * super().forward(input_ids)
+
+
+def test_a_refusal_after_steps_were_made_keeps_what_was_written_of_them():
+    with pytest.raises(ConfigError, match="late"):
+        go(f"objective._target_={__name__}.Late steps=3 eval.every=2")
+    assert len(steps(only_run())) == 2
+
+
+def test_a_perplexity_that_no_float_holds_is_null():
+    run = go(f"model._target_={__name__}.Loud objective.metrics=[perplexity] steps=1 eval.every=1")
+    assert entries(run)[-1]["eval_perplexity"] is None
+    assert entries(run)[-1]["eval_loss"] > 710
 
 
 FAULTS = """

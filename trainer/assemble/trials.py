@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Self, final
 
 from trainer.assemble.components import Components
-from trainer.data.collate import Limits
+from trainer.data.collate import LABELS, Limits
 from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.models.output_layer import IS_LAST, candidate
+from trainer.objectives.metrics import check_classes
 from trainer.tune.flops import ComputeCounts, count_compute
 from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Workload
@@ -42,7 +43,13 @@ class Trials:
         return cls(limits, layer is not None and IS_LAST in vars(layer), counts)
 
     def apply(self, components: Components) -> None:
-        """Have the loaders compare numbers with the limits, and losses know the output layer."""
+        """Have the loaders compare numbers with the limits, and losses know the output layer.
+
+        Raises:
+            TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
+        """
+        if LABELS in self.limits:
+            check_classes(components.objective.named_metrics, self.limits[LABELS])
         loader, lengths = components.source.loader, components.source.lengths
         for each in [loader, *(part.loader for part in components.held_out.values())]:
             each.limit(self.limits)

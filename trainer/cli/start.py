@@ -22,6 +22,7 @@ from trainer.core.errors import ConfigError, TrainError
 from trainer.core.user_code import excerpt
 from trainer.launch import start as launch
 from trainer.launch.membership import global_rank
+from trainer.report import journal
 from trainer.report.run_status import keep_traceback, staged
 
 
@@ -105,8 +106,11 @@ def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
 
 
 def _take_back(made: Sequence[Path]) -> None:
-    """Delete a folder that nothing was saved in, and those above it that were made with it."""
-    if made and not any((made[0] / name).exists() for name in ("checkpoints", "errors")):
+    """Delete a folder of a run without a step, and those above it that were made with it."""
+    if made and not (
+        any((made[0] / name).exists() for name in ("checkpoints", "errors"))
+        or journal.read(made[0] / journal.METRICS_FILE)
+    ):
         durable.discard(made[0])
         with suppress(OSError):
             for parent in made[1:]:

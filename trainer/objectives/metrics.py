@@ -22,6 +22,7 @@ from trainer.objectives.base import IGNORED, LabelKind, Objective
 SumOf = Callable[[Tensor, Tensor], Tensor]
 """Logits and labels, of labels that count alone, to what is summed."""
 
+AUROC = "auroc"
 BINS = 2**17
 """Of the histogram of scores, which are told apart to 0.02 %, or to 4e-6 near 0."""
 _STEEP = 64.0  # scores below 1/64 are binned evenly, those above by their logarithm
@@ -68,11 +69,7 @@ def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _score_counts(logits: Tensor, labels: Tensor) -> Tensor:
     """Count the scores of either class in bins, `(2, BINS)`: the second logit over the first."""
-    if logits.shape[-1] != 2:  # noqa: PLR2004
-        raise ConfigError(
-            f"objective.metrics=[auroc]: the model gives {logits.shape[-1]} classes, and it is of "
-            "two: leave it out"
-        )
+    check_classes([AUROC], logits.shape[-1])
     scores = (logits[:, 1] - logits[:, 0]).double().nan_to_num()
     places = torch.asinh(_STEEP * scores).clamp(-_WIDEST, _WIDEST) / _WIDEST
     bins = ((places + 1) / 2 * (BINS - 1)).round().long() + BINS * labels
@@ -140,8 +137,8 @@ METRICS: Mapping[str, Metric] = {
     "f1_macro": Metric(_COUNTS, partial(_f1, average="macro")),
     "f1_micro": Metric(_COUNTS, partial(_f1, average="micro")),
     "mcc": Metric({"classes": _class_counts}, _mcc),
-    "auroc": Metric({"classes": _score_counts}, _auroc),
-    "perplexity": Metric({"classes": _entropy}, lambda sums: math.exp(_ratio(sums))),
+    AUROC: Metric({"classes": _score_counts}, _auroc),
+    "perplexity": Metric({"classes": _entropy}, lambda sums: float((sums[0] / sums[1]).exp())),
     "mse": Metric(_MOMENTS, lambda sums: float(sums[1].sum() / sums[0].sum())),
     "mae": Metric(_MOMENTS, lambda sums: float(sums[2].sum() / sums[0].sum())),
     "r2": Metric(_MOMENTS, _r2),
@@ -168,6 +165,19 @@ def check_metrics(objective: Objective, names: Sequence[str]) -> None:
         raise ConfigError(
             f"objective.metrics=[{', '.join(odd)}]: no metric of {name}: {which}; or write one in "
             "`metrics` of a class of your own"
+        )
+
+
+def check_classes(names: Sequence[str], classes: int) -> None:
+    """Refuse metrics of two classes for a model that gives another number.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if AUROC in names and classes != 2:  # noqa: PLR2004
+        raise ConfigError(
+            f"objective.metrics=[{AUROC}]: the model gives {classes} classes, and it is of two: "
+            "leave it out"
         )
 
 
