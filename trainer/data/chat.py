@@ -32,13 +32,16 @@ _MARKED = f"use a template that marks them by {{% generation %}} ({_TEMPLATE})"
 def normalize_messages(value: object) -> list[Message]:
     """Read a conversation as TRL (`role`, `content`) or ShareGPT (`from`, `value`) writes it.
 
-    Fields that are None, which is how Arrow stores absent ones, are left out.
+    Fields of a message that are None, which is how Arrow stores absent ones, are left out; within
+    a field None is a value. Of content in parts, as it is written beside images, the texts are
+    joined.
 
     Returns:
         The messages, in the names and roles that chat templates know.
 
     Raises:
-        ValueError: it is no list of messages, a role is unknown, or a message holds nothing.
+        ValueError: it is no list of messages, a role is unknown, or a message holds nothing, or
+            something else than text.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError("the conversation is not a list of messages, or an empty one")
@@ -48,21 +51,33 @@ def normalize_messages(value: object) -> list[Message]:
 def _normalized(message: object, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} is of type {type(message).__name__}; write an object")
-    fields = _without_none(message)
+    fields = {name: value for name, value in message.items() if value is not None}
     if "role" not in fields and "from" in fields:
         fields = {"role": fields["from"], "content": fields.get("value")}
     role = fields.get("role")
     if role not in _ROLES:
         raise ValueError(f"{name} has the unknown role {role!r}; known are {', '.join(_ROLES)}")
-    if fields.get("content") is None and not fields.get("tool_calls"):
-        raise ValueError(f"{name}, of the {_ROLES[role]}, has no content")
+    name = f"{name}, of the {_ROLES[role]},"
+    if fields.get("content") is not None:
+        fields["content"] = _text(fields["content"], name)
+    elif not fields.get("tool_calls"):
+        raise ValueError(f"{name} has no content")
     return {**fields, "role": _ROLES[role]}
 
 
-def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    if isinstance(value, Mapping):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+def _text(content: Any, name: str) -> str:  # noqa: ANN401 - any JSON value
+    """Give the text of a message's content, whose parts have texts of their own."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        texts.append(part["text"] if is_text and isinstance(part.get("text"), str) else part)
+        if not isinstance(texts[-1], str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            what = f"a part of type {kind!r}" if kind else f"content of type {type(part).__name__}"
+            raise ValueError(f"{name} has {what}, which is no text")
+    return "".join(texts)
 
 
 def encode_messages(
@@ -142,7 +157,7 @@ def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
     tools = json.loads(value) if isinstance(value, str) else value
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError("tools is not a list of JSON schemas")
-    return _without_none(tools) or None
+    return [*tools] if tools else None
 
 
 def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> Encoded:  # noqa: ANN401

@@ -194,7 +194,7 @@ def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator
     """Give the records of a batch of columns; a ValueError for what is none."""
     if not is_json:
         for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+            yield dict(zip(batch, map(_without_none, values), strict=True))
         return
     for line in batch["text"]:
         try:
@@ -204,6 +204,13 @@ def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator
         kind = type(record).__name__
         is_record = isinstance(record, dict | ValueError)
         yield record if is_record else ValueError(f"not a JSON object but of type {kind}")
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Leave out of objects what is None: Arrow adds what other objects of the column hold."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def text_of(record: Record, role: str) -> str:

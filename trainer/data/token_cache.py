@@ -109,7 +109,7 @@ def cached_records(
         return written.bad, facts
 
     settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"4|{state}")
+    return cached_index("hf", settings, {}, build, reader=f"5|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:

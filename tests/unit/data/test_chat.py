@@ -112,6 +112,15 @@ def test_both_formats_of_conversations_are_read_and_what_arrow_adds_is_not(token
         assert normalize_messages(shared) == normalize_messages(stored) == messages
 
 
+def test_the_texts_of_content_in_parts_are_joined_and_null_within_a_field_stays(tokenizer):
+    parts = [{"type": "text", "text": "because", "image": None}, {"type": "text", "text": " it is"}]
+    (read,) = normalize_messages([{"role": "assistant", "content": parts}])
+    assert read == ANSWER
+    call = {"name": "add", "arguments": {"x": None, "y": 1}}
+    (read,) = normalize_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert read == {"role": "assistant", "tool_calls": [call]}
+
+
 def test_tools_and_variables_reach_the_template(tokenizer):
     template = "{{ (tools | tojson) if tools else 'none' }}{{ style }}" + CHATML
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -207,6 +216,11 @@ def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, te
         ),
         ([{"from": "dog", "value": "x"}], "message 1 has the unknown role 'dog'"),
         ([USER, {"role": "assistant", "content": None}], "message 2, of the assistant, has no"),
+        ([{"role": "user", "content": 5}], "message 1, of the user, has content of type int"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            "message 1, of the user, has a part of type 'image', which is no text",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused_in_plain_words(value, words):

@@ -252,6 +252,27 @@ def test_formats_with_answers(tmp_path, record, answer):
     assert learned(sample) == answer
 
 
+def test_null_in_a_call_of_a_tool_is_trained_on_as_the_file_says_and_as_arrow_cannot(tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{{ (m['tool_calls'] | tojson) if m['tool_calls'] else m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    calls = [{"x": None, "y": 1}], [{"y": 2}]
+    records = [
+        {"messages": [*turn("a", "")["messages"][:1], {"role": "assistant", "tool_calls": call}]}
+        for call in calls
+    ]
+    data = opened(tmp_path, records, byte_tokenizer(), chat_template=template)
+    texts = [learned(sample) for sample in listed(data)]
+    assert texts == ['[{"x": null, "y": 1}];', '[{"y": 2}];']
+    # Here every call has every name.
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "calls.parquet")
+    file = str(tmp_path / "calls.parquet")
+    data = HuggingFaceData(file, byte_tokenizer(), chat_template=template, holdout=0.0)
+    assert [learned(sample) for sample in listed(data)] == ['[{"y": 1}];', '[{"y": 2}];']
+
+
 def ids_of(text: str) -> list[int]:
     return [BEGIN, *(FIRST[letter] for letter in text), END]
 
@@ -338,6 +359,7 @@ BAD: list[tuple[list[Any], dict[str, Any], str]] = [
     ([], {}, "holds no records"),
     ([{"prompt": "a", "completion": ""}], {}, r"records.jsonl:1: the completion is empty"),
     ([turn("a", "b")], {}, "the tokenizer has no chat template"),
+    ([turn("a", 5)], {}, r"records.jsonl:1: message 2, of the assistant, has content of type int"),
     ([turn("a", "b")], {"overlong": "chunk"}, "data.overlong=chunk: a record of the format chat"),
     ([{"chosen": "a", "rejected": "b"}], {}, "preference pairs"),
     ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column; there are text"),
