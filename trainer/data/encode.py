@@ -196,7 +196,8 @@ def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, map(_without_none, values), strict=True))
         return
-    for line in batch["text"]:
+    for text in batch["text"]:
+        line = text.removeprefix("\ufeff")  # the mark that a file may begin with
         try:
             record = json.loads(line) if line.strip() else DroppedError("blank")
         except (ValueError, RecursionError) as error:

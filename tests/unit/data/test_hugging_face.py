@@ -273,6 +273,13 @@ def test_null_in_a_call_of_a_tool_is_trained_on_as_the_file_says_and_as_arrow_ca
     assert [learned(sample) for sample in listed(data)] == ['[{"y": 1}];', '[{"y": 2}];']
 
 
+def test_a_mark_of_the_byte_order_at_the_begin_of_json_lines_is_no_part_of_them(tmp_path):
+    file = tmp_path / "marked.jsonl"
+    file.write_text('{"text": "ab"}\n', encoding="utf-8-sig")
+    data = HuggingFaceData(str(file), byte_tokenizer(), holdout=0.0)
+    assert [s["input_ids"] for s in listed(data)] == [[256, *b"ab", 257]]
+
+
 def ids_of(text: str) -> list[int]:
     return [BEGIN, *(FIRST[letter] for letter in text), END]
 
