@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, final
 
 Message = dict[str, Any]
@@ -25,6 +26,15 @@ _ROLES = {
     **{"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"},  # ShareGPT
 }
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DAY = datetime(2024, 7, 26)  # what Llama's templates write where nothing says it
+_DIRECTIVES = (*"aAbBcdHIjmMpSuUVwWxXyYG", "-d", "-m", "-H", "-I")
+# Macros shadow what transformers names so. The line break belongs to the tag: nothing is rendered.
+_FIXED_DAY = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for each in _DIRECTIVES)
+    + " }}{% endmacro %}\n"
+)
+"""What begins a template that asks for today, whose tokens would be others tomorrow."""
 _TEMPLATE = "type data.chat_template=FILE for another"
 _MARKED = f"use a template that marks them by {{% generation %}} ({_TEMPLATE})"
 
@@ -223,10 +233,11 @@ class _Chat:
         return ids, counts
 
     def template(self) -> str:
-        """Give the text of the template that is used."""
+        """Give the text of the template that is used; today is always the same day in it."""
         if self.chat_template is None and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template; type data.chat_template=FILE")
-        return self.tokenizer.get_chat_template(self.chat_template, self.tools)  # type: ignore[no-any-return]
+        text: str = self.tokenizer.get_chat_template(self.chat_template, self.tools)
+        return _FIXED_DAY + text if "strftime_now" in text else text
 
     def apply(self, messages: Sequence[Message], **how: Any) -> Any:  # noqa: ANN401
         """Render by the template; what it raises is a ValueError."""

@@ -138,6 +138,22 @@ def test_tools_and_variables_reach_the_template(tokenizer):
     )
 
 
+@pytest.mark.parametrize("ask", ["%d %b %Y", "%Y-%m-%d is a %A"])
+def test_today_is_the_same_day_whenever_a_template_is_rendered(tokenizer, ask):
+    """Else the tokens of a record are others tomorrow; a date that is typed counts."""
+    head = f"\n{{% if not day is defined %}}{{% set day = strftime_now('{ask}') %}}{{% endif %}}"
+    template = head + "  {{- 'Today: ' + day }}\n" + CHATML
+    written = {"%d %b %Y": "26 Jul 2024", "%Y-%m-%d is a %A": "2024-07-26 is a Friday"}[ask]
+    for typed in ({}, {"day": "1 May 2020"}):
+        ids, _ = encode_messages(
+            tokenizer, TALK, chat_template=template, chat_template_kwargs=typed
+        )
+        dated = {"day": written, **typed}
+        assert (
+            ids == tokenizer.apply_chat_template(TALK, chat_template=template, **dated)["input_ids"]
+        )
+
+
 def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}"
