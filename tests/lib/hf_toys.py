@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ TEXTS = [" ".join(WORDS[(7 * i + j * j) % len(WORDS)] for j in range(3 + i % 9))
 """Sixty texts of 3 to 11 words."""
 
 
-def save_tokenizer(folder: Path, num_ids: int = 300, **options: Any) -> Any:
-    """Train a byte-level BPE on the texts and write it; ids 0 to 3: begin, end, pad, mask."""
+def save_tokenizer(
+    folder: Path, num_ids: int = 300, texts: Iterable[str] = TEXTS, **options: Any
+) -> Any:
+    """Train a byte-level BPE on texts and write it; ids 0 to 3: begin, end, pad, mask."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -38,7 +41,7 @@ def save_tokenizer(folder: Path, num_ids: int = 300, **options: Any) -> Any:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        TEXTS,
+        texts,
         trainers.BpeTrainer(
             vocab_size=num_ids,
             special_tokens=special,

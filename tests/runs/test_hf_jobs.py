@@ -72,6 +72,18 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of
     assert run.result["loss"] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-5)
 
 
+def test_an_export_does_not_name_the_end_of_a_text_as_padding():
+    """Whoever loads it would have an embedding of the end without a gradient."""
+    save_llama(Path("plain"), 300)
+    save_tokenizer(Path("plain"), pad_token=None)
+    write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
+    run = go("model=hf model.path=plain data=hf data.path=corpus.jsonl steps=1")
+    assert shell(f"export run={run.folder} export.to=next") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("next")
+    assert model.config.pad_token_id is None
+    assert model.get_input_embeddings().padding_idx is None
+
+
 def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_run(llama):
     """A record has the same loss whether the other class is in the file beside it or not."""
     rows = [{"text": text, "label": ("neg", "pos")[i % 2]} for i, text in enumerate(TEXTS[:30])]
@@ -91,6 +103,11 @@ def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_ru
     two, three = ([each["loss"] for each in losses] for losses in found)
     assert two == pytest.approx(three, rel=1e-5)
     assert shell(f"{evaluate}odd.jsonl") == DataError.exit_code
+    write_lines(
+        Path("numbers.jsonl"), [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]
+    )
+    with pytest.raises(DataError, match="labels are words here, but numbers in the data"):
+        go(f"{line} data.path=numbers.jsonl data.eval_path=two.jsonl steps=1")
 
 
 def test_what_is_not_there_says_what_to_type(llama):
@@ -124,6 +141,12 @@ def test_a_tokenizer_of_another_model_is_named_at_the_start(llama, capsys):
     go(f"{line} model.path=other")
     shown = " ".join(capsys.readouterr().out.split())
     assert "tokenizer: 300 ids, but the model has 310 rows for them" in shown
+    save_llama(Path("same"), num_ids=300)
+    for texts, is_named in (([" ".join(TEXTS)[::-1]], True), (TEXTS, False)):
+        save_tokenizer(Path("same"), texts=texts)
+        go(f"{line} model.path=same")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("it seems to be of another model" in shown) is is_named
     save_llama(Path("small"), num_ids=200)
     with pytest.raises(DataError, match=r"input_ids holds .*the model's vocabulary is 0 to 199"):
         go(f"{line} model.path=small")

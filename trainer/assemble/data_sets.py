@@ -64,8 +64,9 @@ def open_data(
         if name in data.held_out:
             raise ConfigError(f"{key}: a source of the data has that name; choose another")
         with _faults_under(key):
-            # Classes that are words have the numbers that they have in training.
-            labels = data.train.facts.label_names
+            # Classes that are words have the numbers that they have in training; or none are.
+            facts = data.train.facts
+            labels = () if facts.num_classes and not facts.label_names else facts.label_names
             part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
             data = data.evaluating(name, part, key, world, compares=compares)
     return data

@@ -10,8 +10,10 @@ from trainer.assemble.components import Components
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, joined, row
+from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.models.check import vocabulary_of
 from trainer.models.first_weights import is_on_meta
 from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
@@ -110,15 +112,22 @@ def model_warnings(components: Components, pieces: int) -> list[str]:
         )
     elif known and rows and _is_foreign(components.tokenizer, loaded, known, rows):
         warnings.append(
-            f"tokenizer: {known} ids, but the model has {rows} rows for them: it seems to be of "
-            f"another model, and an id from {rows} on is a data error; leave tokenizer.path out, "
-            "which takes the model's own"
+            f"tokenizer: {known} ids, but the model has {rows} rows for them, or other tokens: it "
+            f"seems to be of another model, and an id from {rows} on is a data error; leave "
+            "tokenizer.path out, which takes the model's own"
         )
     return warnings
 
 
 def _is_foreign(tokenizer: Any, loaded: str | None, known: int, rows: int) -> bool:  # noqa: ANN401
-    """Whether a tokenizer has more ids than a model, or other ids and another folder."""
+    """Whether a tokenizer has more ids than a model, or other ones than the model's own."""
     folder = getattr(tokenizer, "name_or_path", None)
     is_elsewhere = loaded and folder and expanded(folder).absolute() != expanded(loaded).absolute()
-    return known > rows or bool(tokenizer is not None and is_elsewhere and known != rows)
+    if known > rows or not is_elsewhere or loaded is None:
+        return known > rows
+    try:
+        own = hugging_face_tokenizer(model=loaded)
+    except ConfigError:  # its folder has none
+        return known != rows
+    ids = tokenizer.get_vocab()
+    return any(ids.get(token) != number for token, number in own.get_vocab().items())

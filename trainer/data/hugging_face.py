@@ -65,7 +65,8 @@ class HuggingFaceData(TwoSides):
         task: what the model is made for; None is `causal_lm`.
         max_positions: most tokens that the model takes; None is not known.
         model_labels: classes of the model's head, whose order is taken where it knows all labels.
-        label_names: of classes, in their order; None is those of the model or of the data.
+        label_names: of classes, in their order, none if they are numbers; None is those of the
+            model or of the data.
         subset: of a name on the hub, its configuration.
         columns: names of columns by role, where they are not the usual ones.
         max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
@@ -129,7 +130,7 @@ class HuggingFaceData(TwoSides):
             task=task or "causal_lm",
             columns=dict(columns or {}),
             model_labels=tuple(model_labels or ()),
-            label_names=tuple(label_names or ()),
+            label_names=None if label_names is None else tuple(label_names),
             max_samples=max_samples,
             max_length=self.max_length,
             overlong=overlong,

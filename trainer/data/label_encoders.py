@@ -48,7 +48,7 @@ def labels_of(
     values: Iterable[object],
     stated: Sequence[str] | None = None,
     model: Sequence[str] = (),
-    fixed: Sequence[str] = (),
+    fixed: Sequence[str] | None = None,
 ) -> Labels:
     """Find the classes of all labels: words in their order, or numbers from 0.
 
@@ -56,13 +56,16 @@ def labels_of(
         values: all of them.
         stated: names of numbers, where the data state them.
         model: names that the model's head has, which count where they are all of the data's.
-        fixed: names that count in any case.
+        fixed: names that count in any case; none at all where labels are to be numbers.
 
     Raises:
-        ValueError: they are neither words nor numbers, or both.
+        ValueError: they are neither words nor numbers, or both, or words in place of numbers.
     """
-    distinct = {value for value in values if value is not None}
+    found = {*values}
+    distinct = found - {None}
     kinds = {type(value) for value in distinct}
+    if kinds == {str} and fixed is not None and not fixed:
+        raise ValueError("labels are words here, but numbers in the data that are trained on")
     if stated is not None or kinds == {str}:
         words = [*map(str, stated or sorted(map(str, distinct)))]
         # Heads often spell their classes otherwise, such as POSITIVE.
@@ -79,6 +82,11 @@ def labels_of(
     if kinds <= {int, bool}:
         most = max((int(value) for value in distinct), default=0)  # type: ignore[call-overload]
         return Labels(None, max(1 + most, len(model)))
+    real = [value for value in distinct if isinstance(value, float)]
+    if kinds == {float} and None in found and all(v.is_integer() and v >= 0 for v in real):
+        # A column of whole numbers with a gap is read as one of real numbers.
+        whole: dict[object, int] = {value: int(value) for value in real}
+        return Labels(None, max(1 + max(whole.values()), len(model)), whole)
     if kinds <= {int, float}:
         return Labels()
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")

@@ -59,7 +59,7 @@ class EncodeOptions:
     task: Task
     columns: Mapping[str, str]
     model_labels: tuple[str, ...]
-    label_names: tuple[str, ...]
+    label_names: tuple[str, ...] | None
     max_samples: int | None
     max_length: int
     overlong: Overlong | None

@@ -32,13 +32,14 @@ _CLASSES: Mapping[Task, str] = {
 _CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
 
 
-def hugging_face(
+def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     path: ExistingPath | None = None,
     config: ExistingPath | ConfigFields | None = None,
     task: Task | None = None,
     dtype: FloatType = "float32",
     attn_implementation: Attention | None = None,
     num_classes: Count | None = None,
+    ignore_mismatched_sizes: bool = False,
     label_names: Sequence[str] | None = None,
     pad_token_id: int | None = None,
 ) -> nn.Module:
@@ -52,6 +53,8 @@ def hugging_face(
         dtype: of the weights.
         attn_implementation: as `from_pretrained` takes it.
         num_classes: labels of a classifier; None is as many as its config says.
+        ignore_mismatched_sizes: whether weights of other sizes than those in the files, such as of
+            a head for other classes, begin new.
         label_names: of the classes, in their order; None is what its config says.
         pad_token_id: what its inputs are padded with, by which classifiers among decoders find the
             last token; None is what its config says.
@@ -90,12 +93,14 @@ def hugging_face(
         with quiet():
             if path is None:
                 return _padding(kind.from_config(found, **options), pad_token_id)
-            return _padding(_load(kind, found, path, options), pad_token_id)
+            return _padding(
+                _load(kind, found, path, options, begins_new=ignore_mismatched_sizes), pad_token_id
+            )
     except (*faults, StrictDataclassError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
-        elif not Path(source).exists():
+        elif isinstance(error, OSError) and not (settings or Path(source).exists()):
             text = "no such file or folder, and no model that the hub or its cache gives"
         raise ConfigError(f"{key}={source}: {text}") from error
 
@@ -115,11 +120,12 @@ def _name_classes(found: Any, names: Sequence[str]) -> None:  # noqa: ANN401 - a
 
 
 def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model
-    """Say what inputs are padded with: once the model is built, whose embedding of it is learned.
+    """Tell a classifier what inputs are padded with, by which it may look for the last token.
 
-    An embedding that knows its padding gives that row no gradient, and it may be the end's.
+    An embedding that is built with its padding gives that row no gradient, and it may be that of
+    the end of a text. So it is told afterwards, and an export of another model does not name it.
     """
-    if pad_token_id is not None:
+    if pad_token_id is not None and task_of(module) == "sequence_classification":
         module.config.pad_token_id = pad_token_id
     return module  # type: ignore[no-any-return]
 
@@ -133,11 +139,14 @@ def _load(
     found: Any,  # noqa: ANN401 - any config
     path: str,
     options: Mapping[str, Any],
+    *,
+    begins_new: bool,
 ) -> Any:  # noqa: ANN401 - any model
     """Load a model, on the meta device unread.
 
     Raises:
-        ConfigError: weights in the files have other sizes than the model's.
+        ConfigError: weights in the files have other sizes than the model's, which does not begin
+            new with these.
     """
     options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if torch.get_default_device().type == "meta":
@@ -145,10 +154,11 @@ def _load(
     else:
         safe = {"trust_remote_code": False, "use_safetensors": True}
         module, told = kind.from_pretrained(path, config=found, **safe, **options)
-    for name, stored, built in sorted(told["mismatched_keys"]):
+    for name, stored, built in [] if begins_new else sorted(told["mismatched_keys"]):
         raise ConfigError(
             f"model.path={path}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
-            "model: type another model.num_classes, or leave it out"
+            "model; where its classes are others, type model.ignore_mismatched_sizes=true, with "
+            "which it begins new"
         )
     note_loaded(module, path, told)
     return module

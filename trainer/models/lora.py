@@ -24,7 +24,7 @@ from trainer.core.errors import ConfigError
 from trainer.models.output_layer import candidate
 from trainer.models.task import task_of
 from trainer.models.transform import ModelTransform
-from trainer.models.transformers_classes import new_weights
+from trainer.models.transformers_classes import LOADED_FROM, new_weights
 
 _NAME = "default"  # of the one adapter
 _ALL = "all-linear"
@@ -143,11 +143,18 @@ class Lora(ModelTransform):
         """Give the name in the model of each weight that an exported adapter holds.
 
         Raises:
-            ConfigError: the adapter in the folder multiplies them by another factor.
+            ConfigError: the adapter in the folder is of another base, or multiplies its matrices
+                by another factor.
         """
         from peft import LoraConfig  # noqa: PLC0415 - see above
 
         theirs = LoraConfig.from_pretrained(str(folder))
+        base, own_base = theirs.base_model_name_or_path, getattr(model, LOADED_FROM, None)
+        if base and own_base and _last_name(base) != _last_name(own_base):
+            raise ConfigError(
+                f"model.path={own_base}: init={folder} was trained on {base}; type model.path="
+                f"{base}, or, if this is the same model, write its path into adapter_config.json"
+            )
         for name in _SCALES:
             own, other = getattr(self._config, name), getattr(theirs, name)
             if own != other:
@@ -157,7 +164,10 @@ class Lora(ModelTransform):
         return {stored: names[id(tensor)] for stored, tensor in _in_files(model).items()}
 
     def save(self, model: nn.Module, base: str | None, folder: Path) -> None:
-        """Write the adapter as peft's `from_pretrained` loads it, with the name of its base."""
+        """Write the adapter as peft's `from_pretrained` loads it, with the name of its base.
+
+        Beside one of a classifier stands the model's own config, which has the names of classes.
+        """
         config = deepcopy(_config_of(model))
         config.base_model_name_or_path = config.base_model_name_or_path or base
         config.inference_mode = True
@@ -169,6 +179,9 @@ class Lora(ModelTransform):
         tensors = {name: tensor.contiguous() for name, tensor in _in_files(model).items()}
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         config.save_pretrained(str(folder))
+        if config.task_type in _HEADS:
+            its_config: Any = model.config
+            its_config.save_pretrained(str(folder))
 
     def how_to_load(self, model: nn.Module, base: str | None, folder: Path) -> list[str]:
         """Give the lines of Python that load what `save` wrote."""
@@ -176,8 +189,10 @@ class Lora(ModelTransform):
             load = f'model = PeftModel.from_pretrained(base, "{folder}")  # base: as it was built'
             return ["from peft import PeftModel", load]
         kind = f"AutoPeftModel{_LOADERS.get(_config_of(model).task_type, '')}"
-        labels = getattr(getattr(model, "config", None), "num_labels", 0)
-        more = f", num_labels={labels}" * kind.endswith("Classification")
+        more = ""
+        if kind.endswith("Classification"):
+            its_config: Any = model.config
+            more = f", id2label={its_config.id2label}, label2id={its_config.label2id}"
         return [f"from peft import {kind}", f'model = {kind}.from_pretrained("{folder}"{more})']
 
     def merge(self, model: nn.Module) -> nn.Module:
@@ -209,6 +224,14 @@ class Lora(ModelTransform):
             model.set_submodule(name, plain)
         del model.peft_config
         return model
+
+
+def _last_name(path: str) -> str:
+    """Give a model's name without its folder or organisation, which may change."""
+    parts = Path(path).parts
+    if "snapshots" in parts:  # of the hub's cache, models--org--name/snapshots/COMMIT
+        return parts[parts.index("snapshots") - 1].rpartition("--")[2]
+    return Path(path).resolve().name
 
 
 def _config_of(model: nn.Module) -> Any:  # noqa: ANN401 - a LoraConfig

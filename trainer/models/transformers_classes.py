@@ -134,8 +134,9 @@ LOADED_FROM, _LOADED_BUT = "loaded_from", "loaded_but"
 def note_loaded(module: nn.Module, source: str, told: Mapping[str, Any]) -> None:
     """Note on a model where its weights are from, and by transformers' report which are not."""
     setattr(module, LOADED_FROM, source)
-    kinds = {"new": "missing_keys", "unused": "unexpected_keys"}
-    setattr(module, _LOADED_BUT, {what: sorted(told[key]) for what, key in kinds.items()})
+    new = {*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}
+    found = {"new": sorted(new), "unused": sorted(told["unexpected_keys"])}
+    setattr(module, _LOADED_BUT, found)
 
 
 def loaded_from(module: nn.Module, params: Mapping[str, Any]) -> str | None:
