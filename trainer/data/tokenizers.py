@@ -70,7 +70,7 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
     from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
 
     # The library spells each byte as a character that can be printed.
-    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     bos, eos = "<|bos|>", "<|eos|>"
     backend = Tokenizer(models.BPE(vocab=vocabulary | {bos: 256, eos: 257}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,7 +78,7 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", pair=None, special_tokens=[(bos, 256), (eos, 257)]
     )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=bos, eos_token=eos, name_or_path="bytes"
     )
 

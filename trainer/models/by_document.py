@@ -55,7 +55,8 @@ def _attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        attended: Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        return attended
 
     bounds: Tensor | None = options.get("cu_seq_lens_q")
     lengths = list[int]()
