@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.lib.ranks_support import Ranks
 
@@ -22,22 +22,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The first optimizer imports it. Frozen, collections do not walk what was imported, for 0.4 s.
-    import torch._dynamo
-
-    gc.collect()
-    gc.freeze()
+    import torch._dynamo  # as the first optimizer does
 
 # How long an example takes depends on what else the machine does.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default run", ANY_MACHINE, max_examples=30)
+settings.register_profile("nightly", ANY_MACHINE, max_examples=300)
+settings.load_profile("default run")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw more examples of every property, nightly."""
+    if config.getoption("markexpr") == "nightly":
+        settings.load_profile("nightly")
+
+
+FROZEN = [0]
+"""How many modules there were when what was imported last left the collector's sight."""
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze what tests imported, which every step that runs out of memory would walk else."""
+    if len(sys.modules) > FROZEN[0] + 200:
+        gc.collect()
+        gc.freeze()
+        FROZEN[0] = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the file that waits longest, so that nobody waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_wandb.py")
+    if config.getoption("markexpr") == "nightly":
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("nightly")
 
 
 @pytest.fixture

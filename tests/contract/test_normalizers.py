@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -116,7 +116,6 @@ WEIGHTS = st.fixed_dictionaries({"a": st.integers(0, 50), "b": st.integers(0, 50
 OWNED = st.lists(st.tuples(WEIGHTS, st.integers(0, 5)), min_size=1, max_size=6)
 
 
-@settings(max_examples=50)
 @given(OWNED, st.randoms())
 def test_divisors_are_those_of_the_whole_batch_however_it_is_cut(owned, shuffle):
     parts = [micro_batch(*each) for each in owned]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 import transformers
@@ -150,6 +149,8 @@ def save_causal_model(folder: Path, **options: Any) -> None:
 
 def save_tokens(folder: Path, kind: str = "causal") -> None:
     """Save samples as the library `datasets` does, in columns of numbers."""
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     examples = Examples(kind)
     rows = [{n: v.tolist() for n, v in examples[i].items()} for i in range(len(examples))]
     datasets.Dataset.from_list(rows).save_to_disk(folder)

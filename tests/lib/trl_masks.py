@@ -10,9 +10,6 @@ import json
 import tempfile
 from pathlib import Path
 
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests.lib.chats import GENERATION, LLAMA3, chat_tokenizer, conversations, marked
 
 STORED = Path(__file__).parents[1] / "unit" / "data" / "trl_masks.json"
@@ -40,6 +37,8 @@ def digest(text):
 
 def masks_of(case):
     import trl  # noqa: PLC0415 - no test needs it
+    from datasets import Dataset  # noqa: PLC0415 - as trl
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - as trl
 
     template, record_of = CASES[case]
     tokenizer = chat_tokenizer(template)

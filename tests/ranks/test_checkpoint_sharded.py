@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -320,7 +320,6 @@ def test_saving_and_loading_need_a_shard_and_one_tensor_and_never_the_whole(rank
 ROWS = 6
 
 
-@settings(max_examples=40)
 @given(cuts=st.sets(st.integers(1, ROWS - 1)), ends=st.tuples(*[st.integers(0, ROWS)] * 2))
 def test_any_rows_are_read_from_any_parts(cuts, ends, tmp_path_factory):
     tensors = {

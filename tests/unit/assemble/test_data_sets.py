@@ -19,13 +19,13 @@ from trainer.core.world import World
 from trainer.data import split as split_module
 from trainer.data.view import DataView
 
-datasets = pytest.importorskip("datasets")
-
 COUNT = 40
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -72,6 +72,8 @@ FACTORIES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("target", FACTORIES)
 def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Path) -> None:
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     write(folder / "tok.jsonl")
     whole = datasets.Dataset.from_list(rows())
     whole.to_parquet("tok.parquet")
@@ -89,6 +91,8 @@ def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Pa
 
 @pytest.mark.parametrize("name", ["validation", "test"])
 def test_the_parts_of_a_mapping_are_taken_by_their_names(name: str) -> None:
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     named = {"train": rows(), name: rows(100, 9), "other": rows(200, 5)}
     whole = datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in named.items()})
     whole.save_to_disk("parts")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
@@ -25,7 +25,6 @@ def padded(*samples, aligned=TOKENS, pad_to=0):
     return pad(samples, aligned, pad_to, name)
 
 
-@settings(max_examples=40)
 @given(ids=sequences, more=st.integers(0, 3))
 def test_sequences_are_padded_on_the_right_with_a_mask(ids, more):
     pad_to = max(map(len, ids)) + more
@@ -110,7 +109,6 @@ def test_samples_that_do_not_fit_together_are_named(samples, text):
         padded(*samples, aligned=TOKENS & samples[0].keys(), pad_to=2)
 
 
-@settings(max_examples=40)
 @given(ids=sequences, spare=st.integers(0, 40))
 def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, spare):
     total = sum(map(len, ids))

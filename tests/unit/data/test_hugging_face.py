@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from tests.lib.hf_toys import write_lines
@@ -151,6 +150,8 @@ def test_copies_and_chunks_stay_on_one_side(tmp_path):
 
 
 def write_all_kinds(folder: Path) -> None:
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     records = [{"text": text} for text in ("ab", "cd", "ef")]
     data = datasets.Dataset.from_list(records)
     data.to_csv(folder / "a.csv", index=False)
@@ -285,6 +286,8 @@ def ids_of(text: str) -> list[int]:
 
 
 def test_labels_are_numbers_words_or_real(tmp_path, words):
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     task = "sequence_classification"
     named = [{"text": "a b", "label": "yes"}, {"text": "c", "label": "no"}]
     data = opened(tmp_path, named, words, task)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
@@ -41,7 +41,6 @@ def test_windows_follow_each_other_within_a_file_and_the_last_of_each_may_be_sho
         assert windows_of(folder, holdout=0.5, split=split) == windows
 
 
-@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     max_length=st.integers(2, 12),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 import transformers
@@ -91,6 +90,8 @@ def test_what_reads_values_is_not_built_on_the_meta_device(settings):
     ids=str,
 )
 def test_peft_loads_what_is_saved_and_merging_changes_nothing(settings, tmp_path):
+    import peft  # noqa: PLC0415 - seconds, of every process that collects tests
+
     ids = torch.arange(10)[None]
     lora = Lora(r=2, **settings)
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import ConfigError
@@ -44,7 +44,6 @@ def samples_of(plan):
 
 
 @given(LENGTHS, LAYOUTS, st.integers(1, 12))
-@settings(max_examples=60)
 def test_fixed_keeps_sample_order_and_counts(lengths, layout, micro):
     plan = Fixed(micro=micro).cut(lengths, layout)
     order = [position for slots in samples_of(plan) for ids in slots for position in ids]
@@ -112,7 +111,6 @@ def largest(plan):
 
 
 @given(LENGTHS, LAYOUTS, GROUPS, st.data())
-@settings(max_examples=150)
 def test_cuts_shrink_until_every_micro_batch_is_one_sample_or_group(lengths, layout, size, data):
     layout, cut = dataclasses.replace(layout, group_size=size), data.draw(cuts_of(size))
     plan, attempts = cut.cut(lengths, layout), 0
@@ -170,7 +168,6 @@ def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
 
 
 @given(st.data())
-@settings(max_examples=100)
 def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(data):
     packed, size = data.draw(st.booleans()), data.draw(st.sampled_from([1, 2, 5]))
     drawn = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=40))

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.plan_support import costs_of, tokens_of
@@ -36,7 +36,6 @@ def partitions(items):
     st.integers(120, 400),
     st.floats(0.0, 100.0),
 )
-@settings(max_examples=40)
 def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size, cap, fixed):
     lengths, cost = np.array(lengths), Cost(fixed=fixed)
     layout = Layout(group_size=size, cost=cost)

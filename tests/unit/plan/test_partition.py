@@ -4,7 +4,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.plan_support import efficiency, tokens_of
@@ -43,7 +43,6 @@ def cost_of_cuts(lengths, starts, cost):
 
 
 @given(batches(most=120), st.integers(120, 5000), COSTS, st.sampled_from([3, 1000]))
-@settings(max_examples=60)
 def test_cuts_are_optimal_by_the_plain_recursion(lengths, cap, cost, max_micro):
     lengths = descending(lengths)
     prices = cost.per_sample(lengths)
@@ -57,7 +56,6 @@ def test_cuts_are_optimal_by_the_plain_recursion(lengths, cap, cost, max_micro):
 
 
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(50, 2000))
-@settings(max_examples=30)
 def test_samples_of_one_length_are_cut_evenly_into_the_fewest(num_samples, length, cap):
     starts = cut_sorted(np.full(num_samples, length), cap, Cost(), num_samples)
     sizes = np.diff([*starts, num_samples])
@@ -86,7 +84,6 @@ def test_ranks_without_collectives_may_hold_nothing():
 
 
 @given(batches(most=40), st.integers(1, 3), COSTS)
-@settings(max_examples=40)
 def test_a_ladder_wastes_the_least_that_few_lengths_can(lengths, max_shapes, cost):
     lengths = descending(lengths)
     shapes, tops = ladder(lengths, max_shapes, cost), np.unique(lengths)
@@ -107,7 +104,6 @@ def test_shapes_of_the_layout_hold_for_every_batch():
 
 
 @given(batches(), st.integers(120, 700), st.sampled_from([1, 4]))
-@settings(max_examples=60)
 def test_packed_rows_are_few_and_more_than_half_full(lengths, cap, multiple_of):
     lengths = descending(lengths)
     rows = pack_rows(lengths, Cost().per_sample(lengths), cap, len(lengths), multiple_of)

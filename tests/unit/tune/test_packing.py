@@ -39,11 +39,14 @@ def hugging_face(name: str, attention: str = "sdpa", **values: Any) -> nn.Module
     return model
 
 
-class Deaf(transformers.GPT2LMHeadModel):
-    """Takes what says where documents begin, and passes none of it on."""
+def deafened(model: nn.Module) -> nn.Module:
+    """Give a model that takes what says where documents begin, and passes none of it on."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Any:
-        return super().forward(input_ids, use_cache=False)
+    class Deaf(transformers.GPT2LMHeadModel):  # not above: every process that collects has to wait
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Any:
+            return super().forward(input_ids, use_cache=False)
+
+    return Deaf(model.config)
 
 
 class Recurrent(TinyLM):
@@ -120,7 +123,7 @@ def test_a_window_over_positions_is_left_to_the_mask_of_the_model() -> None:
 def test_gradients_of_a_model_that_mixes_documents_differ() -> None:
     def deaf() -> nn.Module:
         other = hugging_face("GPT2", n_positions=200, max_position_embeddings=200)
-        model = Deaf(other.config)
+        model = deafened(other)
         model.load_state_dict(other.state_dict())
         return model
 
@@ -141,7 +144,7 @@ def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: t
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: Deaf(hugging_face("GPT2").config), "Deaf"),
+        (lambda: deafened(hugging_face("GPT2")), "Deaf"),
         (Recurrent, "Recurrent"),
         (Faint, "Faint"),
         (lambda: hugging_face("Bert"), "BertForMaskedLM"),
@@ -222,7 +225,7 @@ def test_a_causal_model_of_transformers_needs_no_mask(name: str, dtype: torch.dt
         # What attention adds to its logits is less than bf16 may round.
         lambda: transformers.BertForMaskedLM(hugging_face("Bert").config).to(torch.bfloat16),
         lambda: hugging_face("Mixtral", output_router_logits=True),
-        lambda: Deaf(hugging_face("GPT2").config),
+        lambda: deafened(hugging_face("GPT2")),
         TinyLM,
     ],
     ids=["bert", "bf16", "small weights", "faint", "balanced experts", "of a user", "takes none"],
