@@ -10,6 +10,7 @@ import pytest
 
 from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, shell, state
 from tests.lib.run_toys import Stop
+from tests.reliability.rank_work import on_ranks
 from trainer import train
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError
@@ -64,11 +65,11 @@ def stopped(line: str, at: int) -> FinishedRun:
     return FinishedRun(folder=folder, exit_code=75, result={})
 
 
-def ids_of(run: FinishedRun) -> list[list[int]]:
+def ids_of(run: FinishedRun | Path) -> list[list[int]]:
     return [entry["ids"] for entry in entries(run, "samples.jsonl")]
 
 
-def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_middle(capsys):
+def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_middle(capsys, ranks):
     whole = go(LINE)
     ids = ids_of(whole)
     assert [len(each) for each in ids] == SIZES
@@ -89,7 +90,8 @@ def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_mi
     assert ids_of(rest) == ids
     assert all(tensor.equal(ends[name]) for name, tensor in state(rest).items())
     assert curve(rest, "lr") == curve(whole, "lr")
-    assert ids_of(go(f"{LINE} parallel.ranks=2")) == ids
+    two = on_ranks(ranks, ["--config-dir=my_conf", *typed(f"{LINE} parallel.ranks=2")])
+    assert ids_of(two) == ids
 
 
 def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():

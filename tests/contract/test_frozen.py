@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, go, on, shell, state
 from trainer.core.errors import NoCheckpointError
 
@@ -46,7 +47,9 @@ def size(run: Path) -> int:
     return sum(path.stat().st_size for path in run.glob("checkpoints/*/*.safetensors"))
 
 
-@pytest.mark.parametrize("layout", ["", "parallel=fsdp parallel.ranks=2"], ids=["one", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["", nightly("parallel=fsdp parallel.ranks=2")], ids=["one", "fsdp"]
+)
 def test_a_run_goes_on_without_its_frozen_weights_on_disk(layout):
     whole, run = go(f"{ADAPTED} {layout}"), go(f"{ADAPTED} steps=3 {layout}")
     on(run, "steps=6 parallel=auto parallel.ranks=1" if layout else "steps=6")

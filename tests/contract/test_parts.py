@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.lib.run_support import TOYS, curve, entries, go, on, saved, state
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import TOYS, curve, entries, go, on, overrides, saved, state
+from tests.reliability import lab
+from tests.reliability.rank_work import on_ranks
 from trainer.core.errors import ConfigError, NoCheckpointError
 
 CODE = '''
@@ -91,11 +95,12 @@ def test_parts_go_on_bit_for_bit_and_are_logged():
     assert not found[AVERAGE].equal(found["model.head.weight"])
 
 
-def test_an_average_of_shards_goes_on_with_another_number_of_ranks():
-    two = go(f"{PARTS} steps=3 parallel=fsdp parallel.ranks=2")
-    files = sorted(file.name for file in two.folder.glob("checkpoints/*/state-rank-*"))
+def test_an_average_of_shards_goes_on_with_another_number_of_ranks(ranks):
+    two = on_ranks(ranks, overrides(f"{PARTS} steps=3 parallel=fsdp parallel.ranks=2"))
+    files = sorted(file.name for file in two.glob("checkpoints/*/state-rank-*"))
     assert files == ["state-rank-00000.safetensors", "state-rank-00001.safetensors"]
-    on(two, "steps=6 parallel=auto parallel.ranks=1")
+    alone = prepared(shlex.join(overrides(f"{PARTS} steps=6"))).config
+    assert lab.run(alone, two, resume=True).code == 0
     one = go(f"{PARTS} steps=3")
     on(one, "steps=6")
     assert curve(two, "tally_mean") == curve(one, "tally_mean")

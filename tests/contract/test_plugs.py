@@ -10,7 +10,6 @@ import shlex
 import sys
 from itertools import cycle, islice, zip_longest
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,17 @@ import yaml
 from tests.lib import head_toys, run_toys
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import CONF
-from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, state
+from tests.lib.nightly import nightly
+from tests.lib.run_support import (
+    TOYS,
+    curve,
+    entries,
+    go,
+    overrides,
+    read_json,
+    small_library,
+    state,
+)
 from tests.reliability.rank_work import run_as_rank
 from trainer.cli.main import FinishedRun
 from trainer.cli.main import run as run_line
@@ -145,7 +154,7 @@ def with_policy(line: str) -> list[str]:
     return ["--config-dir=own", *overrides(f"{line} sync=halves parallel.ranks=2")]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["fsdp", nightly("ddp")])
 def test_a_policy_that_reduces_in_every_second_micro_batch_gives_the_whole_gradient(
     mode, whole, ranks, monkeypatch
 ):
@@ -195,14 +204,9 @@ def paired(first: str, second: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("model", "data"), paired("model", "data"))
 def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_the_cut(
-    model, data, tmp_path, monkeypatch
+    model, data, monkeypatch
 ):
-    # Instead of the whole standard library, which takes a minute to index.
-    library = SimpleNamespace(get_path=lambda _: str(tmp_path / "library"))
-    monkeypatch.setattr("trainer.data.stdlib.sysconfig", library)
-    Path("library").mkdir()
-    for i in range(60):
-        Path(f"library/m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
+    small_library(monkeypatch)
     Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
     Path("corpus.jsonl").write_text("".join(f'{{"text": "Line {i}"}}\n' for i in range(60)))
     (np.arange(1, 2000, dtype="<u2") % 258).tofile("corpus.bin")

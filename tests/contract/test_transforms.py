@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, read_json, shell, state
+from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError
@@ -124,7 +126,7 @@ def _beside_the_runs(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs.adapted.folder.parents[2])
 
 
-def weights_of(run: FinishedRun) -> dict[str, torch.Tensor]:
+def weights_of(run: FinishedRun | Path) -> dict[str, torch.Tensor]:
     return {n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")}
 
 
@@ -163,14 +165,16 @@ def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs,
     assert train(["verify", *ADAPTED, "steps=1"]).result["verdict"] == "exact"
 
 
-def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, capfd):
-    shards = train([*ADAPTED, "steps=1", "parallel=fsdp", "parallel.ranks=2"])
+def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, ranks):
+    shards = on_ranks(ranks, [*ADAPTED, "steps=1", "parallel=fsdp", "parallel.ranks=2"])
     frozen = {n: t for n, t in weights_of(shards).items() if base_name(n) in runs.base}
     assert len(frozen) == len(runs.base)
     assert all(torch.equal(runs.base[base_name(name)], tensor) for name, tensor in frozen.items())
     for name in ("loss", "grad_norm"):  # which depends on what the adapters were drawn as
         assert curve(shards, name)[0] == pytest.approx(curve(runs.adapted, name)[0], rel=1e-5)
-    assert "built whole on every rank" not in capfd.readouterr().out
+    screen = shards.with_suffix(".txt").read_text()
+    assert "built whole on every rank" not in screen
+    assert "2 ranks" in screen
 
 
 def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs):
@@ -200,7 +204,7 @@ def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs):
         train(["export", *read, "export.to=own_merged", "export.merge=true"])
 
 
-def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs):
+def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs, ranks):
     zeroed = train([*LINE, "init=weights", "transforms=[own_transforms.zero_head]", "steps=1"])
     assert curve(zeroed, "loss")[0] == pytest.approx(torch.tensor(258.0).log().item(), rel=1e-6)
     doubled = train([*LINE, "init=weights", "transforms=[own_transforms.double]", "steps=1"])
@@ -213,8 +217,10 @@ def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(r
     again = weights_of(train([*LINE, *on]))["head.weight"]
     assert torch.equal(again, weights_of(doubled)["head.weight"]), "not transformed twice"
     shards = ["transforms=[own_transforms.fresh_head]", "parallel=fsdp", "parallel.ranks=2"]
-    with pytest.raises(ConfigError, match=r"transforms: one writes to head\.weight on the meta"):
-        train([*LINE, "init=weights", *shards])
+    config = prepared(" ".join([*LINE, "init=weights", *shards])).config
+    for answer in ranks.run(2, run_as_rank, config, Path("meta").absolute(), {}):
+        assert answer["code"] == 2
+        assert "transforms: one writes to head.weight on the meta" in answer["error"]
     Path("wrong.py").write_text("def nothing(model):\n    pass\n")
     with pytest.raises(ConfigError, match=r"transforms\[0\]=wrong.nothing: gives NoneType, no mod"):
         train([*LINE, "transforms=[wrong.nothing]"])

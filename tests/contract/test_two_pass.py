@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import MODES, POLICIES, BlockLM, error, plain
 from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
@@ -188,7 +189,8 @@ def test_two_passes_are_exact_for_every_cut_and_one_is_not(cut, mine, whole):
 
 
 @pytest.mark.parametrize(
-    ("mode", "sync"), [("ddp", "deferred"), ("fsdp", "deferred"), ("fsdp", "immediate")]
+    ("mode", "sync"),
+    [("ddp", "deferred"), ("fsdp", "immediate"), nightly("fsdp", "deferred")],
 )
 def test_so_they_are_on_two_ranks(mode, sync, mine, whole, ranks):
     for cut in CUTS:
@@ -203,8 +205,9 @@ def test_both_passes_drop_the_same(mine):
     assert error(twice[0], once[0]) <= EXACT
 
 
-@pytest.mark.parametrize("at", [2, 3], ids=["first pass", "second pass"])
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("mode", "at"), [("ddp", 2), ("fsdp", 3), nightly("ddp", 3), nightly("fsdp", 2)]
+)  # in the first pass, and in the second
 def test_memory_that_runs_out_in_a_pass_is_replayed_bit_for_bit(mode, at, mine, ranks):
     work = partial(gradient, mode=mode, dropout=0.2)
     # Each rank has two micro-batches of four.
@@ -264,9 +267,9 @@ def test_two_files_add_it_and_sum_is_refused(monkeypatch, capsys):
             assert gap <= EXACT * float(tensor.abs().max()), name
     with pytest.raises(ConfigError, match=r"accum\.gradient: Sum is wrong for Contrast"):
         go(LINE)
-    overlapped = f"{LINE} accum.gradient=two sync=overlapped parallel=ddp parallel.ranks=2"
+    overlapped = f"command=plan {LINE} accum.gradient=two sync=overlapped parallel=ddp"
     with pytest.raises(ConfigError, match=r"sync=overlapped: .* TwoPass has several passes"):
-        go(overlapped, config_dir="my_conf")
+        go(f"{overlapped} parallel.ranks=2", config_dir="my_conf")
     with pytest.raises(ConfigError, match="Sum is wrong for Whole, whose coupling is batch"):
         go("model._target_=mine.Whole")
     with pytest.raises(ConfigError, match="has no means of micro-batches"):

@@ -94,7 +94,17 @@ class Counts:
             WAITS[0].end()
 
 
-@pytest.mark.parametrize("line", ["accum=fixed accum.micro=4", "accum=budget accum.max_tokens=64"])
+FIXED, BUDGET = "accum=fixed accum.micro=4", "accum=budget accum.max_tokens=64"
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        *(pytest.param("cuda", line, marks=pytest.mark.gpu) for line in (FIXED, BUDGET)),
+        *(("cpu", BUDGET), nightly("cpu", FIXED)),
+    ],
+    indirect=["device"],
+)
 def test_a_step_waits_for_the_device_once(device, line):
     WAITS[:] = [GpuWaits() if device == "cuda" else ReadNumbers()]
     with warnings.catch_warnings(record=True) as caught:

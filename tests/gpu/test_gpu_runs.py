@@ -47,6 +47,7 @@ def test_the_same_command_gives_the_same_bits(device):
     assert_same_state(state(one), state(other))
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_a_token_beyond_the_vocabulary_is_named_and_harms_nothing(device):
     with pytest.raises(DataError, match="17") as ended:
         run_gpt(device, "data._target_=tests.lib.gpu_support.OneTooLarge")
@@ -64,6 +65,7 @@ def test_a_loss_scale_that_is_too_large_skips_steps_until_it_is_not(device):
     assert taken[-1]["loss"] < taken[0]["loss"]
 
 
+@pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
 def test_the_planned_step_is_proven_on_the_device(device):
     line = f"{MODEL} {DATA} batch.global=16 device={device} {ANOTHER_CUT}"
     report = train(["verify", *overrides(line)]).result

@@ -8,8 +8,10 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from trainer import train
@@ -66,6 +68,15 @@ def in_use(folder: Path) -> Iterator[None]:
         file.flush()
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def small_library(patch: pytest.MonkeyPatch) -> None:
+    """Let `data=stdlib` read 60 files of the current folder, not what takes a minute to index."""
+    folder = Path("library").absolute()
+    patch.setattr("trainer.data.stdlib.sysconfig", SimpleNamespace(get_path=lambda _: str(folder)))
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
 
 
 def shell(line: str) -> int:

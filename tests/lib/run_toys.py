@@ -88,7 +88,8 @@ class Hungry(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ballast = torch.ones(2**28 * (os.environ.get("RANK") == "1"))
+        is_second = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+        self.ballast = torch.ones(2**28 * is_second)
 
 
 class LossNet(DoubleNet):

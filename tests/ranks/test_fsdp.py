@@ -277,7 +277,7 @@ LARGE = 2**16
 """A vocabulary of which 32 positions, fewer than micro-batches have, are computed in chunks."""
 
 
-@pytest.mark.parametrize("sync", ["deferred", "immediate"])
+@pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
 def test_the_output_layer_is_used_in_shards_after_the_model_ran(ranks, sync):
     # The tied embedding is in the root's group; its gradient has two parts, one from the loss.
     losses, weights = trained(World(), "deferred", LARGE, 1)
@@ -345,7 +345,7 @@ def gradients_in(
     return found, *added
 
 
-@pytest.mark.parametrize("sync", ["deferred", "immediate"])
+@pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
 def test_gradients_of_parameters_gathered_in_bf16_are_added_up_and_reduced_in_fp32(ranks, sync):
     for found, in_fp32, in_bf16 in ranks.run(2, gradients_in, torch.bfloat16, sync):
         assert error(found, in_fp32) < 1e-6

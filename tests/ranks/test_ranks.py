@@ -38,7 +38,8 @@ from trainer.training.step import NOT_FINITE
 
 WAYS = [
     *(("small buckets", "overlapped", 2), nightly("ddp", "overlapped", 4)),
-    *(("ddp", "deferred", 3), ("small buckets", "deferred", 2), ("hsdp", "deferred", 4)),
+    *(nightly("ddp", "deferred", 3), nightly("small buckets", "deferred", 2)),
+    nightly("hsdp", "deferred", 4),
     *(("fsdp", "immediate", 3), ("hsdp", "hierarchical", 4)),
     *(nightly(mode, "deferred", size) for mode in ("ddp", "fsdp") for size in (2, 4)),
     *(nightly("fsdp", "deferred", 3), nightly("ddp", "immediate", 2)),
@@ -118,8 +119,8 @@ ONE_LEVEL = ("deferred", "immediate")
 EVERY_STEP = ("the normalizer", "what hosts agree on", "the loss and metrics of the devices")
 NORM_OF_SHARDS = ("the gradient norm",)
 COUNTED = [
-    *((mode, sync, 2) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL),
-    ("hsdp", "hierarchical", 4),
+    *(("ddp", "deferred", 2), ("fsdp", "immediate", 2), ("hsdp", "hierarchical", 4)),
+    *(nightly("ddp", "immediate", 2), nightly("fsdp", "deferred", 2)),
     *(nightly("hsdp", sync, 4) for sync in ONE_LEVEL),
     *(nightly(mode, sync, n) for mode in ("ddp", "fsdp") for sync in ONE_LEVEL for n in (3, 4)),
 ]

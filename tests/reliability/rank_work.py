@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.lib.cli_support import prepared
+from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
 from trainer.checkpoint.lock import hold
 from trainer.config.run_config import RunConfig
@@ -25,10 +29,11 @@ def run_as_rank(
 
     Args:
         lines: what is typed; or the config, checked.
-        how: `resume` goes on; `stop_after` asks the last rank to stop after that step.
+        how: `resume` goes on; `stop_after` asks the last rank to stop after that step; `screen` is
+            a file for what the first one shows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stop = StopFlag()
+    stop, screen = StopFlag(), io.StringIO()
     try:
         config = lines if isinstance(lines, RunConfig) else lab.config(*lines)
     except TrainError as error:
@@ -44,7 +49,7 @@ def run_as_rank(
 
     loop.train_step = watched
     try:
-        with contextlib.ExitStack() as owned, contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.ExitStack() as owned, contextlib.redirect_stdout(screen):
             if world.is_main:
                 owned.enter_context(hold(folder))
                 owned.enter_context(recorded(folder))
@@ -53,4 +58,17 @@ def run_as_rank(
         return {"code": error.exit_code, "error": str(error)}
     finally:
         loop.train_step = step
+        if world.is_main and "screen" in how:
+            Path(how["screen"]).write_text(screen.getvalue())
     return {"code": 0}
+
+
+def on_ranks(ranks: Ranks, typed: Sequence[str], folder: str = "on-ranks") -> Path:
+    """Let ranks that are there take the run that is typed; gives its folder.
+
+    What it shows is in a file of that name, ending in .txt.
+    """
+    config, run = prepared(shlex.join(typed)).config, Path(folder).absolute()
+    size, how = int(config.parallel.ranks), {"screen": run.with_suffix(".txt")}
+    assert ranks.run(size, run_as_rank, config, run, how) == [{"code": 0}] * size
+    return run

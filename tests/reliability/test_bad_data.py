@@ -231,14 +231,16 @@ LABEL = (
     ("line", "text"),
     [
         ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, but `lengths`"),
-        (f"Broken {SHORT} accum=auto", SHORTER),
+        nightly(f"Broken {SHORT} accum=auto", SHORTER),
         (f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
         nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
-        ("Broken data.kind=input_ids_16", f"sample 11 {TOKEN}"),
-        ("Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN),
+        nightly("Broken data.kind=input_ids_16", f"sample 11 {TOKEN}"),
+        nightly(
+            "Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN
+        ),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
-        ("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
+        nightly("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
         nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
         nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
         ("Broken data.kind=labels_99", LABEL.format(99)),

@@ -3,21 +3,22 @@
 Nothing that is there is harmed, the line names path, need and room, `checkpoint.on_full` is
 obeyed, a run without its last state does not end well (exit 8), and with room made the same
 command ends as the undisturbed run. What fails behind the steps is heard of within one step.
-As a program, started by `unshare`, it runs a trainer on file systems of its own, in kilobytes.
+A fork that has file systems of its own, in kilobytes, runs a trainer on them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shlex
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.lib.nightly import nightly
 from tests.reliability import lab
@@ -33,6 +34,18 @@ OWN_MOUNTS = ["unshare", "-Urm"]
 
 EVERY = ("checkpoint.every=1", "checkpoint.keep=2", "model.width=256", "model.dropout=0.1")
 """A checkpoint of about 110 KiB at every step."""
+
+
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of sched.h
+
+
+def have_own_mounts() -> None:
+    """Do what `unshare -Urm` does, in a process that has one thread."""
+    maps = {"uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+    assert ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS) == 0
+    for name, text in ({"setgroups": "deny"} | maps).items():
+        Path(f"/proc/self/{name}").write_text(text)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def fill(here: Path, kilobytes: int, on_full: str, expected: dict[str, Any]) -> int:
@@ -62,6 +75,20 @@ def fill(here: Path, kilobytes: int, on_full: str, expected: dict[str, Any]) -> 
     return ended.code
 
 
+def fill_each(here: Path, sizes: Sequence[int]) -> int:
+    """Fill disks of some sizes, under either policy in turn."""
+    have_own_mounts()
+    lab.run(lab.config(*EVERY), here / "undisturbed")
+    undisturbed = lab.outcome(here / "undisturbed")
+    codes = [
+        fill(here, size, ("stop", "continue")[number % 2], undisturbed)
+        for number, size in enumerate(sizes)
+    ]
+    assert 8 in codes, codes
+    return 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("sizes", [(130,), nightly(range(24, 520, 16))], ids=len)
 def test_a_full_disk_harms_nothing_and_is_named(sizes, tmp_path):
     trial = shlex.join([*OWN_MOUNTS, *MOUNT, "/mnt"])
@@ -70,10 +97,8 @@ def test_a_full_disk_harms_nothing_and_is_named(sizes, tmp_path):
             "NOT SHOWN HERE: that a really full file system harms nothing; `unshare -Urm` may not "
             "mount a tmpfs. The faults that this process injects were still run."
         )
-    program = [*OWN_MOUNTS, sys.executable, "-m", "tests.reliability.test_full_disk"]
-    typed = [*program, str(tmp_path), *map(str, sizes)]
-    done = subprocess.run(typed, cwd=lab.ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    assert lab.fork(lambda: fill_each(tmp_path, sizes), log).wait() == 0, log.read_text()
 
 
 class Refusing(FaultyDisk):
@@ -158,15 +183,3 @@ def test_what_fails_behind_the_steps_is_heard_of_within_one_step(points, fault, 
         assert ended.code == 8, f"{fault} at {point}: {ended}"
         assert disk.steps[-1] <= disk.struck_at + 1, f"{fault} at {point}"
         assert lab.go_on(config, run).code == 0, f"{fault} at {point}"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    here = Path(sys.argv[1])
-    lab.run(lab.config(*EVERY), here / "undisturbed")
-    undisturbed = lab.outcome(here / "undisturbed")
-    codes = [
-        fill(here, int(kilobytes), ("stop", "continue")[number % 2], undisturbed)
-        for number, kilobytes in enumerate(sys.argv[2:])
-    ]
-    assert 8 in codes, codes

@@ -40,7 +40,7 @@ def is_work_lost(folder: Path, variant: tuple[str, ...]) -> bool:
     return done - max(intact_steps(folder / "checkpoints"), default=0) > every + in_flight
 
 
-@counts(2, 2000)
+@counts(1, 2000)
 def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(count, tmp_path):
     assert lab.run(lab.config(), tmp_path / "warm").code == 0, "the first run is slow"
     references, lasts = {}, {}

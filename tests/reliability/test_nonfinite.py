@@ -115,7 +115,7 @@ def test_too_many_in_a_row_end_the_run_saved_and_finite_and_rows_outlast_a_stop(
     assert "3 steps in a row" in ended.error
 
 
-@pytest.mark.parametrize(("name", "value"), [("head.weight", math.inf), ("calls", math.nan)])
+@pytest.mark.parametrize(("name", "value"), [("head.weight", math.inf), nightly("calls", math.nan)])
 def test_state_that_became_infinite_is_never_saved_and_masks_are(
     name, value, tmp_path, monkeypatch
 ):

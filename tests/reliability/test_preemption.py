@@ -119,7 +119,7 @@ STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
 }
 
 
-SHOWN = ("measuring samples", "predicting memory", "saving")
+SHOWN = ("measuring samples", "saving")
 
 
 @pytest.mark.parametrize(

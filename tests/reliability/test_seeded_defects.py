@@ -248,11 +248,8 @@ DEFECTS: Mapping[str, Defect] = {
 
 SHOWN = (
     "moments are not restored",
-    "a step that is not finite counts",
-    "a replay leaves its buffers",
     "micro-batches are averaged",
     "a batch is trained twice",
-    "pruning keeps too little",
 )
 
 
@@ -277,7 +274,7 @@ def test_draws_that_are_neither_keyed_nor_restored_are_caught(tmp_path, monkeypa
 
 # What resumes, is skipped or refused passes without a defect in a harness of its own.
 @pytest.mark.parametrize(
-    "harness", [replayed, weighed, *map(nightly, (tail, often, ledger, pruned, killed))]
+    "harness", [weighed, *map(nightly, (replayed, tail, often, ledger, pruned, killed))]
 )
 def test_without_a_defect_the_harness_passes(harness, tmp_path):
     harness(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from tests.reliability.faults import FAULTS, Fault, FaultyDisk, Killed
 from tests.reliability.support import KEEP, assert_is, intact_steps, leftovers, save
@@ -64,12 +65,19 @@ def attempt(folder: Path, disk: FaultyDisk) -> str:
     return "returned"
 
 
-def test_every_fault_at_every_write_point_leaves_the_old_or_the_new_checkpoint(before, tmp_path):
+@pytest.mark.parametrize("faults", [2, nightly(len(FAULTS))])
+def test_every_fault_at_every_write_point_leaves_the_old_or_the_new_checkpoint(
+    faults, before, tmp_path
+):
+    """By default two of the faults at each point, every fault at one point after another."""
     folder, undisturbed = tmp_path / "run", FaultyDisk()
     assert attempt(shutil.copytree(before, folder), undisturbed) == "returned"
     points, cycles = len(undisturbed.operations), Counter[str]()
     assert points >= MIN_POINTS
-    for point, fault in itertools.product(range(points), FAULTS):
+    pairs = [
+        (p, FAULTS[(faults * p + k) % len(FAULTS)]) for p in range(points) for k in range(faults)
+    ]
+    for point, fault in pairs:
         shutil.rmtree(folder)
         shutil.copytree(before, folder)
         disk = FaultyDisk(point, fault)

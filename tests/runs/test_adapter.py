@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-import peft
 import pytest
 import torch
 import transformers
@@ -82,6 +81,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_peft_loads_the_adapter_and_transformers_the_merged_model_with_equal_logits(
     made, monkeypatch, capsys
 ):
+    import peft  # noqa: PLC0415 - seconds, of every process that collects tests
+
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     export(made.run, "merged", "export.merge=true")
     base = transformers.AutoModelForCausalLM.from_pretrained("llama")
@@ -147,10 +148,10 @@ def test_two_ranks_take_the_same_steps(line, mode, bound, ranks):
     assert state(two).keys() == state(one).keys()
 
 
-def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too():
+def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too(made):
     line = f"{LLAMA} accum.packed=true activation_checkpointing=true"
     assert train(["verify", *overrides(line)]).result["verdict"] == "exact"
-    assert curve(go(line), "loss") == pytest.approx(curve(go(LLAMA), "loss"), rel=1e-5)
+    assert curve(go(line), "loss") == pytest.approx(curve(made.run, "loss"), rel=1e-5)
 
 
 def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, capsys):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, read_json
 from tests.lib.run_toys import Net
 from trainer.core.errors import ConfigError, NotExactError
@@ -98,7 +99,7 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
 CARD = "device=h100 precision=bf16 batch.global=40"
 
 
-@pytest.mark.parametrize("accum", ["accum=auto", "accum=budget accum.max_tokens=480"])
+@pytest.mark.parametrize("accum", ["accum=auto", nightly("accum=budget accum.max_tokens=480")])
 def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(accum, capsys):
     """A launch is dearer than any micro-batch of a toy, so that one holds the whole step."""
     plan = planned(f"{CARD} {accum}")
@@ -113,7 +114,7 @@ def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(accum, caps
     assert other["memory_limit_bytes"] < 24 * 2**30
 
 
-@pytest.mark.parametrize("accum", ["accum=auto", "accum=budget accum.max_tokens=10000"])
+@pytest.mark.parametrize("accum", ["accum=auto", nightly("accum=budget accum.max_tokens=10000")])
 def test_the_predicted_peak_is_that_of_the_plans_own_largest_micro_batch(accum):
     plan = planned(f"{CARD} {accum}")
     largest = max(shape["num_samples"] for shape in plan["shapes"])

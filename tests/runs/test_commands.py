@@ -173,7 +173,7 @@ def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_o
         assert "data.holdout=all: only to evaluate a run on other data" in fault
 
 
-@pytest.mark.parametrize("model", [GPT, "transformers"])
+@pytest.mark.parametrize("model", [GPT, nightly("transformers")])
 def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model: str) -> None:
     if model == "transformers":
         pytest.importorskip(model)

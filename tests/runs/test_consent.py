@@ -120,7 +120,8 @@ def trapped(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("line", "code"), [("batch.golbal=1", 2), ("evaluate run=.", 4), ("--info plugins", 0)]
+    ("line", "code"),
+    [nightly("batch.golbal=1", 2), ("evaluate run=.", 4), ("--info plugins", 0)],
 )
 @pytest.mark.parametrize(
     "path", [nightly(f"{CHECKOUT}"), f":{CHECKOUT}"], ids=["plain", "empty entry"]

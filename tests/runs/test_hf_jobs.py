@@ -20,12 +20,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def llama() -> Path:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal model with its tokenizer."""
-    save_llama(Path("llama"))
-    save_tokenizer(Path("llama"), chat_template=TEMPLATE)
-    return Path("llama")
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    save_llama(folder)
+    save_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
 
 
 def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):

@@ -9,7 +9,7 @@ import yaml
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, entries, on, shell
+from tests.lib.run_support import TOYS, entries, on, shell, small_library
 from trainer import train
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 PLAIN = ["device=cpu", "wandb.mode=disabled", "batch.global=8", "steps=1", "scheduler.warmup=0"]
-HF = "data._target_=datasets.load_from_disk data.dataset_path=data"
+HF = "data._target_=datasets.load_from_disk data.dataset_path"
 LOADED = {"betas": [0.9, 0.999], "weight_decay": 0.01}
 DRAWN = {"betas": [0.9, 0.95], "weight_decay": 0.1}
 
@@ -46,6 +46,17 @@ def planned(line: str) -> dict:
     return plan
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two models, and data for each."""
+    here = tmp_path_factory.mktemp("models")
+    save_causal_model(here / "gpt")
+    Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained(here / "body")
+    save_tokens(here / "data")
+    save_tokens(here / "tags", "tags")
+    return here
+
+
 @pytest.mark.parametrize(
     ("line", "expected", "reason"),
     [
@@ -66,7 +77,7 @@ def planned(line: str) -> dict:
             {"weight_decay": 0.01},
             "",
         ),
-        (
+        nightly(
             "model._target_=transformers.AutoModelForCausalLM.from_pretrained "
             "model.pretrained_model_name_or_path=gpt",
             {"lr": 2e-5, **LOADED},
@@ -82,11 +93,11 @@ def planned(line: str) -> dict:
         nightly("model=hf model.path=gpt optimizer._target_=torch.optim.AdamW", {}, ""),
     ],
 )
-def test_the_rate_follows_from_what_the_weights_are(line, expected, reason, capsys):
-    save_causal_model(Path("gpt"))
-    Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("body")
-    save_tokens(Path("data"), *(["tags"] if "body" in line else []))
-    plan = planned(f"{HF} {line}")
+def test_the_rate_follows_from_what_the_weights_are(
+    line, expected, reason, models, monkeypatch, capsys
+):
+    monkeypatch.chdir(models)
+    plan = planned(f"{HF}={'tags' if 'body' in line else 'data'} {line}")
     assert plan["optimizer_defaults"] == expected
     assert plan["lr"] == expected.get("lr", plan["lr"])
     assert (plan["optimizer_reason"] or "").startswith(reason)
@@ -115,7 +126,8 @@ def test_a_run_that_begins_with_anothers_weights_and_goes_on_keeps_its_rate():
     assert rates(changed)[3] == pytest.approx(0.5)
 
 
-def test_a_preset_keeps_its_rate():
+def test_a_preset_keeps_its_rate(monkeypatch):
+    small_library(monkeypatch)
     plan = planned("model.width=24 accum=fixed accum.micro=4")
     assert "lr" not in plan["optimizer_defaults"]
     assert plan["optimizer_defaults"] == DRAWN

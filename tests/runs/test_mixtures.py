@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.ranks_support import Ranks
 from tests.lib.run_support import (
     TOYS,
     curve,
@@ -22,6 +23,7 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Rows
+from tests.reliability.rank_work import on_ranks
 from trainer.cli.main import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -49,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         return go(f"{LINE} steps=9")
 
 
-def numbers(run: FinishedRun, name: str) -> list[float]:
+def numbers(run: FinishedRun | Path, name: str) -> list[float]:
     """A figure of every step, 0 where it is of nothing."""
     return [value or 0.0 for value in curve(run, name)]
 
@@ -107,7 +109,7 @@ def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run: F
 
 
 def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(
-    run: FinishedRun,
+    run: FinishedRun, ranks: Ranks
 ) -> None:
     part = go(f"{LINE} steps=4")
     on(part, "steps=9")
@@ -115,7 +117,7 @@ def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_s
     assert ids[0] == ids[1]
     expected = state(run)
     assert all(tensor.equal(expected[name]) for name, tensor in state(part).items())
-    two = go(f"{LINE} steps=9 parallel.ranks=2")
+    two = on_ranks(ranks, overrides(f"{LINE} steps=9 parallel.ranks=2"))
     for name in ("loss", "grad_norm", "loss_rows", "loss_others"):
         assert numbers(two, name) == pytest.approx(numbers(run, name), rel=1e-12)
 

@@ -79,6 +79,27 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
     assert shell(f"resume={run.folder} steps=2 'trust=[datasets]'") == 0
 
 
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models of which all but one cannot be built."""
+    here = tmp_path_factory.mktemp("faulty")
+    save_causal_model(here / "model")
+    save_tokens(here / "data")
+    config = json.loads((here / "model" / "config.json").read_text())
+    for folder, changes in (
+        ("odd", {"architectures": None}),
+        ("kernel", {"attn_implementation": "someone/kernel"}),
+        ("bad", {"n_embd": "abc"}),
+        ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
+    ):
+        (here / folder).mkdir()
+        (here / folder / "config.json").write_text(json.dumps(config | changes))
+    shutil.copytree(here / "model", here / "cut")
+    file = here / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    return here
+
+
 @pytest.mark.parametrize(
     ("typed", "fault"),
     [
@@ -93,22 +114,9 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
         ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
     ],
 )
-def test_what_cannot_be_built_is_one_line(typed, fault, monkeypatch):
+def test_what_cannot_be_built_is_one_line(typed, fault, faulty, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    save_causal_model(Path("model"))
-    save_tokens(Path("data"))
-    config = json.loads(Path("model/config.json").read_text())
-    for folder, changes in (
-        ("odd", {"architectures": None}),
-        ("kernel", {"attn_implementation": "someone/kernel"}),
-        ("bad", {"n_embd": "abc"}),
-        ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
-    ):
-        Path(folder).mkdir()
-        Path(folder, "config.json").write_text(json.dumps(config | changes))
-    shutil.copytree("model", "cut")
-    file = Path("cut/model.safetensors")
-    file.write_bytes(file.read_bytes()[:500])
+    monkeypatch.chdir(faulty)
     with pytest.raises(ConfigError) as caught:
         go(f"{LINE} {typed} steps=1")
     (line,) = str(caught.value).splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, saved, state, steps
 from trainer import train
 from trainer.assemble.precision import has_fast_bf16
@@ -25,15 +26,18 @@ def test_auto_is_shown_and_recorded_as_what_it_became_and_computes_that(capsys):
         on(run, "precision=fp16 steps=4")
 
 
-def test_a_resumed_run_takes_auto_for_what_it_was_begun_with():
-    for word in ("fp32", "bf16"):
-        line = f"precision={word} scheduler=constant"
-        whole, run = go(f"{line} steps=4"), on(go(f"{line} steps=2"), "precision=auto steps=4")
-        assert curve(run, "loss") == curve(whole, "loss")
-        assert saved(run, "terms")["contract"]["precision"] == word
+WORDS = pytest.mark.parametrize("word", ["bf16", nightly("fp32")])
 
 
-@pytest.mark.parametrize("word", ["fp32", "bf16"])
+@WORDS
+def test_a_resumed_run_takes_auto_for_what_it_was_begun_with(word):
+    line = f"precision={word} scheduler=constant"
+    whole, run = go(f"{line} steps=4"), on(go(f"{line} steps=2"), "precision=auto steps=4")
+    assert curve(run, "loss") == curve(whole, "loss")
+    assert saved(run, "terms")["contract"]["precision"] == word
+
+
+@WORDS
 def test_plan_and_verify_of_a_run_show_what_it_was_begun_with(word):
     run = go(f"precision={word} steps=2")
     line = ["trust=[tests]", "precision=auto", "steps=4"]

@@ -9,13 +9,12 @@ import runpy
 import shlex
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.hf_toys import save_job_files
-from tests.lib.run_support import shell
+from tests.lib.run_support import shell, small_library
 
 README = (CHECKOUT / "README.md").read_text()
 EXTENDING = (CHECKOUT / "docs" / "extending.md").read_text()
@@ -79,12 +78,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
         "".join(json.dumps({"body": f"{n} words " * 9}) + "\n" for n in range(200))
     )
     Path("README.md").write_text(README)
-    # Instead of the whole standard library, which takes some seconds to index.
-    library = SimpleNamespace(get_path=lambda _: str(Path("library").absolute()))
-    monkeypatch.setattr("trainer.data.stdlib.sysconfig", library)
-    Path("library").mkdir()
-    for i in range(60):
-        Path(f"library/m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
+    small_library(monkeypatch)
     (own,) = (block for block in blocks(README, "python") if "# mine.py" in block)
     ast.parse(own)
     Path("mine.py").write_text(own)
@@ -99,6 +93,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(monkeypatch):
 @pytest.mark.usefixtures("own_folder")
 def test_the_classes_of_extending_run_together(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
+    small_library(monkeypatch)
     Path("README.md").write_text(README)
     Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
     parts = {

@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import datasets
 import pytest
 
 from tests.lib.hf_toys import save_job_files
@@ -22,6 +21,8 @@ SHORT = (
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("own_folder")
 def test_every_command_of_the_page_on_text_runs(capsys):
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     save_job_files()
     datasets.Dataset.from_json("pairs.jsonl").to_parquet("pairs.parquet")
     lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import go, only_run, overrides, read_json, state
 from trainer.cli.main import run as run_line
 from trainer.verify.proof import verify
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
     ("line", "notes"),
     [
         (f"{BY_TOKENS} {FROZEN} batch.normalizer=samples", []),
-        (PACKED, []),
+        nightly(PACKED, []),
         (f"{PACKED} compile=true", [COMPILED]),
         ("accum.micro=8", ["the plan is one micro-batch"]),
         ("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),

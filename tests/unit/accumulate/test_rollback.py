@@ -168,16 +168,19 @@ class Flagged(Toy):
 
 
 @pytest.mark.parametrize(
-    ("toy", "number"),
+    ("toy", "number", "points"),
     [
-        *((Buffers, 2), (Drawing, 2), (Normed, 2), (Renormalised, 2), (Flagged, 1)),
-        *(nightly(toy, number) for toy in (Buffers, Drawing) for number in (1, 3)),
+        (Buffers, 2, POINTS[1:]),
+        *((Drawing, 2, POINTS[2:]), (Normed, 2, POINTS[2:]), (Renormalised, 2, POINTS[2:])),
+        (Flagged, 1, POINTS[2:]),
+        *(nightly(Buffers, number, POINTS) for number in (1, 2, 3)),
+        *(nightly(Drawing, number, POINTS[2:]) for number in (1, 3)),
     ],
 )
-def test_a_replay_begins_with_everything_as_it_was(toy, number):
+def test_a_replay_begins_with_everything_as_it_was(toy, number, points):
     # Micro-batches of what is normalised are tried once more as they are, not in a finer cut.
     expected = after_three_steps(toy, {} if toy is Normed else {number: (0, "finer")})
-    for at, phase in POINTS if toy is Buffers else POINTS[-1:]:
+    for at, phase in points:
         assert after_three_steps(toy, {number: (at, phase)}) == expected, (at, phase)
 
 

@@ -254,6 +254,8 @@ def test_formats_with_answers(tmp_path, record, answer):
 
 
 def test_null_in_a_call_of_a_tool_is_trained_on_as_the_file_says_and_as_arrow_cannot(tmp_path):
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
     template = (
         "{% for m in messages %}<{{ m['role'] }}>"
         "{{ (m['tool_calls'] | tojson) if m['tool_calls'] else m['content'] }};{% endfor %}"

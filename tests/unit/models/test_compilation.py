@@ -62,10 +62,14 @@ def test_all_blocks_share_a_graph_of_each_length_and_compute_the_same(recomputes
     assert torch._dynamo.config.recompile_limit >= GRAPHS * len(LENGTHS)
 
 
-def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents():
+BACKENDS = pytest.mark.parametrize("backend", ["eager", nightly("aot_eager")])
+
+
+@BACKENDS
+def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents(backend):
     model = gpt()
     compiled = copy.deepcopy(model)
-    compile_model(compiled, 1, backend="aot_eager")
+    compile_model(compiled, 1, backend=backend)
     for bounds in ([0, 5, 24], [0, 7, 11, 15, 24], [0, 1, 20, 24]):
         row, ends = torch.zeros(1, 24, dtype=torch.int64), torch.tensor(bounds, dtype=torch.int32)
         packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
@@ -98,10 +102,11 @@ def test_the_blocks_of_a_hugging_face_model_share_a_graph_without_its_cache():
     assert graphs() == 1
 
 
-def test_a_model_without_blocks_is_one_graph():
+@BACKENDS
+def test_a_model_without_blocks_is_one_graph(backend):
     model = ConvNet()
     compiled = copy.deepcopy(model)
-    compile_model(compiled, 1, backend="aot_eager")
+    compile_model(compiled, 1, backend=backend)
     compare(model, compiled, [(4, 3, 12, 12), (6, 3, 12, 12)])
     assert graphs() == 1
 

@@ -113,12 +113,17 @@ def test_fresh_weights_keep_the_variance_of_what_passes_or_have_the_deviations_o
 
 
 @pytest.mark.parametrize(
-    "options", [TINY, pytest.param(TINY | GPT2, marks=pytest.mark.nightly)], ids=["modern", "gpt2"]
+    ("options", "backend"),
+    [
+        (TINY, "eager"),
+        *(nightly(options, "aot_eager") for options in (TINY, TINY | GPT2)),
+    ],
+    ids=["modern", "modern, with its backward", "gpt2, with its backward"],
 )
-def test_the_model_is_one_graph_to_the_compiler(options):
+def test_the_model_is_one_graph_to_the_compiler(options, backend):
     model = make(options)
     with without_torchs_warnings():
-        logits = compile_whole(model, "aot_eager")(tokens(2, 6))
+        logits = compile_whole(model, backend)(tokens(2, 6))
     torch.testing.assert_close(logits, model(tokens(2, 6)), **CLOSE)
 
 
@@ -136,7 +141,7 @@ def compile_whole(model, backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", nightly("inductor")])
-@FAMILIES
+@pytest.mark.parametrize("options", [TINY, nightly(TINY | GPT2)], ids=["modern", "gpt2"])
 def test_packed_rows_of_every_kind_are_one_graph_with_the_gradients_of_documents_alone(
     options, backend
 ):

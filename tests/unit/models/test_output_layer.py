@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.lib.nightly import nightly
 from tests.lib.tune_support import assert_same, text, traces, workload
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
@@ -96,7 +97,7 @@ def test_a_model_of_ours_with_another_forward_is_looked_at_like_any_other(build,
     assert found == pytest.approx(whole, rel=1e-6)
 
 
-@pytest.mark.parametrize(("tied", "autocast"), [(False, torch.bfloat16), (True, None)])
+@pytest.mark.parametrize(("tied", "autocast"), [(False, torch.bfloat16), nightly(True, None)])
 def test_compiled_or_not_a_model_runs_with_and_without_its_output_layer(tied, autocast):
     model = GPT(31, width=8, num_layers=1, num_heads=2, tied=tied)
     assert ("head.weight" in model.state_dict()) != tied
