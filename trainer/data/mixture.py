@@ -208,7 +208,9 @@ class MixturePart(Dataset[Sample]):
             text = joined(
                 f"{name}: weight {self._weights[source]:g}",
                 f"{number(count)} of {plural(len(view), 'sample')}",
-                f"each {repeats:.2f} times an epoch",
+                f"each {repeats:.2f} times an epoch"
+                if repeats >= 1
+                else f"the same {percent(repeats)} in every epoch",
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
             )
             describe = view.optional("describe_records")
