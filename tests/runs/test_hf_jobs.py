@@ -41,10 +41,13 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
         for text in [*TEXTS, "batch " * 70]
     ]
     write_lines(Path("chat.jsonl"), turns)
-    go(f"{line} data.path=chat.jsonl")
+    write_lines(Path("other.jsonl"), [*turns[:5], *turns[-1:] * 3])
+    go(f"{line} data.path=chat.jsonl eval.sets.more.path=other.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
     # The model has 64 positions.
-    assert "chat (messages), 1 longer than data.max_length left out" in shown
+    assert " chat (messages), 1 longer than data.max_length left out" in shown
+    assert "more: chat (messages), 3 longer than data.max_length left out" in shown
+    assert shown.count("chat (messages)") == 2, "what is held out here is of the same records"
 
 
 def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of_classes(llama):

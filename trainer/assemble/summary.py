@@ -18,6 +18,8 @@ from trainer.config.rules import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, short, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
+from trainer.data.split import OWN_PART
+from trainer.data.view import DataView
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 
@@ -141,8 +143,27 @@ def _data(components: Components, facts: RunFacts) -> list[Row]:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
-    describe = components.train_set.optional("describe_records")
-    return [counted, *([] if describe is None else describe(facts))]
+    return [counted, *_records(components.train_set, facts), *_other_records(components, facts)]
+
+
+def _records(view: DataView, facts: RunFacts) -> Sequence[Row]:
+    """Let data say what their records are, and which of them are left out."""
+    describe = view.optional("describe_records")
+    found: Sequence[Row] = () if describe is None else describe(facts)
+    return found
+
+
+def _other_records(components: Components, facts: RunFacts) -> list[Row]:
+    """Say the same of what is evaluated on and comes from elsewhere than what is trained on."""
+    config, parts = components.config, components.held_out
+    names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
+    return [
+        row("", f"{name or 'held out'}: {each.text}")
+        for name in names
+        if name in parts
+        for each in _records(parts[name].loader.dataset, facts)
+        if each.text
+    ]
 
 
 def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
