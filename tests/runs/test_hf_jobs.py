@@ -135,6 +135,11 @@ def test_longer_samples_than_a_model_has_positions_are_refused_before_the_first_
     line = "model=hf model.path=gpt data=hf data.path=corpus.jsonl data.holdout=0 steps=1"
     with pytest.raises(ConfigError, match=r"30 tokens, and GPT2LMHeadModel has 20 positions"):
         go(f"{line} data.max_length=30")
+    other = "eval.sets.more={path:corpus.jsonl,max_length:30}"
+    with pytest.raises(
+        ConfigError, match=r"^eval\.sets\.more\.max_length: .*20 positions; type ev"
+    ):
+        go(f"{line} {other}")
     go(line)
 
 

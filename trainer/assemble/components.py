@@ -215,7 +215,7 @@ def assemble(
         split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out={
-            name: _held_out(config, name, each, loader, layout)
+            name: _held_out(config, name, each, loader, layout, module)
             for name, each in data.held_out.items()
         },
         module=module,
@@ -290,15 +290,21 @@ def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) 
         pin_memory=is_gpu,
         unaligned={LABELS} if has_targets else (),
     )
-    rows, positions = vocabulary_of(module), positions_of(module)
+    rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
-    ids = None if positions is None else loader.load(longest(data)).get(INPUT_IDS)
+    _check_positions("data", loader, module)
+    return loader
+
+
+def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
+    """Refuse samples that are longer than the model has positions."""
+    positions = positions_of(module) if len(loader.dataset) else None
+    ids = None if positions is None else loader.load(longest(loader.dataset)).get(INPUT_IDS)
     if positions is not None and ids is not None and ids.shape[-1] > positions:
         raise ConfigError(
-            f"data.max_length: samples have up to {ids.shape[-1]} tokens, and "
-            f"{type(module).__name__} has {positions} positions; type data.max_length={positions}"
+            f"{key}.max_length: samples have up to {ids.shape[-1]} tokens, and "
+            f"{type(module).__name__} has {positions} positions; type {key}.max_length={positions}"
         )
-    return loader
 
 
 def _prepare_with(loader: Loader, objective: Objective | None) -> None:
@@ -308,10 +314,11 @@ def _prepare_with(loader: Loader, objective: Objective | None) -> None:
 
 
 def _held_out(
-    config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout
+    config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout, module: nn.Module
 ) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
     own, most = loader.of(data, num_workers=0), config.eval.samples
+    _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
     # The run's own part joins those of its sources.
     sizes = {n: len(ids) for n, ids in data.sources.items() if len(ids) and name == OWN_PART}
     return HeldOut(
