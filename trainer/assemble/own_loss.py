@@ -9,8 +9,9 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields, to_device
+from trainer.core.user_code import described
 from trainer.models.bind import bind
 from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import Objective, sums_of, weights_of
@@ -22,24 +23,35 @@ _TARGETS = {"labels", "start_positions"}
 def compare_losses(objective: Objective, option: str, module: nn.Module, fields: Fields) -> None:
     """Refuse an objective that gives another loss than the model, which knows its labels best.
 
-    Those of Bart as a causal model, for one, are not shifted; a router adds to its loss.
+    Those of Bart as a causal model, for one, are not shifted; a router adds to its loss. Image
+    tokens that are more, or fewer, than the parts of the image are refused by the model itself.
 
     Raises:
         ConfigError: with the two losses, and what to type for either.
+        DataError: the model refuses the sample, and says why.
     """
     parameter = next(module.parameters(), None)
     names = inspect.signature(module.forward).parameters
     if parameter is None or parameter.is_meta or _TARGETS.isdisjoint(names):
         return
-    given = to_device(fields, parameter.device)
+    given, refusal = to_device(fields, parameter.device), None
     own = ours = math.nan
     # What fails here fails again, in full, where it is needed.
     with suppress(Exception), quiet(), restoring(module, objective), torch.no_grad():
         module.eval()
         call, weights = bind(module), weights_of(objective, given)
-        own = float(call(given).loss)
-        losses = sums_of(objective, call, given, weights).losses
-        ours = sum(float(loss) / weights[name] for name, loss in losses.items())
+        try:
+            losses = sums_of(objective, call, given, weights).losses
+        except ValueError as error:  # a library's own check of what it is given
+            refusal = error
+        else:
+            ours = sum(float(loss) / weights[name] for name, loss in losses.items())
+            own = float(call(given).loss)
+    if refusal is not None:
+        raise DataError(
+            f"data: {type(module).__name__} does not take the longest sample: "
+            f"{described(refusal)}; change what makes its {', '.join(fields)}, or the model"
+        ) from refusal
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
     if abs(own - ours) > math.sqrt(eps) * abs(own):
