@@ -93,19 +93,25 @@ def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_ru
     rows = [{"text": text, "label": ("neg", "pos")[i % 2]} for i, text in enumerate(TEXTS[:30])]
     write_lines(Path("two.jsonl"), rows)
     write_lines(Path("three.jsonl"), [*rows, {"text": "a", "label": "neutral"}])
+    Path("parts").mkdir()
+    write_lines(Path("parts/train.jsonl"), rows[:20])
+    write_lines(Path("parts/validation.jsonl"), rows[20:])
     write_lines(Path("odd.jsonl"), [*rows, {"text": "a", "label": "odd"}])
     line = f"model=hf model.path={llama} model.task=sequence_classification data=hf"
     run = go(f"{line} data.path=three.jsonl data.holdout=0 batch.global=31 steps=1")
     evaluate = f"evaluate run={run.folder} data.holdout=all eval.predictions=true data.path="
     found = []
-    for name in ("two", "three"):
-        assert shell(f"{evaluate}{name}.jsonl") == 0
+    for name in ("two.jsonl", "three.jsonl", "parts"):
+        assert shell(f"{evaluate}{name}") == 0
         (file,) = run.folder.glob("predictions*")
         found.append([json.loads(each) for each in file.read_text().splitlines()][: len(rows)])
         file.unlink()
-    assert [each["label"] for each in found[0]] == [row["label"] for row in rows]
-    two, three = ([each["loss"] for each in losses] for losses in found)
+    for each in found:
+        assert [line["label"] for line in each] == [row["label"] for row in rows]
+        assert [line["id"] for line in each] == [*range(30)]
+    two, three, parts = ([each["loss"] for each in losses] for losses in found)
     assert two == pytest.approx(three, rel=1e-5)
+    assert two == pytest.approx(parts, rel=1e-5)
     assert shell(f"{evaluate}odd.jsonl") == DataError.exit_code
     write_lines(
         Path("numbers.jsonl"), [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]

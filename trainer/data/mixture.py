@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from math import ceil, floor
 from typing import Any, Literal, cast, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
 
 from trainer.config.components import Sources
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.joined import Joined
 from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, Sample, num_tokens
 from trainer.data.view import DataView
-from trainer.plan.cut import IntArray
-
-_SAME = ("collate", "decode", "label_names", "pad_token_id")
-"""What `Samples` lists as optional, and sources have alike: that of the first is taken."""
 
 
 @final
@@ -77,12 +70,9 @@ class Mixture:
         train = {name: source.train for name, source in self._sources.items()}
         rest = {name: source.held_out for name, source in self._sources.items()}
         held_out = {name: view for name, view in rest.items() if view is not None}
-        sizes = {name: len(view) for name, view in held_out.items()}
         weights = {name: source.weight for name, source in self._sources.items()}
-        part = MixturePart(held_out, sizes, weights)
-        # A sample that is there once has the id that it has in its source.
-        ids = [view.original_ids(np.arange(len(view))) for view in held_out.values()]
-        part.original_ids = np.concatenate([np.zeros(0, dtype=np.int64), *ids])
+        part = MixturePart(held_out, None, weights)
+        part.original_ids = part.ids_in_parts()
         return {TRAIN: MixturePart(train, self.counts, weights, is_marked=True), HELD_OUT: part}
 
 
@@ -101,12 +91,12 @@ def counts_by_weight(
 
 
 @final
-class MixturePart(Dataset[Sample]):
+class MixturePart(Joined):
     """Samples of several sources, one source after the other.
 
     Args:
         views: the sources by name.
-        counts: how many samples of each.
+        counts: how many samples of each; None is all, once.
         weights: for messages.
         is_marked: whether samples say their source, for its loss in training.
 
@@ -120,44 +110,25 @@ class MixturePart(Dataset[Sample]):
     def __init__(
         self,
         views: Mapping[str, DataView],
-        counts: Mapping[str, int],
+        counts: Mapping[str, int] | None,
         weights: Mapping[str, float],
         *,
         is_marked: bool = False,
     ) -> None:
-        self.original_ids: IntArray | None = None  # they are the same
-        self._is_marked = is_marked
-        self.source_names, self._views = [*views], [*views.values()]
-        self._counts = [counts[name] for name in views]
+        super().__init__(views, counts)
+        self._is_marked, self.source_names = is_marked, self._names
         self._weights = [weights[name] for name in views]
-        self._ends = np.cumsum([0, *self._counts])
         self.source_ids = np.repeat(np.arange(len(views), dtype=np.int16), self._counts)
-        self.draws_randomness = any(view.draws_randomness for view in self._views)
-        self.num_skipped = sum(view.num_skipped for view in self._views)
-        self.skipped = [record for view in self._views for record in view.skipped]
-        self.num_cut = sum(view.facts.num_cut for view in self._views)
-        for name in _SAME:
-            setattr(self, name, self._views[0].optional(name) if views else None)
-        for name in ("vocab_size", "num_classes"):
-            known = [getattr(view.facts, name) for view in self._views]
-            setattr(self, name, None if None in known else max(known, default=None))
-        limits = [view.optional("max_length") for view in self._views]
-        self.max_length = None if None in limits else max(limits, default=None)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
 
     def __getitem__(self, i: int) -> Sample:
         """Give a sample as its source does."""
-        source, place = self._place(i)
-        view = self._views[source]
-        sample: Sample = view.dataset[int(view.ids(np.array([place]))[0])]
-        return {**sample, **self._marks(source, sample)} if self._is_marked else sample
+        sample = super().__getitem__(i)
+        return {**sample, **self._marks(i, sample)} if self._is_marked else sample
 
-    def _marks(self, source: int, sample: Sample) -> Sample:
+    def _marks(self, i: int, sample: Sample) -> Sample:
         """Say of every token, or of the sample, whether it is of each source."""
         shape = () if (count := num_tokens(sample)) is None else (count,)
-        names = enumerate(self.source_names)
+        names, source = enumerate(self.source_names), self._place(i)[0]
         return {f"{SOURCE}{name}": torch.full(shape, number == source) for number, name in names}
 
     def source_of(self, i: int) -> str:
@@ -166,38 +137,7 @@ class MixturePart(Dataset[Sample]):
 
     def name_of(self, i: int) -> str:
         """Name a sample for a message, by its source."""
-        source, place = self._place(i)
-        return f"{self._views[source].name_of(place)} (data.sources.{self.source_names[source]})"
-
-    def _place(self, i: int) -> tuple[int, int]:
-        """Give the number of a sample's source, and the place there."""
-        source = int(np.searchsorted(self._ends, i, side="right")) - 1
-        return source, int(self._places(source, np.array([i - self._ends[source]]))[0])
-
-    def _places(self, source: int, steps: IntArray) -> IntArray:
-        """Give the places in a source of some of its samples here."""
-        size, count = len(self._views[source]), self._counts[source]
-        places: IntArray = steps * size // count if count < size else steps % size
-        return places
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[Any]:
-        """Tokens of each sample, `(samples,)`."""
-        found = [self._lengths(source) for source in range(len(self._views))]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
-
-    def _lengths(self, source: int) -> IntArray:
-        lengths: IntArray = self._views[source].lengths[
-            self._places(source, np.arange(self._counts[source]))
-        ]
-        return lengths
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the sources and how many samples of each there are."""
-        names, prints = self.source_names, (view.fingerprint for view in self._views)
-        text = "|".join(map(str, zip(names, self._counts, prints, strict=True)))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return f"{super().name_of(i)} (data.sources.{self.source_of(i)})"
 
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say how much of each source an epoch takes, and how often it repeats."""

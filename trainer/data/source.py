@@ -109,7 +109,7 @@ class SourceSpec:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""
         parts, _, _ = self._parts(world)
         parts = [part for part in parts if len(part)] or parts[:1]
-        every = parts[0] if len(parts) == 1 else DataView(Joined(parts))
+        every = parts[0] if len(parts) == 1 else _joined(parts)
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
         held_out = {OWN_PART: every} if len(every) else {}
         return DataSource(train=every, held_out=held_out, split=split)
@@ -137,6 +137,14 @@ class SourceSpec:
         except ConfigError as error:
             hint = "to hold out a share of one part, type data.split=NAME"
             raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
+
+
+def _joined(parts: Sequence[DataView]) -> DataView:
+    """Put parts one after the other; a sample keeps its id where those of all parts are apart."""
+    every = Joined(dict(zip((TRAIN, HELD_OUT), parts, strict=True)))
+    if all(part.optional("original_ids") is not None for part in parts):
+        every.original_ids = every.ids_in_parts()
+    return DataView(every)
 
 
 def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
