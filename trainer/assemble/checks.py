@@ -33,7 +33,7 @@ def check_parts(components: Components) -> None:
     Raises:
         ConfigError: naming what, and what to type.
     """
-    components.schedule.factor(0, components.total_steps)
+    components.schedule.factor(components.total_steps - 1, components.total_steps)
     config = components.config
     coupling, strategy, cut = components.coupling, components.strategy, components.cut
     objective, module = components.objective, components.module

@@ -193,7 +193,7 @@ def _length(components: Components) -> list[Row]:
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
     lr = components.spec.lr * components.lr_scale(0)
     optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
-    warmup = warmup_steps(getattr(components.schedule, "warmup", 0) or 0, steps)
+    warmup = warmup_steps(components.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
     rate = joined(f"{lr:g}", optimizer, scheduler, warmup and share)
     return [

@@ -36,19 +36,37 @@ class Schedule(Described, ABC):
     # Before torch is imported
     settings_fault: ClassVar[Callable[..., str | None]] = staticmethod(warmup_fault)
 
-    @abstractmethod
     def factor(self, step: int, total_steps: int) -> float:
-        """Give the share of the base learning rate.
+        """Give the share of the base learning rate, that of the warm-up included.
+
+        The last step of the warm-up has a factor of 1, where transformers begin at 0.
 
         Args:
             step: from 0, less than `total_steps`.
+            total_steps: steps of the whole run, at least 1.
+
+        Raises:
+            ConfigError: the schedule does not fit into `total_steps`.
+        """
+        warmup, _ = schedule_steps(total_steps, self.warmup)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self.after_warmup(step, warmup, total_steps)
+
+    @abstractmethod
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
+        """Give the share of the base learning rate once the warm-up is over.
+
+        Args:
+            step: of the run, from `warmup_steps`, less than `total_steps`.
+            warmup_steps: how many steps of the run were warm-up.
             total_steps: steps of the whole run, at least 1.
 
         Returns:
             A finite number, 0 or more, and as a rule at most 1.
 
         Raises:
-            ConfigError: if the schedule does not fit into `total_steps`.
+            ConfigError: the schedule does not fit into `total_steps`.
         """
 
     def batch_factor(self, global_batch: float) -> float:
@@ -69,10 +87,9 @@ class Schedule(Described, ABC):
 class Constant(Schedule):
     """The base learning rate, after a linear warm-up."""
 
-    def factor(self, step: int, total_steps: int) -> float:
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        warmup, _ = schedule_steps(total_steps, self.warmup)
-        return min(1.0, (step + 1) / warmup) if warmup else 1.0
+        return 1.0
 
 
 @final
@@ -82,12 +99,9 @@ class Cosine(Schedule):
 
     floor: Part = 0.0  # what it falls towards; the last step is just above it
 
-    def factor(self, step: int, total_steps: int) -> float:
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        warmup, _ = schedule_steps(total_steps, self.warmup)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / (total_steps - warmup)
+        progress = (step - warmup_steps) / (total_steps - warmup_steps)
         return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -101,11 +115,9 @@ class WSD(Schedule):
     decay: Part = 0.2  # share of all steps that decays, at the end
     floor: Part = 0.0  # what it falls towards; the last step is just above it
 
-    def factor(self, step: int, total_steps: int) -> float:
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        warmup, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
-        if step < warmup:
-            return (step + 1) / warmup
+        _, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
         # As the warm-up reaches 1 with its last step, the decay leaves it with its first.
         share = min(1.0, (total_steps - step) / (decay_steps + 1))
         return self.floor + (1.0 - self.floor) * share

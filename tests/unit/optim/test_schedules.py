@@ -1,6 +1,7 @@
 """Schedules are pure, bounded, and end where they say."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -63,12 +64,26 @@ def test_a_warmup_below_one_is_a_share_of_the_run(share, steps):
         assert curve(kind(warmup=share), 40) == curve(kind(warmup=steps), 40)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Halves(Schedule):
+    """Half the rate from the first step after the warm-up on."""
+
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
+        assert warmup_steps <= step < total_steps
+        return 0.5
+
+
+@pytest.mark.parametrize("warmup", [2, 0.5])
+def test_a_schedule_of_one_s_own_is_warmed_up_without_a_line_for_it(warmup):
+    assert curve(Halves(warmup=warmup), 4) == [0.5, 1.0, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("kind", [Constant, Cosine, WSD])
 def test_a_warmup_or_decay_without_room_is_refused_with_both_numbers(kind):
     with pytest.raises(ConfigError, match=r"^scheduler\.warmup=100: exceeds the run's 60 steps"):
         kind(warmup=100).factor(0, 60)
     with pytest.raises(ConfigError, match=r"^scheduler\.decay=0\.8: .* value is 0\.5$"):
-        WSD(warmup=5, decay=0.8).factor(0, 10)
+        WSD(warmup=5, decay=0.8).factor(9, 10)
 
 
 def test_rates_follow_the_batch_by_the_named_rule_and_every_group_its_own_by_the_factor():
