@@ -66,3 +66,5 @@ def test_by_default_it_is_that_of_the_model_or_bytes(capsys):
 def test_a_tokenizer_that_no_part_takes_is_refused():
     with pytest.raises(ConfigError, match=r"tokenizer=hf: data=.*Rows takes no tokenizer"):
         go("steps=1 tokenizer=hf tokenizer.path=gone")
+    with pytest.raises(ConfigError, match=r"tokenizer\.path=.*gone: .* takes no tokenizer"):
+        go("steps=1 tokenizer.path=gone")

@@ -133,6 +133,32 @@ def test_what_is_not_there_says_what_to_type(llama):
             go(f"{line} {typed}")
 
 
+def test_what_is_typed_and_does_nothing_says_what_it_is_for(llama):
+    write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
+    talks = [{"prompt": text, "completion": "so"} for text in TEXTS]
+    write_lines(Path("pairs.jsonl"), talks)
+    line = f"steps=1 model=hf model.path={llama} data=hf data.path"
+    text, pairs = f"{line}=corpus.jsonl", f"{line}=pairs.jsonl"
+    mixed = (
+        f"steps=1 model=hf model.path={llama} data=mixture "
+        "'data.sources={a:{path:corpus.jsonl},b:{path:pairs.jsonl}}'"
+    )
+    for typed, fault in (
+        (f"{text} data.truncation=left", "data.truncation=left: is for what has answers"),
+        (f"{text} data.assistant_only_loss=false", "data.assistant_only_loss=false: is for conv"),
+        (f"{text} data.subset=foo", "data.subset=foo: is of a name on the hub"),
+        (f"{text} eval.sets.a.truncation=left", "eval.sets.a.truncation=left: is for what has"),
+        (f"{text} model.num_classes=7", "model.num_classes=7: a model for causal_lm has no class"),
+        (f"{pairs} data.truncation=left", "data.overlong=cut cuts it, and .* under .*=drop"),
+        (f"{pairs} data.assistant_only_loss=false", "and these records are prompt and completion"),
+        (f"{mixed} data.assistant_only_loss=false", "data.assistant_only_loss=false: no source"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            go(typed)
+    # One source has a use for it.
+    go(f"{mixed} data.completion_only_loss=false")
+
+
 def test_longer_samples_than_a_model_has_positions_are_refused_before_the_first_step():
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 20, "vocab_size": 300}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained("gpt")

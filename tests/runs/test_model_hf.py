@@ -13,6 +13,7 @@ import transformers
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.run_support import go, read_json, shell, state
 from trainer.core.errors import ConfigError
+from trainer.models.hugging_face import hugging_face
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -79,6 +80,14 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
     assert shell(f"resume={run.folder} steps=2 'trust=[datasets]'") == 0
 
 
+def test_fields_of_a_config_may_have_their_other_names():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    more = {"num_attention_heads": 2, "rope_theta": 5e5, "head_dim": 4, "torch_dtype": "bfloat16"}
+    model = hugging_face(config={"model_type": "llama", **sizes, **more}, task="causal_lm")
+    assert model.config.rope_parameters["rope_theta"] == 5e5
+    assert next(model.parameters()).dtype == torch.float32
+
+
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models of which all but one cannot be built."""
@@ -110,6 +119,11 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.path=odd", "no class in its config says no task"),
         ("model.path=kernel", "kernel: its config names an attention kernel on the hub"),
         ("model.path=own", "own: it needs code from its own folder"),
+        (
+            "'model.config={model_type:gpt2,n_embd:8,n_hed:2}' model.task=causal_lm",
+            "model.config.n_hed: GPT2Config has no such field; did you mean n_head?",
+        ),
+        ("'model.config={model_type:gpt2,n_embd:abc}'", "config=gpt2: transformers cannot build"),
         ("model.config=bad", "bad: transformers cannot build it: Validation error for field"),
         ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
     ],

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trainer.assemble.instantiate import construct, look_up
+from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config.components import EVAL_SETS, Component
 from trainer.config.data_sets import source_components, source_option, sources_argument
@@ -60,6 +60,8 @@ def open_data(
     data = source.open_all(world) if is_whole else source.open(world, compares=compares)
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
     data = replace(data, split=split)
+    if compares:
+        refuse_unused("data", own.params, data.train.optional("unused"))
     for name, key, component in others if compares or config.command == "evaluate" else ():
         if name in data.held_out:
             raise ConfigError(f"{key}: a source of the data has that name; choose another")
@@ -68,6 +70,8 @@ def open_data(
             facts = data.train.facts
             labels = () if facts.num_classes and not facts.label_names else facts.label_names
             part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
+            its_own = {n: v for n, v in component.params.items() if v != own.params.get(n)}
+            refuse_unused(key, its_own, part.optional("unused"))
             data = data.evaluating(name, part, key, world, compares=compares)
     return data
 
@@ -94,15 +98,17 @@ def _with_sources(
         raise ConfigError(f"data.holdout=all: {text}")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
     shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
-    spare = {n for n in shared if n != "holdout" and shared[n] != source_option().get(n)}
+    spare = {n for n in shared if shared[n] != source_option().get(n)}
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
     for key, (component, weight) in source_components(data).items():
         names = inspect.signature(look_up(component, key, config.trust)).parameters
-        spare -= names.keys()
         params = {n: v for n, v in shared.items() if n in names or n == "holdout"}
         whole = component.model_copy(update={"params": params | component.params})
         with _faults_under(key):
             found = spec(key, whole, labels=labels).open(world, compares=False)
+        unused = found.train.optional("unused") or {}
+        refuse_unused(key, component.params, unused)
+        spare -= {*names, "holdout"} - unused.keys()
         held_out = found.held_out.get(OWN_PART)
         source = MixtureSource(train=found.train, held_out=held_out, weight=weight)
         opened[key.rpartition(".")[2]] = source

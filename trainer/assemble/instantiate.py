@@ -34,7 +34,7 @@ from trainer.config.components import (
 )
 from trainer.config.data_sets import source_components
 from trainer.config.keys import options_of
-from trainer.config.messages import clip
+from trainer.config.messages import clip, show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -270,6 +270,23 @@ def _by_settings(
     if "config" not in arguments:
         target = transformers_classes.described(target, arguments, typed=typed)
     return target, arguments
+
+
+def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] | None) -> None:
+    """Refuse arguments that were typed and do nothing, as what was built from them says.
+
+    Args:
+        key: dotted key of the component whose arguments these are.
+        typed: the arguments by name.
+        unused: of those that do nothing, why.
+
+    Raises:
+        ConfigError: one line each.
+    """
+    found = {n: why for n, why in (unused or {}).items() if typed.get(n) is not None}
+    if found:
+        lines = (f"{key}.{n}={show(typed[n])}: {why}; leave it out" for n, why in found.items())
+        raise ConfigError(*lines)
 
 
 def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:

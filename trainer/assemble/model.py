@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import seed_draws
-from trainer.assemble.instantiate import construct, look_up
+from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.assemble.parallel import may_shard, planned_device, rank_memory
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
@@ -29,7 +29,7 @@ from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
 from trainer.data.view import DataView
-from trainer.models.check import refuse_lazy
+from trainer.models.check import UNUSED, refuse_lazy
 from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta, is_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
@@ -178,6 +178,8 @@ def _construct(
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    if config.command in {"train", "plan"}:
+        refuse_unused("model", config.model.params, getattr(module, UNUSED, None))
     found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
     if has_first and found is None:
         raise _NeedsValues

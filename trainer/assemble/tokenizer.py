@@ -49,10 +49,12 @@ class RunTokenizer:
         """
         config = self._config
         name = config.tokenizer.name or config.tokenizer.target
-        if self.built is None and name not in _ANY:
+        path = config.tokenizer.params.get("path")
+        if self.built is None and (name not in _ANY or path is not None):
             data = config.data.name or config.data.target
+            typed = f"tokenizer.path={path}" if name in _ANY else f"tokenizer={name}"
             raise ConfigError(
-                f"tokenizer={name}: data={data} takes no tokenizer; type data=hf, or leave it out"
+                f"{typed}: data={data} takes no tokenizer; type data=hf, or leave it out"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -33,6 +33,19 @@ class ChatEncoder(RecordEncoder):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     assistant_only_loss: bool = True
     completion_only_loss: bool = True
+
+    def reads(self, form: str) -> Collection[str]:
+        """Name the options of `OF_ANSWERS` that count for records of a format."""
+        is_text = form == "instruction" and not self._has_template()
+        is_pair = is_text or form == "prompt and completion"
+        return {
+            "completion_only_loss" if is_pair else "assistant_only_loss",
+            *(() if is_text else ("chat_template", "chat_template_kwargs")),
+            *(("truncation",) if self.overlong == "cut" else ()),
+        }
+
+    def _has_template(self) -> bool:
+        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, record: Record) -> Fields:
         """Give the fields of a sample."""
@@ -84,7 +97,7 @@ class ChatEncoder(RecordEncoder):
         """Encode an instruction as one turn of a chat, or as Alpaca wrote it."""
         asked, answer = text_of(record, "instruction"), text_of(record, "output")
         more = record.get("input") or ""
-        if self.chat_template or getattr(self.tokenizer, "chat_template", None):
+        if self._has_template():
             asked = f"{asked}\n\n{more}" if more else asked
             messages = [
                 {"role": "user", "content": asked},

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,15 @@ BATCH = 100
 """Records at a time: bounds the memory where a record is a book."""
 LONGER = "longer than data.max_length"
 """Why records are dropped that are too long."""
+
+OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
+    "truncation": ("right", "is for what has answers, where data.overlong=cut cuts it"),
+    "assistant_only_loss": (True, "is for conversations"),
+    "completion_only_loss": (True, "is for prompts with completions"),
+    "chat_template": (None, "is for conversations"),
+    "chat_template_kwargs": ({}, "is for conversations, by a chat template"),
+}
+"""Options that not all records have a use for: the default of each, and what it is for."""
 
 Record = Mapping[str, Any]  # values by role
 Fields = Mapping[str, Any]
@@ -59,6 +68,10 @@ class RecordEncoder(ABC):
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
+
+    def reads(self, form: str) -> Collection[str]:
+        """Name the options of `OF_ANSWERS` that count for records of a format."""
+        return ()
 
     @abstractmethod
     def encode(self, record: Record) -> Fields:

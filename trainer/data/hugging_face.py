@@ -34,6 +34,7 @@ from trainer.data.token_samples import FieldSamples, TextSamples, TokenSamples
 from trainer.data.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
+HOLDOUT = 0.05
 
 
 @final
@@ -89,6 +90,7 @@ class HuggingFaceData(TwoSides):
         num_classes: of labels; 1 of real numbers; None without labels.
         label_names: of classes that are words; None without them.
         pad_token_id: what `input_ids` are padded with.
+        unused: arguments that do nothing with these records, each with why.
 
     Raises:
         ConfigError: an argument does not fit the records.
@@ -111,7 +113,7 @@ class HuggingFaceData(TwoSides):
         max_length: Pair | None = None,
         overlong: Overlong | None = None,
         truncation: Literal["right", "left"] = "right",
-        holdout: Share = 0.05,
+        holdout: Share = HOLDOUT,
         seed: int = 0,
         max_samples: Count | None = None,
         assistant_only_loss: bool = True,
@@ -141,6 +143,9 @@ class HuggingFaceData(TwoSides):
             chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
         self._source = find_records(path, subset)
+        is_named = subset is not None and self._source.kind != "hub"
+        why = "is of a name on the hub, and the path is a file or folder"
+        self.unused = {"subset": why} if is_named else {}
         self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
         self._split, self._samples = TRAIN, self._laid_out(tokenizer, options)
         self._lengths = self._samples.lengths
@@ -155,6 +160,7 @@ class HuggingFaceData(TwoSides):
     def _laid_out(self, tokenizer: Any, options: EncodeOptions) -> TokenSamples:  # noqa: ANN401
         """Give the samples of the cache, and take over what it knows of them."""
         index, facts = self._index, self._index.facts
+        self.unused |= facts["unused"]
         self.num_skipped, self.skipped = index.num_skipped, index.skipped
         self.num_classes, self.label_names = facts.get("num_classes"), facts.get("label_names")
         self.collate: Callable[[Sequence[Sample]], dict[str, Tensor]] | None = None
@@ -173,6 +179,8 @@ class HuggingFaceData(TwoSides):
         counts = self._index.facts["counts"]
         self.holdout: float | None = None
         if len(counts) > 1:
+            if holdout not in {0, HOLDOUT}:
+                self.unused["holdout"] = f"is not used where the data have {' and '.join(counts)}"
             self.split_rule = f"parts {' and '.join(counts)} of the data"
             return np.arange(len(self._index.groups)) >= counts[TRAIN]
         self.holdout = holdout

@@ -55,6 +55,8 @@ class Samples(Protocol):
     * `num_cut`: tokens that `max_length` left out.
     * `describe_records`: `describe_records(facts) -> Sequence[Row]`, rows for the start block: what
       the records were recognised as, and how many of them are no samples.
+    * `unused`: arguments that were given and do nothing with these data, each with why, in words;
+      where they were typed they are refused.
     * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
     """
 

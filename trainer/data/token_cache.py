@@ -17,6 +17,7 @@ from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
 from trainer.data.chat_encoder import ChatEncoder
 from trainer.data.encode import (
+    OF_ANSWERS,
     BadRecordError,
     Encoder,
     RecordEncoder,
@@ -80,7 +81,8 @@ def cached_records(
     """Open the cache of what records become, tokenising them first where there is none.
 
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part,
-    `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`.
+    `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`,
+    and options that are `unused`, each with why.
 
     Raises:
         ConfigError: the options do not fit the records.
@@ -105,6 +107,7 @@ def cached_records(
             "counts": counts,
             "dropped": dict(written.dropped),
             "overlong": encoder.overlong,
+            "unused": _unused(options, encoder, form.name),
         }
         return written.bad, facts
 
@@ -147,14 +150,20 @@ def _encoder(
         ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
         return TextEncoder(**given, ends=ends), {}
     if form.name in _OVERLONG:
-        names = (
-            *("truncation", "chat_template", "chat_template_kwargs"),
-            *("assistant_only_loss", "completion_only_loss"),
-        )
-        return ChatEncoder(**given, **{name: getattr(options, name) for name in names}), {}
+        return ChatEncoder(**given, **{name: getattr(options, name) for name in OF_ANSWERS}), {}
     if form.name == "source and target":
         return TargetEncoder(**given), {}
     return _labelled(source, parts, form, given, options)
+
+
+def _unused(options: EncodeOptions, encoder: RecordEncoder, form: str) -> dict[str, str]:
+    """Say of options that were typed and do nothing what they are for."""
+    these = f"and these records are {form} under data.overlong={encoder.overlong}"
+    return {
+        name: f"{purpose}, {these}"
+        for name, (default, purpose) in OF_ANSWERS.items()
+        if getattr(options, name) != default and name not in encoder.reads(form)
+    }
 
 
 def _labelled(

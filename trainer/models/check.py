@@ -14,6 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError, DataError
 
+UNUSED = "unused_arguments"
+"""Attribute of a model: arguments that were given to what made it and do nothing, each with why."""
+
 
 def refuse_lazy(model: nn.Module) -> nn.Module:
     """Refuse a model with weights that have no shape yet, and give any other back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from torch import nn
 from trainer.config.components import Attention, ConfigFields, Count, ExistingPath, FloatType, Task
 from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import read_cache_without_network
+from trainer.models.check import UNUSED
 from trainer.models.lazy_loading import load_unread
 from trainer.models.task import task_of, task_of_class
-from trainer.models.transformers_classes import note_loaded, quiet
+from trainer.models.transformers_classes import described, note_loaded, quiet
 
 _CLASSES: Mapping[Task, str] = {
     "causal_lm": "AutoModelForCausalLM",
@@ -60,7 +63,8 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
             last token; None is what its config says.
 
     Raises:
-        ConfigError: not one of path and config is given, or transformers cannot build it.
+        ConfigError: not one of path and config is given, the config has no such field, or
+            transformers cannot build it.
     """
     if (path is None) == (config is None):
         both = "both path and config are given: " if path is not None else ""
@@ -77,25 +81,15 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
 
     faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
     key = "model.config" if path is None else "model.path"
-    options: dict[str, Any] = {}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
+    options = {name: value for name, value in given.items() if value is not None}
     try:
-        found: Any = (
-            transformers.AutoConfig.for_model(**settings)
-            if settings
-            else transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        )
+        found = _read_config(settings, source)
         made_for = _prepare(found, f"{key}={source}", task, num_classes)
         _name_classes(found, label_names or ())
         kind = getattr(transformers, _CLASSES[made_for])
-        options["dtype"] = getattr(torch, dtype)
         with quiet():
-            if path is None:
-                return _padding(kind.from_config(found, **options), pad_token_id)
-            return _padding(
-                _load(kind, found, path, options, begins_new=ignore_mismatched_sizes), pad_token_id
-            )
+            module = _build(kind, found, path, options, begins_new=ignore_mismatched_sizes)
     except (*faults, StrictDataclassError) as error:
         text = f"transformers cannot build it: {' '.join(str(error).split())}"
         if "trust_remote_code" in text:
@@ -103,6 +97,34 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
         elif isinstance(error, OSError) and not (settings or Path(source).exists()):
             text = "no such file or folder, and no model that the hub or its cache gives"
         raise ConfigError(f"{key}={source}: {text}") from error
+    if num_classes is not None and made_for not in _CLASSIFIES:
+        setattr(module, UNUSED, {"num_classes": f"a model for {made_for} has no classes"})
+    return _padding(module, pad_token_id)
+
+
+def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN401 - any config
+    """Make a config of settings, else of a source.
+
+    Raises:
+        ConfigError: a setting is no field of it; it would be stored, and nothing read it.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
+
+    if not settings:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    found: Any = AutoConfig.for_model(**settings)
+    kind = type(found)
+    known = inspect.signature(described(kind, settings, typed=True)).parameters
+    for name in settings.keys() - {*known, "model_type"}:
+        rest = {n: value for n, value in settings.items() if n not in {name, "model_type"}}
+        with quiet():
+            others = kind(**rest).to_dict()
+        # What is known by another name changes another field.
+        if name not in others and {**others, name: settings[name]} == found.to_dict():
+            near = difflib.get_close_matches(name, {*others, *known}, n=1)
+            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            raise ConfigError(f"model.config.{name}: {kind.__name__} has no such field; {hint}")
+    return found
 
 
 def auto_class(module: Any) -> str:  # noqa: ANN401 - any model of transformers
@@ -132,6 +154,20 @@ def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN40
 
 # On the meta device it gives a model that knows where its weights are, if they are as in its files.
 hugging_face.loads_on_meta = True  # type: ignore[attr-defined]
+
+
+def _build(
+    kind: Any,  # noqa: ANN401 - of transformers, untyped
+    found: Any,  # noqa: ANN401 - any config
+    path: str | None,
+    options: Mapping[str, Any],
+    *,
+    begins_new: bool,
+) -> Any:  # noqa: ANN401 - any model
+    """Build a model, with the weights of its files where there are some."""
+    if path is None:
+        return kind.from_config(found, **options)
+    return _load(kind, found, path, options, begins_new=begins_new)
 
 
 def _load(

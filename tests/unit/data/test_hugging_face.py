@@ -178,12 +178,17 @@ def test_all_kinds_of_files_give_the_same_and_nothing_is_written_beside_them(tmp
 
 
 def test_parts_are_known_by_the_names_of_files(tmp_path):
-    write_lines(tmp_path / "train-1.jsonl", [{"text": "a"}, {"text": "b"}])
-    write_lines(tmp_path / "validation.jsonl", [{"text": "c"}])
-    sides = HuggingFaceData(str(tmp_path), byte_tokenizer()).splits()
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_lines(folder / "train-1.jsonl", [{"text": "a"}, {"text": "b"}])
+    write_lines(folder / "validation.jsonl", [{"text": "c"}])
+    sides = HuggingFaceData(str(folder), byte_tokenizer()).splits()
     assert [len(side) for side in sides.values()] == [2, 1]
     assert sides["train"].split_rule == "parts train and validation of the data"
-    few = HuggingFaceData(str(tmp_path / "train-1.jsonl"), byte_tokenizer(), max_samples=1)
+    assert sides["train"].unused == {}
+    typed = HuggingFaceData(str(folder), byte_tokenizer(), holdout=0.4)
+    assert typed.unused == {"holdout": "is not used where the data have train and validation"}
+    few = HuggingFaceData(str(folder / "train-1.jsonl"), byte_tokenizer(), max_samples=1)
     assert len(few) == 1
 
 
