@@ -13,7 +13,12 @@ from typing import Any
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config.components import EVAL_SETS, Component
-from trainer.config.data_sets import source_components, source_option, sources_argument
+from trainer.config.data_sets import (
+    names_in_path,
+    source_components,
+    source_option,
+    sources_argument,
+)
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -50,7 +55,7 @@ def open_data(
     compares, own = config.command in {"train", "plan"}, config.data
     others = [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
     if own.eval_path is not None:
-        path = {**own.params, "path": own.eval_path}
+        path = {**own.params, **names_in_path(own.target), "path": own.eval_path}
         others.insert(0, (OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
     holds_out = not config.evaluates_all and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
@@ -128,7 +133,8 @@ def _faults_under(key: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(word.sub(key, str(error))) from error
+        text = word.sub(key, str(error))
+        raise DataError(text.replace(" data.part=", f" {key}.part=")) from error
 
 
 def _spec(

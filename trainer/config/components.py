@@ -76,6 +76,8 @@ FieldName = Text  # of a record
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
+NameInPath = Annotated[str, BeforeValidator(_as_text), Field(min_length=1, description="a name")]
+"""A part of what a path holds; a held-out set with a path of its own does not take it over."""
 Task = Literal[
     "causal_lm",
     "masked_lm",

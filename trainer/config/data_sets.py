@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.components import EVAL_SETS, Component, Sources, extra_keys
+from trainer.config.components import EVAL_SETS, Component, NameInPath, Sources, extra_keys
 from trainer.config.declared import declared
 from trainer.config.keys import options_of
 
@@ -26,8 +26,9 @@ def eval_sets(tree: Tree) -> dict[str, Any]:
     sets = _section(_section(tree, "eval"), "sets")
     same = set_defaults(_section(tree, "data"))
     same.pop("holdout", None)  # all of it is evaluated
+    elsewhere = names_in_path(str(same.get("_target_")))
     return {
-        f"{EVAL_SETS}.{name}": same | dict(entry)
+        f"{EVAL_SETS}.{name}": same | (elsewhere if "path" in entry else {}) | dict(entry)
         if isinstance(entry, Mapping) and "_target_" not in entry
         else entry
         for name, entry in sets.items()
@@ -46,6 +47,12 @@ def set_defaults(data: Tree) -> dict[str, Any]:
     del one[WEIGHT]
     shared = {n: same[n] for n in one if n != "_target_" and same.get(n) is not None}
     return one | shared
+
+
+def names_in_path(target: str) -> dict[str, None]:
+    """Name the arguments of a class that choose among what its path holds, each with null."""
+    types = declared(target).types.items()
+    return {name: None for name, kind in types if kind == NameInPath | None}
 
 
 def sources_argument(target: str) -> str | None:

@@ -16,6 +16,7 @@ from trainer.config.components import (
     ColumnNames,
     Count,
     ExistingPath,
+    NameInPath,
     Overlong,
     Pair,
     Share,
@@ -69,6 +70,7 @@ class HuggingFaceData(TwoSides):
         label_names: of classes, in their order, none if they are numbers; None is those of the
             model or of the data.
         subset: of a name on the hub, its configuration.
+        part: the part that is trained on; None is the one whose name begins with `train`.
         columns: names of columns by role, where they are not the usual ones.
         max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
             and model take, if that is less.
@@ -108,7 +110,8 @@ class HuggingFaceData(TwoSides):
         max_positions: int | None = None,
         model_labels: Sequence[str] | None = None,
         label_names: Sequence[str] | None = None,
-        subset: Text | None = None,
+        subset: NameInPath | None = None,
+        part: NameInPath | None = None,
         columns: ColumnNames | None = None,
         max_length: Pair | None = None,
         overlong: Overlong | None = None,
@@ -142,7 +145,8 @@ class HuggingFaceData(TwoSides):
             chat_template=read_template(chat_template),
             chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
-        self._source = find_records(path, subset)
+        is_alone = part is not None and holdout == 0
+        self._source = find_records(path, subset, part, is_alone=is_alone)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"
         self.unused = {"subset": why} if is_named else {}
@@ -182,7 +186,7 @@ class HuggingFaceData(TwoSides):
             if holdout not in {0, HOLDOUT}:
                 self.unused["holdout"] = f"is not used where the data have {' and '.join(counts)}"
             self.split_rule = f"parts {' and '.join(counts)} of the data"
-            return np.arange(len(self._index.groups)) >= counts[TRAIN]
+            return np.arange(len(self._index.groups)) >= next(iter(counts.values()))
         self.holdout = holdout
         self.split_rule = "whole records, copies of one together, drawn by data.split_seed"
         return held_out_mask(self._index.groups, holdout, seed)
@@ -222,7 +226,9 @@ class HuggingFaceData(TwoSides):
 
     def _left_out(self) -> str:
         dropped = self._index.facts["dropped"].items()
-        return ", ".join(f"{count:,} {reason} left out" for reason, count in dropped)
+        others = self._index.facts["other_parts"]
+        parts = [f"other parts: {', '.join(others)}"] if others else []
+        return ", ".join([*(f"{count:,} {why} left out" for why, count in dropped), *parts])
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:

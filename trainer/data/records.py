@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -48,9 +48,13 @@ class RecordSource:
 
     path: str  # as it was typed
     kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
-    # By part: `train`, and a held-out one where names say so. Empty for a name on the hub.
+    # By part, the one that is trained on first. Empty for a name on the hub.
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     subset: str | None = None  # of a name on the hub, its configuration
+    part: str | None = None  # which is trained on; None is the one that is called so
+    is_alone: bool = False  # whether no other part is taken beside it
+    # Parts of the files that are not taken
+    others: Sequence[str] = ()
 
     @property
     def digest(self) -> str:
@@ -67,19 +71,28 @@ class RecordSource:
             digest.update(f"{part}|{known}|".encode())
         return digest.hexdigest() if every else ""
 
-    def load(self, scratch: Path) -> dict[str, Any]:
+    def load(self, scratch: Path) -> tuple[dict[str, Any], Sequence[str]]:
         """Give a `datasets.Dataset` of each part, mapped from files in `scratch` where it can be.
 
         Records of JSON are strings in a column `text`.
 
+        Returns:
+            The part that is trained on and, where there is one, the held-out part beside it, by
+            name; and the names of those that are not taken.
+
         Raises:
-            DataError: a file cannot be read; names it.
+            DataError: a file cannot be read, or no part is the one to take; names it.
         """
         files = [file for each in self.files.values() for file in each]
         if files and not sum(file.stat().st_size for file in files):
             raise DataError(f"data.path={self.path}: holds no records")
         with _explained(self), quiet():
-            return _parts_of(self._opened(scratch))
+            opened = self._opened(scratch)
+        if self.kind not in {"saved", "hub"}:
+            return {name: opened[name] for name in self.files}, self.others
+        parts = opened if isinstance(opened, Mapping) else {TRAIN: opened}
+        taken, others = _chosen(list(parts), self)
+        return {name: parts[name] for name in taken}, others
 
     def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
         read_cache_without_network(self.path)
@@ -99,7 +112,7 @@ class RecordSource:
         if self.kind == "text":
             is_file = expanded(self.path).is_file()
             options["sample_by"] = "paragraph" if is_file else "document"
-        elif self.kind == "csv" and ".tsv" in self.files[TRAIN][0].suffixes:
+        elif self.kind == "csv" and ".tsv" in next(iter(self.files.values()))[0].suffixes:
             options["sep"] = "\t"
         reader = "text" if self.kind == "json" else self.kind
         return datasets.load_dataset(reader, data_files=files, cache_dir=str(scratch), **options)
@@ -119,24 +132,29 @@ class RecordSource:
         return self.path
 
 
-def find_records(path: str, subset: str | None = None) -> RecordSource:
+def find_records(
+    path: str, subset: str | None = None, part: str | None = None, *, is_alone: bool = False
+) -> RecordSource:
     """Find out what a path holds; a folder or files are parted by words in their names.
 
     Args:
         path: file, folder, or name on the hub.
         subset: of a name on the hub, its configuration.
+        part: the one that is trained on; None is the one whose name begins with `train`.
+        is_alone: whether no other part is taken beside it.
 
     Raises:
-        DataError: there is nothing, or files of several kinds.
+        DataError: there is nothing, or files of several kinds, or no part is the one to take.
     """
+    source = RecordSource(path=path, kind="hub", subset=subset, part=part, is_alone=is_alone)
     place = expanded(path).absolute()
     is_name = HUB_NAME.fullmatch(path) and place.suffix.lower() not in {*_KINDS, *_COMPRESSED}
     if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
-        return RecordSource(path=path, kind="hub", subset=subset)
+        return source
     with reading(place):
         files = files_at(place)
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
-        return RecordSource(path=path, kind="saved", files={TRAIN: files})
+        return replace(source, kind="saved", files={TRAIN: files})
     found = {file: kind for file in files if (kind := _kind_of(file))}
     kinds = Counter(found.values())
     if len(kinds) > 1:
@@ -151,7 +169,9 @@ def find_records(path: str, subset: str | None = None) -> RecordSource:
         )
     (kind,) = kinds
     files = [file for file in files if found.get(file) == kind]
-    return RecordSource(path=path, kind=kind, files=_parted(files, place))
+    parts = _parted(files, place, chooses=part is not None)
+    taken, others = _chosen(list(parts), source)
+    return replace(source, kind=kind, files={n: parts[n] for n in taken}, others=others)
 
 
 def _kind_of(file: Path) -> str | None:
@@ -159,33 +179,47 @@ def _kind_of(file: Path) -> str | None:
     return _KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def _parted(files: Sequence[Path], root: Path) -> dict[str, Sequence[Path]]:
-    """Part files by words such as `train` and `test`, where all of their names have one."""
+def _parted(files: Sequence[Path], root: Path, *, chooses: bool) -> Mapping[str, Sequence[Path]]:
+    """Part files by words such as `train` and `test`, where all of their names have one.
+
+    Without a `train` among them they are one part, unless a part is chosen.
+    """
     named: dict[str, list[Path]] = {}
     for file in files:
         words = _PART.findall(str(file.relative_to(root)).lower()) if file != root else []
         named.setdefault(words[0] if words else "", []).append(file)
-    held_out = [name for name in HELD_OUT_NAMES if name in named]
-    if "" in named or TRAIN not in named or not held_out:
-        return {TRAIN: files}
-    return {TRAIN: named[TRAIN], held_out[0]: named[held_out[0]]}
+    is_parted = "" not in named and (TRAIN in named or chooses)
+    return named if is_parted else {TRAIN: files}
 
 
-def _parts_of(opened: Any) -> dict[str, Any]:  # noqa: ANN401 - a Dataset, or several by name
-    """Take the part that is trained on, and a held-out one, by how their names begin."""
-    if not isinstance(opened, Mapping):
-        return {TRAIN: opened}
-    if len(opened) == 1:
-        return {TRAIN: next(iter(opened.values()))}
-    train = next((name for name in opened if name.startswith(TRAIN)), None)
-    if train is None:
-        raise DataError(f"data: no part is called train; there are {', '.join(opened)}")
-    parts = {TRAIN: opened[train]}
-    for word in HELD_OUT_NAMES:
-        for name in opened:
-            if name.startswith(word) and len(parts) == 1:
-                parts[word] = opened[name]
-    return parts
+def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], Sequence[str]]:
+    """Choose the part that is trained on, and a held-out one beside it, by their names.
+
+    Beside `train_sft` that is `test_sft`, else the one part that is called as held-out ones are.
+
+    Returns:
+        Their names, and those of the others.
+
+    Raises:
+        DataError: no name is that of the part, or several may be.
+    """
+    place, there = f"data.path={source.path}", ", ".join(names)
+    if source.part is not None and source.part not in names:
+        text = f"there are {there}" if len(names) > 1 else "it has one alone; leave it out, or null"
+        raise DataError(f"data.part={source.part}: no such part of {source.path}; {text}")
+    found = [source.part] if source.part else [n for n in names if n.startswith(TRAIN)]
+    found = found if len(names) > 1 else list(names)
+    if len(found) != 1:
+        several = f"{' and '.join(found)} are parts to train on" if found else "no part is train"
+        raise DataError(f"{place}: {several}; there are {there}: type data.part=NAME")
+    (part,) = found
+    rest = [name for name in names if name != part]
+    partners = [n for w in HELD_OUT_NAMES if (n := part.replace(TRAIN, w)) in rest][:1]
+    # Else the first word that some begin with, if that is one.
+    begun = ([name for name in rest if name.startswith(word)] for word in HELD_OUT_NAMES)
+    partners = partners or next(filter(None, begun), [])
+    taken = [part, *(partners if len(partners) == 1 and not source.is_alone else ())]
+    return taken, [name for name in names if name not in taken]
 
 
 def _holds_lists(files: Mapping[str, Sequence[Path]]) -> bool:

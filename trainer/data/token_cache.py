@@ -40,7 +40,6 @@ from trainer.data.label_encoders import (
     values_of,
 )
 from trainer.data.records import RecordSource, select
-from trainer.data.samples import TRAIN
 from trainer.data.token_samples import Kind
 
 _LOOKED_AT = 100
@@ -80,7 +79,8 @@ def cached_records(
 ) -> Index:
     """Open the cache of what records become, tokenising them first where there is none.
 
-    Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part,
+    Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
+    (the one that is trained on is the first), `other_parts` that are not taken,
     `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`,
     and options that are `unused`, each with why.
 
@@ -89,12 +89,13 @@ def cached_records(
         DataError: the source cannot be read, is not recognised, or holds bad records.
     """
     # What a name on the hub stands for is known once it is loaded.
-    loaded = source.load(cache_folder()) if source.kind == "hub" else {}
-    state = source.digest or sorted(str(part._fingerprint) for part in loaded.values())
+    loaded = source.load(cache_folder()) if source.kind == "hub" else None
+    found = loaded[0].values() if loaded else ()
+    state = source.digest or sorted(str(part._fingerprint) for part in found)
 
     def build(add: Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
-            parts = loaded or source.load(Path(scratch))
+            parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
             encoder, facts = _encoder(source, parts, form, tokenizer, options)
             whole = Encoder(form, encoder, source.kind == "json", skips)
@@ -105,19 +106,21 @@ def cached_records(
         facts |= {
             "runs": written.runs,
             "counts": counts,
+            "other_parts": others,
             "dropped": dict(written.dropped),
             "overlong": encoder.overlong,
             "unused": _unused(options, encoder, form.name),
         }
         return written.bad, facts
 
-    settings = f"{source.path}|{source.subset}|{options}|{skips}|{_digest(tokenizer)}"
+    chosen = f"{source.path}|{source.subset}|{source.part}|{source.is_alone}"
+    settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     return cached_index("hf", settings, {}, build, reader=f"5|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
     """Find the format of the records by the columns of those that are trained on."""
-    records, place = parts[TRAIN], f"data.path={source.path}"
+    records, place = _trained_on(parts), f"data.path={source.path}"
     if not len(records):
         raise DataError(f"{place}: holds no records")
     columns = list[str](records.column_names)
@@ -126,7 +129,7 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
         found = [each for each in first if isinstance(each, dict)]
         columns = [*dict.fromkeys(name for record in found for name in record)]
         if not found:
-            name = source.name_of(TRAIN, 0)
+            name = source.name_of(next(iter(parts)), 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
     return recognise(place, columns, options.task, options.columns)
 
@@ -182,7 +185,7 @@ def _labelled(
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
         values = values_of(_records(source, parts), column)
-        stated = _class_names(parts[TRAIN], column)
+        stated = _class_names(_trained_on(parts), column)
         labels = labels_of(values, stated, options.model_labels, options.label_names)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
@@ -191,6 +194,10 @@ def _labelled(
         space = space_before_words(given["tokenizer"])
         return TagEncoder(**given, labels=labels, space=space), facts
     return LabelEncoder(**given, labels=labels), facts
+
+
+def _trained_on(parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Dataset
+    return next(iter(parts.values()))
 
 
 def _num_choices(records: Iterator[Any]) -> int:

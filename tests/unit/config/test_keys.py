@@ -139,7 +139,7 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
             own = extra_keys(file.parent.name)
             if name == "Mixture":  # its other settings are of its sources
                 source = inspect.signature(HuggingFaceData).parameters.keys()
-                known |= source - GIVEN["HuggingFaceData"] - {"path", "subset"}
+                known |= source - GIVEN["HuggingFaceData"] - {"path", "subset", "part"}
             # A share is held out of a class that takes no holdout itself, too.
             by_trainer = {"holdout"} - known if file.parent.name == "data" else set()
             assert keys.keys() - own.keys() - by_trainer == known - GIVEN.get(name, set()), file

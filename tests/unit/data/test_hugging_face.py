@@ -188,8 +188,62 @@ def test_parts_are_known_by_the_names_of_files(tmp_path):
     assert sides["train"].unused == {}
     typed = HuggingFaceData(str(folder), byte_tokenizer(), holdout=0.4)
     assert typed.unused == {"holdout": "is not used where the data have train and validation"}
+    chosen = HuggingFaceData(str(folder), byte_tokenizer(), part="validation", holdout=0)
+    assert [s["input_ids"] for s in listed(chosen)] == [[256, *b"c", 257]]
     few = HuggingFaceData(str(folder / "train-1.jsonl"), byte_tokenizer(), max_samples=1)
     assert len(few) == 1
+
+
+def saved_parts(folder: Path, *names: str) -> str:
+    """Save parts of one record each, their name."""
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+
+    parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
+    datasets.DatasetDict(parts).save_to_disk(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "part", "taken"),
+    [
+        ("train validation test", None, "train validation"),
+        ("test_gen train_gen train_sft test_sft", "train_sft", "train_sft test_sft"),
+        ("auxiliary_train dev", "auxiliary_train", "auxiliary_train dev"),
+        ("auxiliary_train", None, "auxiliary_train"),
+        # Of two that may be meant none is.
+        ("train test_gen test_sft", None, "train"),
+    ],
+)
+def test_the_part_that_is_trained_on_is_typed_and_its_partner_is_held_out(
+    tmp_path, names, part, taken
+):
+    place = saved_parts(tmp_path / "saved", *names.split())
+    data = HuggingFaceData(place, byte_tokenizer(), part=part, holdout=0.01)
+    sides = [s for s in data.splits().values() if len(s)]
+    assert [bytes(s["input_ids"][1:-1]).decode() for s in map(listed, sides) for s in s] == (
+        taken.split()
+    )
+    rest = [name for name in names.split() if name not in taken.split()]
+    shown = data.describe_records(None)[0].text
+    assert (f"other parts: {', '.join(rest)}" in shown) == bool(rest)
+    # A held-out set is the part that was typed, alone.
+    alone = HuggingFaceData(place, byte_tokenizer(), part=names.split()[-1], holdout=0)
+    assert [bytes(s["input_ids"][1:-1]).decode() for s in listed(alone)] == names.split()[-1:]
+
+
+@pytest.mark.parametrize(
+    ("names", "part", "fault"),
+    [
+        ("train_a train_b", None, "train_a and train_b are parts to train on; .* data.part=NAME"),
+        ("a b", None, "no part is train; there are a, b: type data.part=NAME"),
+        ("a b", "c", "data.part=c: no such part of .*; there are a, b"),
+        ("train", "c", "data.part=c: .* it has one alone; leave it out"),
+    ],
+)
+def test_a_part_that_is_not_known_is_one_line(tmp_path, names, part, fault):
+    place = saved_parts(tmp_path / "saved", *names.split())
+    with pytest.raises(DataError, match=fault):
+        HuggingFaceData(place, byte_tokenizer(), part=part)
 
 
 def test_many_records_are_encoded_in_processes(tmp_path, monkeypatch):
