@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from trainer.config.components import Count, Part, Warmup
+from trainer.config.components import Count, Part, Positive, Warmup
 from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
@@ -92,17 +92,66 @@ class Constant(Schedule):
         return 1.0
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Schedule):
-    """Half a cosine from 1 to `floor` (Loshchilov & Hutter 2017, eq. 5), after a linear warm-up."""
+class Decay(Schedule):
+    """A fall from 1 to `floor` over all steps after the warm-up."""
 
     floor: Part = 0.0  # what it falls towards; the last step is just above it
 
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
         progress = (step - warmup_steps) / (total_steps - warmup_steps)
-        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.floor + (1.0 - self.floor) * self.remaining(progress)
+
+    @abstractmethod
+    def remaining(self, progress: float) -> float:
+        """Give the share of the fall that is still ahead, by that of the steps that are over."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Decay):
+    """Half a cosine (Loshchilov & Hutter 2017, eq. 5)."""
+
+    def remaining(self, progress: float) -> float:
+        """See the base class."""
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LinearDecay(Decay):
+    """A straight line, as `get_linear_schedule_with_warmup` of transformers."""
+
+    def remaining(self, progress: float) -> float:
+        """See the base class."""
+        return 1.0 - progress
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PolynomialDecay(Decay):
+    """A power of the share of steps that is ahead, as PyTorch's `PolynomialLR`."""
+
+    power: Positive = 1.0  # 1 is a straight line, 2 falls fast at first
+
+    def remaining(self, progress: float) -> float:
+        """See the base class."""
+        return float((1.0 - progress) ** self.power)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrt(Schedule):
+    """One over the root of the step (Zhai et al. 2022, 2106.04560), for runs without an end."""
+
+    timescale: Count | None = None  # steps until the square of the factor is a half
+
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
+        """See the base class."""
+        # As `get_inverse_sqrt_schedule` of transformers has it where nobody says.
+        timescale = self.timescale or warmup_steps or 10_000
+        return 1.0 / math.sqrt((step - warmup_steps + timescale) / timescale)
 
 
 @final

@@ -45,7 +45,7 @@ OPTIONS = {
         "optimizer": "adamw own sgd",
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
-        "scheduler": "constant cosine own wsd",
+        "scheduler": "constant cosine inverse_sqrt linear own polynomial wsd",
         "tokenizer": "auto bytes hf own",
         "sync": "auto deferred hierarchical immediate overlapped own",
     }.items()

@@ -1,15 +1,27 @@
 """Schedules are pure, bounded, and end where they say."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 
 from trainer.core.errors import ConfigError
-from trainer.optim.schedules import WSD, Constant, Cosine, Schedule, apply_factor
+from trainer.optim.schedules import (
+    WSD,
+    Constant,
+    Cosine,
+    InverseSqrt,
+    LinearDecay,
+    PolynomialDecay,
+    Schedule,
+    apply_factor,
+)
 
 shares = st.floats(0.0, 1.0)
 
@@ -19,11 +31,18 @@ def schedules(draw) -> tuple[Schedule, int]:
     total = draw(st.integers(1, 500))
     warmup = draw(st.integers(0, total))
     floor = draw(shares)
-    kind = draw(st.sampled_from(["constant", "cosine", "wsd"]))
+    kind = draw(st.sampled_from(["constant", "root", "cosine", "linear", "power", "wsd"]))
     if kind == "constant":
         return Constant(warmup=warmup), total
-    if kind == "cosine":
-        return Cosine(warmup=warmup, floor=floor), total
+    if kind == "root":
+        return InverseSqrt(warmup=warmup, timescale=draw(st.integers(1, 99))), total
+    falls = {
+        "cosine": Cosine(warmup=warmup, floor=floor),
+        "linear": LinearDecay(warmup=warmup, floor=floor),
+        "power": PolynomialDecay(warmup=warmup, floor=floor, power=draw(st.floats(0.25, 4.0))),
+    }
+    if kind in falls:
+        return falls[kind], total
     decay = draw(st.floats(0.0, max(0.0, (total - warmup - 0.5) / total)))
     return WSD(warmup=warmup, decay=decay, floor=floor), total
 
@@ -60,8 +79,53 @@ def test_a_wsd_schedule_is_flat_until_its_last_share_decays_linearly():
 
 @pytest.mark.parametrize(("share", "steps"), [(0.25, 10), (0.03, 1), (0.01, 0)])
 def test_a_warmup_below_one_is_a_share_of_the_run(share, steps):
-    for kind in (Constant, Cosine, WSD):
+    for kind in (Constant, Cosine, InverseSqrt, LinearDecay, PolynomialDecay, WSD):
         assert curve(kind(warmup=share), 40) == curve(kind(warmup=steps), 40)
+
+
+def library_curve(build: Callable[[Optimizer], LRScheduler], total: int) -> list[float]:
+    """The factors of every step that a scheduler of a library gives."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, found = build(optimizer), []
+    for _ in range(total):
+        found += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("total", [8, 60])
+def test_decays_are_those_of_transformers_and_of_pytorch_from_the_end_of_the_warmup_on(
+    warmup, total
+):
+    optimization = pytest.importorskip("transformers.optimization")
+    linear, polynomial, root = (
+        getattr(optimization, f"get_{name}")
+        for name in (
+            "linear_schedule_with_warmup",
+            "polynomial_decay_schedule_with_warmup",
+            "inverse_sqrt_schedule",
+        )
+    )
+    after = {"lr_end": 0.125, "power": 2.5}
+    pairs = [
+        (LinearDecay(warmup=warmup), lambda o: linear(o, warmup, total)),
+        (
+            PolynomialDecay(warmup=warmup, floor=0.125, power=2.5),
+            lambda o: polynomial(o, warmup, total, **after),
+        ),
+        (InverseSqrt(warmup=warmup), lambda o: root(o, warmup)),
+        (InverseSqrt(warmup=warmup, timescale=30), lambda o: root(o, warmup, timescale=30)),
+    ]
+    for schedule, build in pairs:
+        ours, theirs = curve(schedule, total), library_curve(build, total)
+        assert ours[warmup:] == pytest.approx(theirs[warmup:], abs=1e-12)
+        # Theirs begin with a rate of 0, ours with the second step of theirs.
+        assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1], abs=1e-12)
+    own = library_curve(lambda o: PolynomialLR(o, total_iters=total, power=2.5), total)
+    assert curve(PolynomialDecay(power=2.5), total) == pytest.approx(own, abs=1e-12)
+    assert curve(PolynomialDecay(power=2.0), total) != pytest.approx(own, abs=1e-3), "a control"
 
 
 @dataclass(frozen=True, kw_only=True)
