@@ -37,16 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("nightly")
 
 
-FROZEN = [0]
-"""How many modules there were when what was imported last left the collector's sight."""
+MANY = 100_000
+"""Objects of Python, which a collection walks in some hundredths of a second."""
 
 
 def pytest_runtest_setup() -> None:
-    """Freeze what tests imported, which every step that runs out of memory would walk else."""
-    if len(sys.modules) > FROZEN[0] + 200:
+    """Freeze what is imported, which every step that runs out of memory would walk else."""
+    if len(gc.get_objects()) > MANY:
         gc.collect()
         gc.freeze()
-        FROZEN[0] = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -145,7 +145,7 @@ def deep(kind: str) -> nn.Module:
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
         )
-    return GPT(VOCABULARY, width=64, num_layers=6, num_heads=4, max_length=128)
+    return GPT(VOCABULARY, width=64, num_layers=4, num_heads=4, max_length=128)
 
 
 @pytest.mark.usefixtures("no_graphs")
