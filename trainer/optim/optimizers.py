@@ -69,10 +69,14 @@ class OptimizerSpec(Described, ABC):
         """
         groups = param_groups(model, self.lr, self.weight_decay, self.groups)
         try:
-            return self.construct(groups)
+            return self.construct(self.split(model, groups))
         except (TypeError, ValueError) as error:
             kind: type = getattr(self, "kind", type(self))
             raise ConfigError(f"optimizer: {kind.__name__} refuses: {error}") from error
+
+    def split(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Split groups by what their parameters are in the model, where an optimizer asks."""
+        return groups
 
     @abstractmethod
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:

@@ -42,7 +42,7 @@ OPTIONS = {
         "model": "gpt2 gpt_small gpt_tiny hf own",
         "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
         "next_token own question_answering regression seq2seq token_classify",
-        "optimizer": "adamw own sgd",
+        "optimizer": "adamw muon own sgd",
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
         "scheduler": "constant cosine inverse_sqrt linear own polynomial wsd",

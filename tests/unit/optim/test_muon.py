@@ -1,0 +1,85 @@
+"""Muon and AdamW are PyTorch's own, over the right parameters, and resume as one."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from trainer.core.errors import ConfigError
+from trainer.models.gpt import GPT
+from trainer.optim.muon import Muon
+
+TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
+
+
+def tiny(**options) -> GPT:
+    torch.manual_seed(0)
+    return GPT(**TINY, **options).double()
+
+
+def matrices(model: nn.Module) -> set[str]:
+    groups = Muon(lr=0.1).build(model).param_groups
+    ids = {id(p) for group in groups if group["use_muon"] for p in group["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in ids}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(tied):
+    model = tiny(tied=tied, positions="learned", bias=True)
+    inner = {n for n, p in model.named_parameters() if n.startswith("blocks") and p.ndim == 2}
+    assert len(inner) >= 8
+    assert matrices(model) == inner
+    classifier = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2))
+    assert matrices(classifier) == {"2.weight"}
+
+
+def test_a_step_is_that_of_both_optimizers_of_pytorch_also_from_a_saved_state():
+    ours, theirs = tiny(), tiny()
+    spec = Muon(lr=0.01, weight_decay=0.1, betas=[0.9, 0.95])
+    mine, hidden = spec.build(ours), matrices(theirs)
+    groups = {True: [], False: []}
+    for name, p in theirs.named_parameters():
+        decay = 0.0 if p.ndim < 2 else 0.1
+        groups[name in hidden].append({"params": [p], "weight_decay": decay})
+    rule = {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+    others = [
+        torch.optim.Muon(groups[True], **rule),
+        torch.optim.AdamW(groups[False], lr=0.01, betas=(0.9, 0.95), fused=True),
+    ]
+    ids = torch.tensor([[1, 2, 3, 4]])
+    for step in range(5):
+        for model, optimizers in ((ours, [mine]), (theirs, others)):
+            model(ids).square().sum().backward()
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.01 / (step + 1)  # as a schedule does
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        if step == 2:
+            state = copy.deepcopy(mine.state_dict())
+            mine = spec.build(ours)
+            mine.load_state_dict(state)
+    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(left, right)
+    moments = {key for state in mine.state.values() for key in state}
+    assert moments == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+
+
+def test_matrices_in_shards_are_refused():
+    model = tiny()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ConfigError, match=r"^optimizer=muon: needs whole matrices"):
+            Muon(lr=0.1).build(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_without_a_hidden_matrix_is_refused():
+    with pytest.raises(ConfigError, match=r"^optimizer=muon: no hidden matrix .*optimizer=adamw"):
+        Muon(lr=0.1).build(nn.Linear(3, 2))

@@ -1,0 +1,132 @@
+"""Give hidden matrices to Muon and all other parameters to AdamW, as one optimizer.
+
+Muon orthogonalises the momentum of a matrix (kellerjordan.github.io/posts/muon). That means
+nothing for vectors, tables of embeddings and the layer that gives the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.config.components import Betas, Count, NonNegative, Share
+from trainer.core.errors import ConfigError
+from trainer.core.rows import Row, RunFacts, row
+from trainer.optim.optimizers import AdamW, Job, OptimizerSpec, all_fuse, without_compiler
+
+Groups = list[dict[str, Any]]
+_TABLES = nn.Embedding, nn.EmbeddingBag
+_USE_MUON = "use_muon"
+"""Setting of a parameter group: which of the two steps it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Muon(OptimizerSpec):
+    """Muon for hidden matrices, AdamW for the rest; `lr` and `weight_decay` are those of both."""
+
+    momentum: Share = 0.95  # of Muon
+    nesterov: bool = True  # looks ahead by the momentum
+    ns_steps: Count = 5  # iterations that orthogonalise, each three products of matrices
+    # How the update of a matrix follows its shape: to the size of AdamW's (Liu et al. 2025,
+    # 2502.16982), so that one learning rate suits both, or by the root of rows / columns
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    betas: Betas = (0.9, 0.95)  # of AdamW
+    eps: NonNegative = 1e-8  # of AdamW
+
+    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = AdamW.by_job
+
+    def split(self, model: nn.Module, groups: Groups) -> Groups:
+        """See the base class."""
+        hidden = _hidden_matrices(model)
+        parts = []
+        for group in groups:
+            for is_hidden, name in ((True, "matrices"), (False, "others")):
+                members = [p for p in group["params"] if (id(p) in hidden) is is_hidden]
+                named = {"name": f"{group['name']} {name}", "params": members}
+                parts += [{**group, **named, _USE_MUON: is_hidden}] if members else []
+        return parts
+
+    def construct(self, params: Groups) -> Optimizer:
+        """See the base class.
+
+        Raises:
+            ConfigError: a matrix is in shards, or there is none.
+        """
+        matrices = [p for group in params if group[_USE_MUON] for p in group["params"]]
+        if not matrices:
+            raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
+        if any(hasattr(p, "placements") for p in matrices):
+            text = "needs whole matrices, and parallel=fsdp and hsdp hold shards of them"
+            raise ConfigError(f"optimizer=muon: {text}; type parallel=ddp or optimizer=adamw")
+        muon = partial(
+            without_compiler(torch.optim.Muon),
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr_fn,
+        )
+        adamw = partial(
+            without_compiler(torch.optim.AdamW),
+            betas=tuple(self.betas),
+            eps=self.eps,
+            fused=all_fuse(params),
+        )
+        return without_compiler(MuonWithAdamW)(params, muon=muon, adamw=adamw)
+
+    def describe(self, facts: RunFacts) -> Sequence[Row]:
+        """See the base class."""
+        text = "hidden matrices; adamw for embeddings, the output layer, vectors and other shapes"
+        return [row("muon", text)]
+
+
+@final
+class MuonWithAdamW(Optimizer):
+    """Two optimizers that share one state and one list of groups, so that both are saved as one.
+
+    Args:
+        params: groups with `use_muon`, which chooses between the two.
+        muon: makes the first from its groups.
+        adamw: makes the second from its groups.
+    """
+
+    def __init__(
+        self,
+        params: Groups,
+        muon: Callable[[Groups], Optimizer],
+        adamw: Callable[[Groups], Optimizer],
+    ) -> None:
+        self._parts = {
+            use_muon: build(members)
+            for use_muon, build in ((True, muon), (False, adamw))
+            if (members := [group for group in params if group[_USE_MUON] is use_muon])
+        }
+        super().__init__([g for part in self._parts.values() for g in part.param_groups], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take a step of both."""
+        for use_muon, part in self._parts.items():
+            # Loading a state replaces both the state and the groups.
+            part.state = self.state
+            part.param_groups = [g for g in self.param_groups if g[_USE_MUON] is use_muon]
+            part.step()
+
+
+def _hidden_matrices(model: nn.Module) -> set[int]:
+    """Give the ids of matrices that are neither looked up nor give the output."""
+    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, _TABLES)]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    output = None
+    with suppress(AttributeError, NotImplementedError):  # a model need not say
+        output = model.get_output_embeddings()  # type: ignore[operator]
+    # The last layer of a classifier, whose model names none.
+    layers += linears[-1:] if output is None else [output]
+    others = {id(p) for layer in layers for p in layer.parameters()}
+    return {id(p) for p in model.parameters() if p.ndim == 2} - others  # noqa: PLR2004 - a matrix
