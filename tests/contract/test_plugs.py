@@ -241,11 +241,13 @@ def test_every_optimizer_moves_what_is_not_frozen_and_every_schedule_warms_up_an
     optimizer, scheduler
 ):
     groups = '\'optimizer.groups={"embed*": {frozen: true}, "head.bias": {lr: 0.0}}\''
-    line = f"optimizer={optimizer} optimizer.lr=0.1 {groups} scheduler={scheduler}"
+    line = f"model._target_={TOYS}.DeepNet optimizer={optimizer} optimizer.lr=0.1 {groups} "
+    line += f"scheduler={scheduler}"
     run = go(f"{line} scheduler.warmup=2 steps=4 checkpoint.every=1 checkpoint.keep=2")
     one, two = state(run, 3), state(run, 4)
     moved = {n for n, t in two.items() if n.startswith("model.") and not t.equal(one[n])}
-    assert moved == {"model.norm.weight", "model.norm.bias", "model.head.weight"}
+    inner = {f"model.norm.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")}
+    assert moved == {*inner, "model.head.weight"}
     rates = curve(run, "lr")
     assert rates[0] < rates[1] <= 0.1
     assert all(0 < rate <= 0.1 for rate in rates)

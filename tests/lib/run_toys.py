@@ -75,6 +75,14 @@ class DoubleNet(Net):
         self.double()
 
 
+class DeepNet(Net):
+    """Has a matrix between its embedding and its output layer."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.norm = nn.Sequential(self.norm, nn.Linear(width, width))
+
+
 class LowNet(Net):
     """Has its weights in bf16."""
 
