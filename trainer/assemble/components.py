@@ -28,6 +28,7 @@ from trainer.assemble.parallel import (
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.assemble.terms import Terms
 from trainer.assemble.tokenizer import RunTokenizer
+from trainer.assemble.warmup import with_warmup_steps
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, strictest
@@ -187,6 +188,8 @@ def assemble(
     data = open_data(config, world, tokenizer, terms.given.get("label_names"))
     train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
+    total_steps = config.steps or order.num_steps(config.total_epochs or 1)
+    schedule = with_warmup_steps(schedule, order, lengths, total_steps)
     given = arguments_from_data(config, train_set, terms.given)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
     module, weights, mode, why = _build_in_mode(config, world, build)
@@ -230,7 +233,7 @@ def assemble(
         parallel=replace(setup, why_mode=why),
         cut=_whole(cut, order, config, world, coupling),
         layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
-        total_steps=config.steps or order.num_steps(config.total_epochs or 1),
+        total_steps=total_steps,
         example=example,
         given=given,
         tokenizer=tokenizer.built,

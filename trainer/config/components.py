@@ -62,6 +62,11 @@ Time = Annotated[  # above 0
     ),
 ]
 Warmup = Natural | Share
+AMOUNT = re.compile(r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?([kMG])?(samples|tokens)")
+Amount = Annotated[
+    str,
+    Field(pattern=f"^{AMOUNT.pattern}$", description="an amount such as 2000samples or 1Mtokens"),
+]
 Betas = Annotated[
     Sequence[Share],
     Field(min_length=2, max_length=2, description="two fractions of at least 0 and below 1"),
@@ -208,7 +213,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
     },
     "optimizer": {"lr": NonNegative, "weight_decay": NonNegative, "groups": ParameterGroups},
     "scheduler": {
-        "warmup": Warmup,
+        "warmup": Warmup | Amount,
         "reference_batch": Count | None,
         "scale": Literal["none", "linear", "sqrt"],
     },
