@@ -11,8 +11,8 @@ from trainer.assemble.components import Components, assemble
 from trainer.assemble.resumption import SavedCut, check_terms
 from trainer.assemble.terms import Terms
 from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import StoredWeights, first_weights
+from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.weights import StoredWeights, first_weights, load_step
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import Preempted
 from trainer.core.signals import UNBEGUN
@@ -68,8 +68,7 @@ def assemble_resumed(
     """
     loaded, stored = None, None
     if config.resume is not None:
-        store = CheckpointStore(Path(config.resume) / CHECKPOINTS)
-        loaded = store.load(config.checkpoint_step, set_aside=False)
+        loaded = load_step(Path(config.resume), config.step)
     saved = Saved.read(loaded)
     if config.command != "plan":
         # One process stands for all ranks.

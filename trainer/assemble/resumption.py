@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, final
 
@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 from trainer.assemble.components import Components
 from trainer.assemble.instantiate import construct
 from trainer.assemble.terms import Terms
+from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.state import capture
 from trainer.config.run_config import RunConfig, config_hash, contract, contract_diff
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
@@ -137,7 +138,9 @@ def _held_out(components: Components) -> str | None:
 
 
 def own_parts(config: RunConfig) -> dict[str, Stateful]:
-    """Build the parts with state that the config names, each with its name in a checkpoint.
+    """Build the parts with state that the config asks for, each with its name in a checkpoint.
+
+    The average of the weights is the last, since others may change them.
 
     Raises:
         ConfigError: one cannot be built, or has no `state` and `load`.
@@ -148,7 +151,14 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         name = f"parts.{component.target}"
         name += f"-{index + 1}" * (name in parts)
         parts[name] = part if Stateful in type(part).__mro__ else OwnPart(part)
+    if config.ema.decay is not None:
+        parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
+
+
+def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
+    """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
+    return {"loss_scale", AVERAGE, *(own if "parts" in config.resume_allow else ())}
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

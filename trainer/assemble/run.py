@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.resumed import Saved
-from trainer.assemble.resumption import refuse_unsavable
+from trainer.assemble.resumption import may_begin_anew, refuse_unsavable
 from trainer.assemble.run_plan import RunPlan, saved_cut
 from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms
@@ -47,7 +47,7 @@ def open_run(
         saved: what the checkpoint says that it goes on from.
         stored: what its model began with.
         terms: those of the run now.
-        own: the user's parts with state.
+        own: the parts with state that the config asks for.
         stop: whether a signal asked this rank to stop.
 
     Yields:
@@ -73,8 +73,7 @@ def open_run(
         part.begin(components.module)
     refuse_unsavable(own)
     if saved.loaded is not None:  # the model has its state already
-        added = own if "parts" in components.config.resume_allow else {}
-        restore(saved.loaded, live, may_lack={"loss_scale", *added})
+        restore(saved.loaded, live, may_lack=may_begin_anew(components.config, own))
     reporter = open_reporter(components, plan, folder, saved.loaded)
     with closing(reporter), ExitStack() as opened:
         how = components.config.checkpoint

@@ -23,7 +23,7 @@ from trainer.data.view import DataView
 from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "average", "activations", "buffers")
 
 
 def describe(run_plan: RunPlan) -> list[Row]:

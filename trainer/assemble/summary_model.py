@@ -67,7 +67,7 @@ def _init(components: Components) -> str:
     """Say where the first weights come from."""
     config, module = components.config, components.module
     if config.init is not None:
-        step = "" if config.checkpoint_step is None else f", step {config.checkpoint_step}"
+        step = "" if config.step == "last" else f", step {config.step}"
         return f"weights of {show(config.init)}{step}"
     loaded = loaded_from(module, config.model.params)
     source = (

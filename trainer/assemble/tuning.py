@@ -49,6 +49,7 @@ def workload_of(components: Components) -> Workload:
         objective=components.objective,
         make_optimizer=components.make_optimizer,
         make_fields=_tiled(components),
+        ema_decay=components.config.ema.decay,
         device=world.device,
         compiled=components.config.compile,
         weights=components.weights,

@@ -76,9 +76,15 @@ class Loaded:
     parts: Mapping[str, Any]  # by name, with what is no tensor, as in the manifest
     path: Path  # its folder
     messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
+    is_average: bool = False  # whether its weights are the average over steps
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.path}"
+        return f"{self.short}, {self.path}"
+
+    @property
+    def short(self) -> str:
+        """Say which weights it gives."""
+        return f"step {self.step}{', average of the weights' if self.is_average else ''}"
 
 
 def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:

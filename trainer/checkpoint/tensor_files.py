@@ -59,7 +59,7 @@ class StoredTensor:
     """A tensor on disk, of which only what is asked for is read."""
 
     shape: torch.Size
-    dtype: torch.dtype
+    dtype: torch.dtype  # that it is read in
     # safetensors' slices, whose rows follow each other; they keep the file mapped, so that a
     # reader survives the deletion of what it reads.
     parts: tuple[Any, ...]
@@ -76,7 +76,7 @@ class StoredTensor:
         """
         if len(self.parts) == 1:
             whole: Tensor = self.parts[0][rows]
-            return whole
+            return whole.to(self.dtype)
         start, stop = (0, self.shape[0]) if rows is ... else (rows.start, rows.stop)
         found, first = [], 0
         for part in self.parts:
@@ -84,7 +84,8 @@ class StoredTensor:
             if start < last and first < stop:
                 found.append(part[max(start - first, 0) : min(stop, last) - first])
             first = last
-        return torch.cat(found) if found else torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        rest = torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return torch.cat(found).to(self.dtype) if found else rest
 
     def identity(self) -> str:
         """Give its form alone."""

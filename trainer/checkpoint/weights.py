@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
 from trainer.checkpoint.manifest import FILE_NAME, DamagedError, OtherFormatError
 from trainer.checkpoint.state import find_ties, plain_name, state_of
@@ -41,6 +42,9 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's
 FROZEN = "frozen parameters"  # of the model's state: SHA-256 by name; no parameter is named so
+
+WhichStep = Literal["last", "ema"] | int
+"""Which checkpoint of a run is read: the newest, the same with averaged weights, or a step's."""
 
 
 @final
@@ -187,10 +191,10 @@ def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> Sto
         return checkpoint_weights(loaded)
     if config.init is None:
         return None
-    return open_weights(weights_path(config.init), world, config.checkpoint_step)
+    return open_weights(weights_path(config.init), world, config.step)
 
 
-def open_weights(path: Path, world: World | None = None, step: int | None = None) -> StoredWeights:
+def open_weights(path: Path, world: World | None = None, step: WhichStep = "last") -> StoredWeights:
     """Open weights for a new run; nothing of them is read yet. Collective.
 
     Args:
@@ -198,20 +202,47 @@ def open_weights(path: Path, world: World | None = None, step: int | None = None
             one file or several, or a safetensors file. Names may lack the model's prefix, or have
             one more.
         world: the ranks that open it.
-        step: which checkpoint of a run; None for the newest that is intact.
+        step: which checkpoint of a run.
 
     Raises:
+        ConfigError: the average is asked for, and there is none.
         NoCheckpointError: nothing usable is there.
     """
     world = world or World()
     opened: list[StoredWeights] = []
     if (path / CHECKPOINTS).is_dir():
-        newest = CheckpointStore(path / CHECKPOINTS).load(step, set_aside=False, world=world)
-        return _begun_with(newest)
-    if step is not None:
+        return _begun_with(load_step(path, step, world))
+    if step != "last":
         raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
     world.on_all(lambda: opened.append(_open(path, world)))
     return opened[0]
+
+
+def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
+    """Open a checkpoint of a run to read from, without setting damaged ones aside. Collective.
+
+    Raises:
+        ConfigError: its average is asked for, and it has none.
+        NoCheckpointError: there is none.
+    """
+    number = step if isinstance(step, int) else None
+    store = CheckpointStore(run / CHECKPOINTS)
+    loaded = store.load(number, set_aside=False, world=world or World())
+    return _with_average(loaded) if step == AVERAGE else loaded
+
+
+def _with_average(loaded: Loaded) -> Loaded:
+    """Put the average in the place of the weights it is of, in their dtypes; nothing is read."""
+    if AVERAGE not in loaded.parts:
+        text = "has no average of its weights; leave it out, or train with ema.decay=0.999"
+        raise ConfigError(f"step=ema: {loaded.path} {text}")
+    state, tensors = state_of(loaded, AVERAGE, WeightAverage.version), dict(loaded.tensors)
+    for name, average in state["weights"].items():
+        weight = tensors.get(place := f"{MODEL}.{name}")
+        if weight is None or weight.shape != average.shape:
+            raise NoCheckpointError(f"{loaded.path}: step=ema: no weight {name} of this shape")
+        tensors[place] = replace(average, dtype=weight.dtype)
+    return replace(loaded, tensors=tensors, is_average=True)
 
 
 def _begun_with(loaded: Loaded) -> StoredWeights:

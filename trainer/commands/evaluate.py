@@ -11,8 +11,7 @@ from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms, read_terms
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
-from trainer.checkpoint.weights import checkpoint_weights
+from trainer.checkpoint.weights import checkpoint_weights, load_step
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
 from trainer.core.errors import DataError
@@ -33,8 +32,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         DataError: nothing is held out, or the run's own data changed.
         SaveError: the figures, which are printed, cannot be written.
     """
-    store = CheckpointStore(folder / CHECKPOINTS)
-    loaded = store.load(config.checkpoint_step, set_aside=False, world=world)
+    loaded = load_step(folder, config.step, world)
     terms = read_terms(loaded)
     if config.evaluates_all:
         config = _for_any_data(config, terms)

@@ -15,8 +15,8 @@ from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model, look_up_transforms
 from trainer.assemble.terms import read_terms
 from trainer.checkpoint.state import plain_name
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore, Loaded
-from trainer.checkpoint.weights import checkpoint_weights, export
+from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.weights import checkpoint_weights, export, load_step
 from trainer.commands.exported import describe, lines_to_load, tokenizer_of, with_tokenizer
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
@@ -39,7 +39,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
-    loaded = CheckpointStore(folder / CHECKPOINTS).load(config.checkpoint_step, set_aside=False)
+    loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
     model, write = _built(config, loaded, world), None
     description, tokenizer = describe(config, given, loaded.step), _tokenizer(config)

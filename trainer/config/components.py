@@ -52,6 +52,7 @@ Number = Annotated[float, Field(description="a number")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and below 1")]
+Decay = Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1, e.g. 0.999")]
 Part = Annotated[float, Field(ge=0, le=1, description="a fraction from 0 to 1")]
 Cadence = Count | Annotated[float, Field(gt=0, lt=1, description="a fraction of the run below 1")]
 Time = Annotated[  # above 0

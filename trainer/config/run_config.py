@@ -32,6 +32,7 @@ from trainer.config.components import (
     Component,
     Count,
     Data,
+    Decay,
     Name,
     Natural,
     ObjectiveKeys,
@@ -84,6 +85,12 @@ class Eval(Section):
         dict[Name, Component],
         Field(description="a mapping, e.g. {web: {path: web.jsonl}}"),
     ]
+
+
+class Ema(Section):
+    """An exponential moving average of the weights."""
+
+    decay: Decay | None
 
 
 class Checkpoint(Section):
@@ -146,6 +153,7 @@ class RunConfig(Section):
     epochs: Count | None
     seed: Seed
     clip_norm: Positive | None
+    ema: Ema
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
     device: (
         Literal["auto", "cpu", "cuda"]
@@ -169,7 +177,7 @@ class RunConfig(Section):
     resume: Text | None
     resume_allow: Words
     run: Text | None
-    step: Literal["last"] | Natural
+    step: Literal["last", "ema"] | Natural
     export: Export
     trust: Words
     # What has a default is no key of the interface: how the config came about.
@@ -188,11 +196,6 @@ class RunConfig(Section):
     def total_epochs(self) -> int | None:
         """Passes over the data; None where `steps` says how long the run is."""
         return None if self.steps is not None else self.epochs or 1
-
-    @property
-    def checkpoint_step(self) -> int | None:
-        """Which checkpoint of `run=` or `init=` is read; None for the newest that is intact."""
-        return None if self.step == "last" else self.step
 
     @property
     def evaluates_all(self) -> bool:
@@ -303,6 +306,7 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
+    tree |= {"ema": plain["ema"]} if config.ema.decay is not None else {}
     tree |= {"transforms": plain["transforms"]} if config.transforms else {}
     tree |= {"adapter": plain["adapter"]} if config.adapter.target != NO_ADAPTER else {}
     if strictest(coupling, stated_coupling(config)).fixes_cut:

@@ -146,7 +146,7 @@ def show_read(loaded: Loaded, *texts: str) -> None:
     screen = Screen()
     screen.name_checkpoint(loaded)
     for text in texts:
-        screen.line(f"step {loaded.step}: {text}")
+        screen.line(f"{loaded.short}: {text}")
     screen.close()
 
 

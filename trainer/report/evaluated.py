@@ -49,6 +49,7 @@ def report_evaluation(
     show_read(loaded, *texts)
     names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record |= {"sets": sets} if sets else {}
+    record |= {"weights": "ema"} if loaded.is_average else {}
     write_record(file, {"step": loaded.step, **names, **record})
 
 

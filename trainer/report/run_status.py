@@ -96,7 +96,7 @@ def to_go_on(config: RunConfig, folder: Path) -> str:
     words += [f"wandb.entity={config.wandb.entity}"] if config.wandb.entity else []
     if config.init and not saved_step(folder):
         words.append(f"init={config.init}")
-        words += [f"step={config.step}"] if config.checkpoint_step is not None else []
+        words += [f"step={config.step}"] if config.step != "last" else []
     return " ".join(words)
 
 

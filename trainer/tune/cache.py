@@ -154,6 +154,7 @@ def describe(
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
         "operators": counts and counts.operators,
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
+        "average": work.ema_decay is not None,
         "length": length,
         "precision": precision,
         "compiled": work.compiled,

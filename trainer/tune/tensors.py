@@ -10,9 +10,11 @@ from typing import Annotated, Any, final
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trainer.checkpoint.average import WeightAverage
 
 _Bytes = Annotated[int, Field(ge=0, le=2**48)]  # no micro-batch takes more
 
@@ -29,6 +31,7 @@ class MemoryEstimate:
     parameters: _Bytes = 0
     gradients: _Bytes = 0  # accumulated
     optimizer_state: _Bytes = 0  # between steps
+    average: _Bytes = 0  # of the weights over steps
     activations: _Bytes = 0  # everything else: inputs, saved for backward, temporaries
     buffers: _Bytes = 0
 
@@ -72,6 +75,16 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped i
                 self._parts[key] = part
         if self._live == self._peak:
             self.reset()
+
+    def follow_average(
+        self, decay: float | None, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Average the weights after each step of an optimizer as a run does; None does not."""
+        if decay is not None:
+            average = WeightAverage(decay)
+            average.begin(model)
+            self.assign("average", filter(torch.is_tensor, tree_leaves(average.state())))
+            optimizer.register_step_post_hook(lambda *_: average.after_update(1))
 
     def __torch_dispatch__(
         self,

@@ -55,6 +55,7 @@ class Workload:
     # Gives collated fields, on the CPU, of so many samples padded to so many tokens; draws nothing
     # from global generators
     make_fields: Callable[[int, int], Fields]
+    ema_decay: float | None = None  # of the average of the weights; None where there is none
     # Makes a call of the model, or of a copy, under the run's precision
     bind: Callable[[nn.Module], ModelCall] = bind
     # Where the model computes
@@ -179,6 +180,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     with peak:
         work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
+        peak.follow_average(work.ema_decay, module, optimizer)
         turns = (False, True) if sync.lockstep else (True,)
         for given in (fields if sync.lockstep or sync.overlaps else None, fields):
             peak.reset()

@@ -22,9 +22,9 @@ accum accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accu
 activation_checkpointing adapter batch batch.global batch.normalizer batch.tail batch.unit batchnorm
 checkpoint.asynchronous checkpoint.every checkpoint.keep checkpoint.on_full clip_norm command
 compile data data.eval_path data.holdout data.max_length data.on_bad data.overlong data.show
-data.split_seed deterministic device epochs eval.at_start eval.every eval.predictions eval.samples
-eval.sets export.merge export.to hooks init log.every log.samples model name nonfinite.limit
-num_workers objective objective.metrics optimizer optimizer.groups optimizer.lr
+data.split_seed deterministic device ema.decay epochs eval.at_start eval.every eval.predictions
+eval.samples eval.sets export.merge export.to hooks init log.every log.samples model name
+nonfinite.limit num_workers objective objective.metrics optimizer optimizer.groups optimizer.lr
 optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode parallel.ranks
 parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume resume_allow run
 scheduler scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps sync tokenizer

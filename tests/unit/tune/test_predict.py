@@ -97,6 +97,14 @@ def test_the_parts_of_a_prediction_are_what_the_model_and_adam_hold():
     assert parts + found.buffers == found.peak_bytes
 
 
+def test_an_average_of_the_weights_is_counted():
+    work = workload(Encoder())
+    averaging = replace(work, ema_decay=0.9)
+    plain, found = predict_peak(work, Shape(8, 32)), predict_peak(averaging, Shape(8, 32))
+    assert (plain.average, found.average) == (0, work.resident_bytes)
+    assert found.peak_bytes - plain.peak_bytes == work.resident_bytes
+
+
 def test_a_prediction_changes_no_bit_of_the_live_model_and_the_random_generator():
     model = Stubborn(looks=False)
     for parameter in list(model.parameters())[::2]:

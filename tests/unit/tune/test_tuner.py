@@ -438,4 +438,5 @@ def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_
     frozen.head.requires_grad_(requires_grad=False)
     models = [Encoder(width=9), Stubborn(), frozen, Repeated(), Repeated(2)]
     others = [key(precision="bf16"), key(length=9), key(make_optimizer=plain)]
-    assert len({key(), *others, *map(key, models)}) == 9
+    others += [key(ema_decay=0.9)]
+    assert len({key(), *others, *map(key, models)}) == 10

@@ -1,0 +1,122 @@
+"""The average of the weights: PyTorch's own, and what a checkpoint gives by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.lib.run_toys import DoubleNet, LowNet
+from tests.reliability.support import put
+from trainer.checkpoint.average import AVERAGE, WeightAverage
+from trainer.checkpoint.state import capture
+from trainer.checkpoint.store import MODEL, CheckpointStore
+from trainer.checkpoint.weights import ModelPart, open_weights
+from trainer.core.stateful import State
+
+DECAY = 0.9
+
+
+def move(module: nn.Module) -> None:
+    """Change what is trained, as an update does."""
+    with torch.no_grad():
+        for each in module.parameters():
+            each.add_(torch.randn_like(each), alpha=int(each.requires_grad))
+
+
+def averaged(module: nn.Module, decay: float = DECAY, updates: int = 5) -> State:
+    """Follow a few updates of a module."""
+    average = WeightAverage(decay)
+    average.begin(module)
+    for step in range(updates):
+        move(module)
+        average.after_update(step + 1)
+    return average.state()
+
+
+def test_the_average_is_that_of_pytorch():
+    module = DoubleNet()
+    module.embed.requires_grad_(requires_grad=False)
+    reference = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average, other = WeightAverage(DECAY), WeightAverage(0.91)
+    for each in (average, other):
+        each.begin(module)
+    for step in range(20):
+        move(module)
+        reference.update_parameters(module)
+        for each in (average, other):
+            each.after_update(step + 1)
+    expected = {n: p for n, p in reference.module.named_parameters() if p.requires_grad}
+    found = average.state()["weights"]
+    assert found.keys() == expected.keys()
+    assert "embed.weight" not in found
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(tensor, expected[name].data, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(other.state()["weights"][name], expected[name], rtol=1e-3)
+
+
+def test_weights_in_bf16_are_averaged_in_fp32():
+    low = LowNet()
+    whole = LowNet().float()
+    whole.load_state_dict(low.state_dict())
+    followed = WeightAverage(0.999), WeightAverage(0.999)
+    for each, module in zip(followed, (low, whole), strict=True):
+        each.begin(module)
+    for step in range(3):
+        move(low)
+        whole.load_state_dict(low.state_dict())
+        for each in followed:
+            each.after_update(step + 1)
+    found, expected = (each.state()["weights"] for each in followed)
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.float32
+        assert tensor.equal(expected[name]), name
+        assert not tensor.equal(tensor.bfloat16())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4), nn.BatchNorm1d(4)
+        self.base = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.bfloat16()
+
+
+def test_step_ema_gives_the_average_in_the_place_of_what_is_trained(tmp_path: Path):
+    module, average = Tied(), WeightAverage(DECAY)
+    average.begin(module)
+    for step in range(3):
+        move(module)
+        average.after_update(step + 1)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    put(store, 3, *capture({MODEL: ModelPart(module), AVERAGE: average}))
+    fresh, plain = Tied(), Tied()
+    open_weights(tmp_path, step="ema").fill(fresh)
+    open_weights(tmp_path).fill(plain)
+    expected = module.state_dict() | {
+        name: tensor.bfloat16() for name, tensor in average.state()["weights"].items()
+    }
+    expected["head.weight"] = expected["embed.weight"]
+    for name, tensor in fresh.state_dict().items():
+        assert tensor.equal(expected[name]), name
+    for name, tensor in plain.state_dict().items():
+        assert tensor.equal(module.state_dict()[name]), name
+
+
+def test_what_is_trained_since_is_averaged_from_then_on():
+    module = DoubleNet()
+    module.head.requires_grad_(requires_grad=False)
+    before = averaged(module)
+    module.head.requires_grad_(requires_grad=True)
+    average = WeightAverage(DECAY)
+    average.begin(module)
+    average.load(before)
+    found = average.state()
+    assert found["updates"] == 5
+    assert found["weights"]["head.weight"].equal(module.head.weight)
+    assert found["weights"]["embed.weight"].equal(before["weights"]["embed.weight"])

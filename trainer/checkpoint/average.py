@@ -1,0 +1,63 @@
+"""Average the weights of a run over its steps."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.checkpoint.state import plain_name
+from trainer.core.stateful import State, Stateful
+from trainer.core.tensors import local_part
+
+AVERAGE = "ema"
+"""Name of the part of a checkpoint that holds the average, and of `step` to read it."""
+
+
+@final
+class WeightAverage(Stateful):
+    """The exponential moving average of the weights that are trained, updated once a step.
+
+    That of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`: it begins with
+    the weights after the first update, then `average = decay * average + (1 - decay) * weights`. It
+    is in fp32, of weights in fp64 in fp64, and in shards where the weights are.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self.num_updates = decay, 0
+        self._weights: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """See the base class."""
+        named = module.named_parameters()
+        self._weights = {plain_name(name): p for name, p in named if p.requires_grad}
+        self._averages = {
+            name: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+            for name, weight in self._weights.items()
+        }
+
+    def after_update(self, step: int) -> None:
+        """See the base class."""
+        decay = self.decay if self.num_updates else 0.0
+        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call] # untyped in torch
+        averages = [local_part(average) for average in self._averages.values()]
+        weights = [local_part(weight) for weight in self._weights.values()]
+        if all(a.dtype == w.dtype for a, w in zip(averages, weights, strict=True)):
+            update(averages, weights, self.num_updates)
+        else:  # one by one, so that no copy of all weights is made
+            for average, weight in zip(averages, weights, strict=True):
+                update([average], [weight.to(average.dtype)], self.num_updates)
+        self.num_updates += 1
+
+    def state(self) -> State:
+        """See the base class; `weights` by plain name."""
+        return {"updates": self.num_updates, "weights": self._averages}
+
+    def load(self, state: State) -> None:
+        """See the base class; of weights that were frozen before, the average begins now."""
+        self.num_updates = int(state["updates"])
+        for name in self._averages.keys() & state["weights"].keys():
+            local_part(self._averages[name]).copy_(local_part(state["weights"][name]))
