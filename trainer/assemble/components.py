@@ -26,9 +26,9 @@ from trainer.assemble.parallel import (
     planned_device,
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
+from trainer.assemble.schedule import typed_schedule, with_warmup_steps
 from trainer.assemble.terms import Terms
 from trainer.assemble.tokenizer import RunTokenizer
-from trainer.assemble.warmup import with_warmup_steps
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, strictest
@@ -181,7 +181,7 @@ def assemble(
     size = {"global_batch": batch.global_batch}
     sizes, schedule, strategy, cut = (
         construct(batch, "batch", BatchSize, trust, size),
-        construct(config.scheduler, "scheduler", Schedule, trust),
+        typed_schedule(config),
         construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )

@@ -177,9 +177,10 @@ def check_components(config: RunConfig) -> None:
     for key, component, inner in waiting:
         try:
             target = look_up(component, key, config.trust, inner=inner)
-            # Not all shared ones reach a class of the user's own, or an optimizer of PyTorch's.
+            # Not all shared ones reach a class of the user's own, or one of PyTorch's.
             owner = owner_of(key)
-            given = {"optimizer": SHARED["optimizer"], "data": {"holdout"}}.get(owner or key, ())
+            shared = {path: SHARED[path] for path in ("optimizer", "scheduler")}
+            given = {**shared, "data": {"holdout"}}.get(owner or key, ())
             target, arguments = _by_settings(target, component.params, typed=component.typed_target)
             names = [name for name in arguments if name not in ("_partial_", *given)]
             check_names(target, key, names)

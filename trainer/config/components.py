@@ -193,6 +193,7 @@ OWN = "own"
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
     "optimizer": {"torch.optim": "Optimizer"},
+    "scheduler": {"torch.optim.lr_scheduler": "LRScheduler"},
 }
 """Modules of the model libraries whose classes a recipe may name without being trusted: by the
 component they are for, each with the base that they must have."""

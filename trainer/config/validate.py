@@ -216,7 +216,7 @@ def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
     shared = source_option()["_target_"] if sources_argument(target) else None
     own = {**(declared(shared).types if shared else {}), **declared(target).types}
     types |= {n: t | None if n in FROM_DATA else t for n, t in own.items()}
-    is_shared = bool(example) or owner == "optimizer"
+    is_shared = bool(example) or owner in {"optimizer", "scheduler"}
     return types | {n: t for n, t in SHARED.get(owner, {}).items() if is_shared or n in own}
 
 

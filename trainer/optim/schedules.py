@@ -73,11 +73,15 @@ class Schedule(Described, ABC):
         """Scale the base learning rates to the size of the global batch.
 
         Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
-        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287). Without the batch to
-        scale from, which the configuration asks for, rates stay.
+        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
+
+        Raises:
+            ConfigError: the batch to scale from is missing.
         """
-        if self.scale == "none" or self.reference_batch is None:
+        if self.scale == "none":
             return 1.0
+        if self.reference_batch is None:
+            raise ConfigError(f"scheduler.scale={self.scale}: needs scheduler.reference_batch")
         ratio = global_batch / self.reference_batch
         return ratio if self.scale == "linear" else math.sqrt(ratio)
 

@@ -1,15 +1,35 @@
-"""Count the steps of a warm-up that is typed in samples or tokens."""
+"""Build the schedule, and count the steps of a warm-up that is typed in samples or tokens."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
-from trainer.config.components import AMOUNT
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer.assemble.instantiate import arguments_of, construct, look_up
+from trainer.config.components import AMOUNT, SHARED
 from trainer.config.messages import line
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
+from trainer.optim.library_schedules import OwnScheduler
 from trainer.optim.schedules import Schedule
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
+
+
+def typed_schedule(config: RunConfig) -> Schedule:
+    """Build the schedule of a config.
+
+    Raises:
+        ConfigError: an argument does not fit.
+    """
+    kind = look_up(config.scheduler, "scheduler", config.trust)
+    if not (inspect.isclass(kind) and issubclass(kind, LRScheduler)):
+        return construct(config.scheduler, "scheduler", Schedule, config.trust)
+    options = arguments_of(config.scheduler, "scheduler", config.trust)
+    shared = {name: options.pop(name) for name in SHARED["scheduler"] if name in options}
+    return OwnScheduler(kind=kind, options=options, **shared)
 
 
 def with_warmup_steps(

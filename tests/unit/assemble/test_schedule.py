@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.assemble.warmup import with_warmup_steps
+from trainer.assemble.schedule import with_warmup_steps
 from trainer.core.errors import ConfigError
 from trainer.optim.schedules import Cosine
 from trainer.plan.batch_size import ConstantSize
