@@ -1,8 +1,9 @@
 """Harnesses 15 and 16: what is not finite, and what weighs nothing, changes nothing.
 
 A fault sits in one micro-batch of a step, in the loss or in the gradient alone. Parameters,
-moments and buffers after the step are those before it, bit for bit; the clock and the position in
-the data go on; the samples are in the ledger as skipped; the step after it updates again.
+moments, buffers and average after the step are those before it, bit for bit; the clock and the
+position in the data go on; the samples are in the ledger as skipped; the step after it updates
+again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def settings_of(variant: str, steps: int = 3) -> RunConfig:
     return lab.config(
         *VARIANTS[variant],
         *(f"steps={steps}", f"+data.size={8 * steps}"),
-        *("checkpoint.every=1", f"checkpoint.keep={steps + 1}"),
+        *("checkpoint.every=1", f"checkpoint.keep={steps + 1}", "ema.decay=0.5"),
     )
 
 
@@ -44,9 +45,11 @@ def ledger_of(settings: RunConfig, folder: Path) -> list[list[int]]:
 
 
 def trained(folder: Path, step: int) -> dict[str, Any]:
-    """What steps change: weights, buffers, moments."""
+    """What steps change: weights, buffers, moments, the average of the weights."""
     found = lab.outcome(folder, step=step)
-    return {n: value for n, value in found.items() if n.startswith(("model.", "optimizer."))}
+    return {
+        n: value for n, value in found.items() if n.startswith(("model.", "optimizer.", "ema."))
+    }
 
 
 def assert_skipped(folder: Path, ids: list[int], why: str, step: int = 2) -> None:

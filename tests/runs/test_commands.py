@@ -81,7 +81,7 @@ def check_what_is_refused(run: FinishedRun, asked: str, capsys: pytest.CaptureFi
         (f"evaluate {asked} step=3", 4, "no checkpoint of step 3; has 2, 4"),
         (f"init={run.folder} step=3 {' '.join(overrides(''))}", 4, "no checkpoint of step 3"),
         (f"resume={run.folder} step=2 trust=[tests]", 2, "picks a checkpoint of run=RUN"),
-        (f"init={run.folder} step=best", 2, "step=best: must be last or a whole number"),
+        (f"init={run.folder} step=best", 2, "step=best: must be last, ema or a whole number"),
         ("export run=at-2 export.to=weights", 4, "not a run folder"),
     ):
         assert shell(line) == code, line

@@ -237,11 +237,13 @@ def _with_average(loaded: Loaded) -> Loaded:
         text = "has no average of its weights; leave it out, or train with ema.decay=0.999"
         raise ConfigError(f"step=ema: {loaded.path} {text}")
     state, tensors = state_of(loaded, AVERAGE, WeightAverage.version), dict(loaded.tensors)
-    for name, average in state["weights"].items():
-        weight = tensors.get(place := f"{MODEL}.{name}")
-        if weight is None or weight.shape != average.shape:
-            raise NoCheckpointError(f"{loaded.path}: step=ema: no weight {name} of this shape")
-        tensors[place] = replace(average, dtype=weight.dtype)
+    try:
+        for name, average in state["weights"].items():
+            weight = tensors[f"{MODEL}.{name}"]
+            tensors[f"{MODEL}.{name}"] = replace(average, dtype=weight.dtype)
+    except (AttributeError, LookupError, TypeError) as error:  # a stranger may have written it
+        text = f"step=ema: cannot be used ({error!r:.80}); leave it out"
+        raise NoCheckpointError(f"{loaded.path}: {text}") from error
     return replace(loaded, tensors=tensors, is_average=True)
 
 

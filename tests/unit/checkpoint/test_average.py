@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -14,6 +15,7 @@ from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.state import capture
 from trainer.checkpoint.store import MODEL, CheckpointStore
 from trainer.checkpoint.weights import ModelPart, open_weights
+from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import State
 
 DECAY = 0.9
@@ -106,6 +108,11 @@ def test_step_ema_gives_the_average_in_the_place_of_what_is_trained(tmp_path: Pa
         assert tensor.equal(expected[name]), name
     for name, tensor in plain.state_dict().items():
         assert tensor.equal(module.state_dict()[name]), name
+    for weights in ({"head": 1}, {"norm.weight": 1}, 1):
+        average.state = lambda weights=weights: {"updates": 1, "weights": weights}
+        put(store, store.steps()[-1] + 1, *capture({MODEL: ModelPart(module), AVERAGE: average}))
+        with pytest.raises(NoCheckpointError, match="step=ema: cannot be used"):
+            open_weights(tmp_path, step="ema")
 
 
 def test_what_is_trained_since_is_averaged_from_then_on():
