@@ -50,7 +50,9 @@ def test_a_classifier_names_the_class_of_every_sample(capsys: pytest.CaptureFixt
     found, model, data = predictions(run), trained(run, Vision()), Kinds()
     held_out = read_json(run.folder / "splits.json")["held_out"]
     assert [line["id"] for line in found] == sorted(held_out)
-    assert f"{len(held_out)} predictions written to predictions.jsonl" in capsys.readouterr().out
+    place = run.folder.relative_to(Path.cwd()) / "predictions.jsonl"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{len(held_out)} predictions written to {place}" in shown
     for line in found:
         sample = data[line["id"]]
         with torch.no_grad():

@@ -301,7 +301,8 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
     Raises:
         ConfigError: one line each.
     """
-    parameters, faults = inspect.signature(target).parameters, []
+    parameters: Mapping[str, Parameter] = inspect.signature(target).parameters
+    faults = list[str]()
     if getattr(target, "__init__", None) is torch.nn.Module.__init__:
         parameters = inspect.signature(
             lambda: None
@@ -309,8 +310,9 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         if (receiver := getattr(target, PASSES_ON, None)) is None:
             return
+        own = {n: p for n, p in parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
         try:
-            parameters = inspect.signature(_find(receiver)).parameters
+            parameters = {**own, **inspect.signature(_find(receiver)).parameters}
         except ImportError as error:
             raise ConfigError(f"{key}: {target.__name__} needs it: {_cause(error)}") from error
     for name in names:

@@ -50,7 +50,7 @@ _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
 _ALL = (
     "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
 )
-_SHOWS = "shows samples under train plan; leave it out"
+_SHOWS = "shows samples under train plan: type train plan ..."
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 

@@ -230,5 +230,6 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
             at: list[int] = wrong.nonzero()[0].tolist()
             place = f" at position {', '.join(map(str, at))}" if at else ""
             value = values[tuple(at)].tolist()
-            return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}"
+            hint = "" if name == LABELS else ": is the tokenizer that of another model?"
+            return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}{hint}"
     return None

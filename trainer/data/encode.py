@@ -178,20 +178,24 @@ class Encoder:
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
 
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        return records.map(
-            self,
-            batched=True,
-            with_indices=True,
-            batch_size=BATCH,
-            writer_batch_size=BATCH,
-            remove_columns=records.column_names,
-            features=datasets.Features({n: datasets.Value(k) for n, k in _COLUMNS.items()}),
-            num_proc=num_cores if len(records) >= MANY_RECORDS and num_cores > 1 else None,
-            cache_file_name=str(file),
-            load_from_cache_file=False,
-            new_fingerprint=file.stem,
-            desc=label,
-        )
+        environment = os.environ
+        try:
+            return records.map(
+                self,
+                batched=True,
+                with_indices=True,
+                batch_size=BATCH,
+                writer_batch_size=BATCH,
+                remove_columns=records.column_names,
+                features=datasets.Features({n: datasets.Value(k) for n, k in _COLUMNS.items()}),
+                num_proc=num_cores if len(records) >= MANY_RECORDS and num_cores > 1 else None,
+                cache_file_name=str(file),
+                load_from_cache_file=False,
+                new_fingerprint=file.stem,
+                desc=label,
+            )
+        finally:
+            os.environ = environment  # noqa: B003 - processes of datasets put a copy in its place
 
 
 def _row(fields: Fields | ValueError) -> tuple[Any, ...]:

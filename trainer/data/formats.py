@@ -105,9 +105,11 @@ def recognise(
     """
     typed = typed or {}
     if {"chosen", "rejected"} <= {*columns} and not typed:
+        roles = "{prompt: prompt, completion: chosen}"
+        roles = roles if "prompt" in columns else "{messages: chosen}"
         raise DataError(
             f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
-            "answers alone, type data.columns={messages: chosen}"
+            f"answers alone, type data.columns={roles}"
         )
     _check_typed(typed, columns, task)
     for name, usual in _usual(task):
@@ -117,10 +119,11 @@ def recognise(
         if found.keys() >= needed | typed.keys():
             return Format(name, found)
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
+    role = "text" if "text" in wanted else next(iter(wanted), "text").split()[0]
     raise DataError(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
         f"{' or '.join(wanted) or 'none that this reads'}; say which they are, e.g. "
-        f"data.columns={{{next(iter(wanted), 'text').split()[0]}: {next(iter(columns), 'NAME')}}}"
+        f"data.columns={{{role}: {next(iter(columns), 'NAME')}}}"
     )
 
 

@@ -44,7 +44,8 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
         elif not folder.is_dir():
-            text = "no such folder, and no tokenizer that the hub or its cache gives"
+            what = "tokenizer" if path else "model"
+            text = f"no such folder, and no {what} that the hub or its cache gives"
         raise ConfigError(f"{place}: {text}") from error
 
 

@@ -91,15 +91,23 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
         with quiet():
             module = _build(kind, found, path, options, begins_new=ignore_mismatched_sizes)
     except (*faults, StrictDataclassError) as error:
-        text = f"transformers cannot build it: {' '.join(str(error).split())}"
-        if "trust_remote_code" in text:
-            text = "it needs code from its own folder, which is not run; use another"
-        elif isinstance(error, OSError) and not (settings or Path(source).exists()):
-            text = "no such file or folder, and no model that the hub or its cache gives"
-        raise ConfigError(f"{key}={source}: {text}") from error
+        is_missing = isinstance(error, OSError) and not (settings or Path(source).exists())
+        raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
     if num_classes is not None and made_for not in _CLASSIFIES:
         setattr(module, UNUSED, {"num_classes": f"a model for {made_for} has no classes"})
     return _padding(module, pad_token_id)
+
+
+def _cause(error: Exception, *, is_missing: bool) -> str:
+    """Say in a line why transformers builds no model."""
+    text = f"transformers cannot build it: {' '.join(str(error).split())}"
+    if "Unrecognized configuration class" in text:  # and a list of all there are
+        return "transformers has no such model for this model.task; type another"
+    if "trust_remote_code" in text:
+        return "it needs code from its own folder, which is not run; use another"
+    if is_missing:
+        return "no such file or folder, and no model that the hub or its cache gives"
+    return text
 
 
 def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN401 - any config

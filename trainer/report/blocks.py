@@ -100,7 +100,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
 def end_block(plan: Record, result: Record) -> RenderableType:
     """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
     blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
-    if result["eval_loss"] is not None:
+    if result["eval_loss"] is not None and result["baselines"]:
         blocks.append(_section("held-out loss", _losses(result)))
     if result["advice"]:
         blocks.append(_section("bottlenecks", *map(Text, result["advice"])))
@@ -147,7 +147,10 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
     shares = result["time"]["share"].items() if result["time"] else ()
     peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
     took = duration(result["seconds"])  # of this start, where the run was resumed
-    others = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
+    own = metrics.keys() - {"loss", "eval_loss"}
+    figures = [f"{name} {mean:.4f}" for name, mean in metrics.items() if name in own]
+    if result["eval_loss"] is not None and not result["baselines"]:
+        figures.insert(0, f"loss {loss(result['eval_loss'])}")
     return _lines(
         [
             ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
@@ -156,7 +159,7 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
             ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
-            ("held out", joined(*others)),
+            ("held out", joined(*figures)),
         ]
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.store import Loaded
 from trainer.core.durable import as_save_error, strict, write_file_atomic, write_record
-from trainer.core.format import named_means, plural
+from trainer.core.format import named_means, plural, shown_path
 from trainer.report.console import show_read
 from trainer.report.metrics import Means
 
@@ -44,7 +44,7 @@ def report_evaluation(
             sets[part] = about
         else:
             record |= about
-    texts[-1] += f" (written to {file.name})" if file.name != "evaluate.json" else ""
+    texts[-1] += f" (written to {shown_path(file)})" if file.name != "evaluate.json" else ""
     texts += [_write(file, part, lines) for part, lines in predictions.items()]
     show_read(loaded, *texts)
     names = {f"eval_{name}": value for name, value in named_means(means).items()}
@@ -60,4 +60,4 @@ def _write(file: Path, part: str, lines: Lines) -> str:
     with as_save_error(place):
         content = "".join(f"{json.dumps(strict(line))}\n" for line in lines)
         write_file_atomic(place, content.encode())
-    return f"{plural(len(lines), 'prediction')} written to {place.name}"
+    return f"{plural(len(lines), 'prediction')} written to {shown_path(place)}"

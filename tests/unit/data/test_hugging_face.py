@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,9 @@ def test_a_part_that_is_not_known_is_one_line(tmp_path, names, part, fault):
 
 def test_many_records_are_encoded_in_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.data.encode.MANY_RECORDS", 50)
-    records = [{"text": f"text {i}"} for i in range(200)]
+    records, environment = [{"text": f"text {i}"} for i in range(200)], os.environ
     data = opened(tmp_path, records, byte_tokenizer())
+    assert os.environ is environment
     assert [bytes(s["input_ids"][1:-1]).decode() for s in listed(data)] == [
         record["text"] for record in records
     ]
