@@ -17,7 +17,12 @@ from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import bind_run, find_layout, longest
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
-from trainer.assemble.optimizer import ChosenOptimizer, fitting_optimizer, typed_optimizer
+from trainer.assemble.optimizer import (
+    ChosenOptimizer,
+    fitting_optimizer,
+    typed_optimizer,
+    with_half_lives,
+)
 from trainer.assemble.parallel import (
     auto_mode,
     may_shard,
@@ -226,7 +231,9 @@ def assemble(
         precision=precision,
         call=bind_run(module, precision, world),
         chosen=chosen,
-        chosen_optimizer=fitting_optimizer(config, module, terms.contract),
+        chosen_optimizer=with_half_lives(
+            fitting_optimizer(config, module, terms.contract), schedule, sizes
+        ),
         schedule=schedule,
         strategy=strategy,
         coupling=coupling,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -14,9 +14,12 @@ from trainer.assemble.instantiate import arguments_of, check_names, construct, l
 from trainer.config.components import Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
 from trainer.models.task import task_of
 from trainer.models.transformers_classes import loaded_from, new_weights
 from trainer.optim.optimizers import Job, OptimizerSpec, OwnOptimizer
+from trainer.optim.schedules import Schedule
+from trainer.plan.batch_size import BatchSize
 
 _GENERATES = {"causal_lm", "seq2seq_lm", "image_text_to_text"}  # whose heads are of their body
 
@@ -30,6 +33,7 @@ class ChosenOptimizer:
     component: Component  # its class and all of its arguments, as if they had been typed
     by_job: Mapping[str, Any]  # the arguments that nobody typed, and that follow from the job
     why: str  # the reason for those
+    reference: OptimizerSpec | None = None  # as it is at `scheduler.reference_batch`, if it differs
 
 
 def typed_optimizer(config: RunConfig, given: Mapping[str, Any] | None = None) -> OptimizerSpec:
@@ -72,6 +76,29 @@ def fitting_optimizer(
         by_job=by_job,
         why=why,
     )
+
+
+def with_half_lives(
+    chosen: ChosenOptimizer, schedule: Schedule, sizes: BatchSize
+) -> ChosenOptimizer:
+    """Change betas and weight decay to the global batch, where the schedule asks for it.
+
+    Raises:
+        ConfigError: there is no batch to follow, or nothing that would.
+    """
+    if not schedule.keep_half_life:
+        return chosen
+    key, batch = "scheduler.keep_half_life=true", schedule.reference_batch
+    if batch is None:
+        raise ConfigError(f"{key}: needs scheduler.reference_batch")
+    if not sizes.is_constant:
+        raise ConfigError(f"{key}: needs steps of one size; type batch=samples or leave it out")
+    factor = schedule.batch_factor(sizes.global_batch)
+    spec = chosen.spec.for_batch(sizes.global_batch / batch, factor)
+    if spec == chosen.spec and sizes.global_batch != batch:
+        name, rule = type(spec).__name__, schedule.scale
+        raise ConfigError(f"{key}: scheduler.scale={rule} changes nothing of {name}; leave it out")
+    return replace(chosen, spec=spec, reference=chosen.spec)
 
 
 def _settings(config: RunConfig, job: Job) -> Mapping[str, Any]:

@@ -200,6 +200,7 @@ def _length(components: Components) -> list[Row]:
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
         _by_job(components, optimizer),
+        _half_lives(components),
     ]
 
 
@@ -209,12 +210,27 @@ def _by_job(components: Components, optimizer: str) -> Row:
     words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
     texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
     text = joined(*texts, chosen.why) if texts else None
-    settings = {name: getattr(components.spec, name) for name in chosen.by_job}
+    settings = {name: getattr(chosen.reference or chosen.spec, name) for name in chosen.by_job}
     return row(
         *("optimizer", text and f"{optimizer} {text}"),
         optimizer_defaults=settings,
         optimizer_reason=chosen.why if texts else None,
     )
+
+
+def _half_lives(components: Components) -> Row:
+    """Set what follows the global batch, as it is at the reference batch, beside what it is now."""
+    chosen = components.chosen_optimizer
+    before, now = (
+        vars(spec) | {"options": {}} | vars(spec).get("options", {})
+        for spec in (chosen.reference or chosen.spec, chosen.spec)
+    )
+    changed = {name: (before.get(name), v) for name, v in now.items() if before.get(name) != v}
+    texts = [
+        f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
+        for name, (old, new) in changed.items()
+    ]
+    return row("half-life", joined(*texts), followed_batch=changed)
 
 
 def _spaced(value: object) -> str:

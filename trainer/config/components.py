@@ -218,6 +218,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
         "warmup": Warmup | Amount,
         "reference_batch": Count | None,
         "scale": Literal["none", "linear", "sqrt"],
+        "keep_half_life": bool,
     },
 }
 """Types of arguments that mean the same in every class of a component."""

@@ -75,6 +75,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("optimizer.nesterov", (True,), "optimizer.momentum", (0,), _MOMENTUM),
     ("scheduler.scale", ("linear", "sqrt"), "scheduler.reference_batch", (None,), _REFERENCE),
+    ("scheduler.keep_half_life", (True,), "scheduler.reference_batch", (None,), _REFERENCE),
     ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),

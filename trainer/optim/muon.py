@@ -42,6 +42,7 @@ class Muon(OptimizerSpec):
     eps: NonNegative = 1e-8  # of AdamW
 
     by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = AdamW.by_job
+    decay_rates: ClassVar[tuple[str, ...]] = ("betas", "momentum")
 
     def split(self, model: nn.Module, groups: Groups) -> Groups:
         """See the base class."""

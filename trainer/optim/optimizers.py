@@ -11,10 +11,10 @@ import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
 from torch import nn
@@ -47,6 +47,25 @@ class OptimizerSpec(Described, ABC):
 
     # What a job gives the arguments that the config leaves out or null
     by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {}
+    # Arguments that say what a running mean keeps of itself from step to step
+    decay_rates: ClassVar[tuple[str, ...]] = ()
+
+    def for_batch(self, ratio: float, lr_factor: float) -> Self:
+        """Keep half-lives in samples where a global batch is `ratio` times the one of before.
+
+        A running mean keeps `beta ** ratio` of itself (Marek et al. 2025, 2507.07101). Weights
+        lose `lr * weight_decay` of themselves, so that their decay makes up for what the learning
+        rate, which is `lr_factor` times that of before, does not follow.
+        """
+        kept = {name: _power(getattr(self, name), ratio) for name in self.decay_rates}
+        groups = {
+            pattern: {
+                k: v * ratio / lr_factor if k == "weight_decay" else v for k, v in own.items()
+            }
+            for pattern, own in self.groups.items()
+        }
+        weight_decay = self.weight_decay * ratio / lr_factor
+        return replace(self, weight_decay=weight_decay, groups=groups, **kept)
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""
@@ -99,6 +118,7 @@ class AdamW(OptimizerSpec):
         "new head": {"lr": 5e-5, **_LOADED},
         "adapter": {"lr": 2e-4, **_LOADED},
     }
+    decay_rates: ClassVar[tuple[str, ...]] = ("betas",)
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
@@ -158,12 +178,27 @@ class OwnOptimizer(OptimizerSpec):
         weight_decay = options.pop("weight_decay", defaults.get("weight_decay", 0.0))
         return cls(kind=kind, lr=lr, weight_decay=weight_decay, groups=groups, options=options)
 
+    def for_batch(self, ratio: float, lr_factor: float) -> Self:
+        """See the base class; of other arguments only `betas` are known for what they are."""
+        spec = super().for_batch(ratio, lr_factor)
+        betas = inspect.signature(self.kind).parameters.get("betas")
+        if betas is None:
+            return spec
+        known = _power(self.options.get("betas", betas.default), ratio)
+        return replace(spec, options={**self.options, "betas": known})
+
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
         named = inspect.signature(self.kind).parameters
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         options = {name: value for name, value in own.items() if name in named} | dict(self.options)
         return self.kind(params, **options)
+
+
+def _power(rates: Any, exponent: float) -> Any:  # noqa: ANN401 - a number, or several
+    """Raise a rate, or each of several, to a power."""
+    is_one = isinstance(rates, int | float)
+    return rates**exponent if is_one else tuple(rate**exponent for rate in rates)
 
 
 def param_groups(

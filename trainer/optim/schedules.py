@@ -31,6 +31,8 @@ class Schedule(Described, ABC):
     reference_batch: Count | None = None  # the global batch that `optimizer.lr` was tuned for.
     # How the learning rate follows the global batch away from it
     scale: Literal["none", "linear", "sqrt"] = "none"
+    # Whether the optimizer's means and weights forget over as many samples away from it
+    keep_half_life: bool = False
     warmup: Warmup = 0  # steps that rise linearly to 1, or a share of the run below 1
 
     # Before torch is imported

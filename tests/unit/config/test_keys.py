@@ -27,8 +27,9 @@ eval.samples eval.sets export.merge export.to hooks init log.every log.samples m
 nonfinite.limit num_workers objective objective.metrics optimizer optimizer.groups optimizer.lr
 optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode parallel.ranks
 parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume resume_allow run
-scheduler scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps sync tokenizer
-transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
+scheduler scheduler.keep_half_life scheduler.reference_batch scheduler.scale scheduler.warmup seed
+step steps sync tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project
+wandb.tags
 """
 
 OPTIONS = {

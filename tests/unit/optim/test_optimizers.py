@@ -1,6 +1,7 @@
 """Parameter groups say what they mean, and the optimizers are PyTorch's own arithmetic."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 
 from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
-from trainer.optim.optimizers import SGD, AdamW, OwnOptimizer, param_groups
+from trainer.optim.muon import Muon
+from trainer.optim.optimizers import SGD, AdamW, OptimizerSpec, OwnOptimizer, param_groups
 
 TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
 
@@ -180,3 +182,41 @@ def test_an_optimizer_that_refuses_its_options_or_has_no_rate_says_so_in_one_lin
     ):
         with pytest.raises(ConfigError, match=f"^optimizer: {fault}"):
             spec.build(tiny())
+
+
+SPECS = [
+    AdamW(lr=1e-3, weight_decay=0.1, betas=[0.9, 0.95], groups={"embed*": {"weight_decay": 0.2}}),
+    Muon(lr=1e-3, weight_decay=0.1),
+    OwnOptimizer.of(torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize("ratio", [4.0, 1 / 64])
+@pytest.mark.parametrize("rule", [lambda _: 1.0, math.sqrt, lambda ratio: ratio])
+def test_half_lives_in_samples_survive_another_batch_and_the_way_back(spec, ratio, rule):
+    def rates(spec: OptimizerSpec) -> list[float]:
+        """What means keep of themselves."""
+        settings = {**vars(spec), **vars(spec).get("options", {})}
+        named = [settings[name] for name in ("betas", "momentum") if name in settings]
+        return [
+            each for values in named for each in (values if isinstance(values, tuple) else [values])
+        ]
+
+    spec = spec.for_batch(1.0, 1.0)  # with its default betas written out
+    there = spec.for_batch(ratio, rule(ratio))
+    back = there.for_batch(1 / ratio, 1 / rule(ratio))
+    assert rates(back) == pytest.approx(rates(spec), rel=1e-12)
+    assert back.weight_decay == pytest.approx(spec.weight_decay, rel=1e-12)
+    batch = 256
+    for before, after in zip(rates(spec), rates(there), strict=True):
+        # The logarithm of a rate just below 1 has lost some digits.
+        half_life = batch * math.log(0.5) / math.log(before)
+        assert ratio * batch * math.log(0.5) / math.log(after) == pytest.approx(half_life, rel=1e-9)
+        assert batch * math.log(0.5) / math.log(after) != pytest.approx(half_life), "a control"
+    # What a sample takes from a weight: the decay of a step, over its samples.
+    lost = 1e-3 * rule(ratio) * there.weight_decay / (ratio * batch)
+    assert lost == pytest.approx(1e-3 * spec.weight_decay / batch, rel=1e-12)
+    for pattern, own in spec.groups.items():
+        changed = there.groups[pattern]["weight_decay"] / own["weight_decay"]
+        assert changed == pytest.approx(there.weight_decay / spec.weight_decay, rel=1e-12)
