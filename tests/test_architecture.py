@@ -20,7 +20,7 @@ FILES = {
 LONGEST_FILE = 400
 MOST_IMPORTS = 15  # modules of ours that one imports; numbers of the exceptions may only fall
 MORE_IMPORTS = {
-    "trainer/assemble/components.py": 36,
+    "trainer/assemble/components.py": 34,
     "trainer/assemble/tuning.py": 25,
     "trainer/assemble/model.py": 20,
     "trainer/cli/main.py": 17,

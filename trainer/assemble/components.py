@@ -15,6 +15,7 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import bind_run, find_layout, longest
+from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
 from trainer.assemble.optimizer import (
@@ -28,7 +29,6 @@ from trainer.assemble.parallel import (
     may_shard,
     parallel_mode,
     parallel_setup,
-    planned_device,
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
 from trainer.assemble.schedule import typed_schedule, with_warmup_steps
@@ -41,14 +41,10 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.norms import model_coupling
 from trainer.core.world import World
-from trainer.data.collate import LABELS
 from trainer.data.loader import Loader
-from trainer.data.samples import INPUT_IDS
 from trainer.data.split import OWN_PART, Split
 from trainer.data.view import DataView
-from trainer.models.check import positions_of, vocabulary_of
 from trainer.models.first_weights import FirstWeights, any_values
-from trainer.models.task import task_of
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.optim.schedules import Schedule
@@ -59,8 +55,6 @@ from trainer.plan.order import Order
 from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut
 from trainer.verify.case import hooked
-
-NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
 
 
 @final
@@ -200,7 +194,7 @@ def assemble(
     module, weights, mode, why = _build_in_mode(config, world, build)
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
-    loader = _loader(config, world, train_set, module)
+    loader = loader_of(config, world, train_set, module)
     # What a model does with padding and documents follows from its layers, whatever it has learnt.
     with _trial_values(module, weights, world):
         chosen = _choose(config, world, typed, module, loader, tokenizer)
@@ -223,7 +217,7 @@ def assemble(
         split=data.split,
         source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
         held_out={
-            name: _held_out(config, name, each, loader, layout, module)
+            name: held_out_loader(config, name, each, loader, layout, module)
             for name, each in data.held_out.items()
         },
         module=module,
@@ -280,66 +274,12 @@ def _choose(
     """Take the objective that was typed, or the one for the model; samples are prepared for it."""
 
     def load(objective: Objective | None) -> Fields:
-        _prepare_with(loader, objective)
+        prepare_with(loader, objective)
         return loader.load(longest(loader.dataset))
 
     chosen = typed or fitting_objective(config, world, module, load, tokenizer)
-    _prepare_with(loader, chosen.objective)
+    prepare_with(loader, chosen.objective)
     return chosen
-
-
-def _loader(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
-    auto_workers = NUM_WORKERS[planned_device(config, world).type]
-    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
-    is_gpu = world.device.type == "cuda"
-    has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
-    loader = Loader(
-        data,
-        num_workers=num_workers,
-        seed=config.seed,
-        pin_memory=is_gpu,
-        unaligned={LABELS} if has_targets else (),
-    )
-    rows = vocabulary_of(module)
-    loader.limit({} if rows is None else {INPUT_IDS: rows})
-    _check_positions("data", loader, module)
-    return loader
-
-
-def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
-    """Refuse samples that are longer than the model has positions."""
-    positions = positions_of(module) if len(loader.dataset) else None
-    ids = None if positions is None else loader.load(longest(loader.dataset)).get(INPUT_IDS)
-    if positions is not None and ids is not None and ids.shape[-1] > positions:
-        raise ConfigError(
-            f"{key}.max_length: samples have up to {ids.shape[-1]} tokens, and "
-            f"{type(module).__name__} has {positions} positions; type {key}.max_length={positions}"
-        )
-
-
-def _prepare_with(loader: Loader, objective: Objective | None) -> None:
-    """Have an objective change every sample, where it does; else loading seeds no generators."""
-    if objective is not None and type(objective).prepare is not Objective.prepare:
-        loader.prepare_with(objective.prepare)
-
-
-def _held_out(
-    config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout, module: nn.Module
-) -> HeldOut:
-    """Load held-out samples as those of training are; no processes where a thread may do it."""
-    own, most = loader.of(data, num_workers=0), config.eval.samples
-    _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
-    # The run's own part joins those of its sources.
-    sizes = {n: len(ids) for n, ids in data.sources.items() if len(ids) and name == OWN_PART}
-    return HeldOut(
-        loader=loader.of(data, loader.num_workers) if own.draws_randomness else own,
-        lengths=data.lengths,
-        layout=layout,
-        max_tokens=1,  # until it is planned
-        most=sum(min(most, size) for size in sizes.values()) if most and sizes else most,
-        joins=(*sizes,),
-        is_ordered=config.deterministic == "layout",
-    )
 
 
 def _cut(config: RunConfig) -> Cut:

@@ -1,0 +1,86 @@
+"""Build what loads the samples of training and of evaluations."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.assemble.layout import longest
+from trainer.assemble.parallel import planned_device
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+from trainer.data.collate import LABELS
+from trainer.data.loader import Loader
+from trainer.data.samples import INPUT_IDS
+from trainer.data.split import OWN_PART
+from trainer.data.view import DataView
+from trainer.models.check import positions_of, vocabulary_of
+from trainer.models.task import task_of
+from trainer.objectives.base import Objective
+from trainer.plan.cut import Layout
+from trainer.training.evaluation import HeldOut
+
+NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
+
+
+def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
+    """Load what is trained on, for a model.
+
+    Raises:
+        ConfigError: samples are longer than the model has positions.
+    """
+    auto_workers = NUM_WORKERS[planned_device(config, world).type]
+    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_gpu = world.device.type == "cuda"
+    has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
+    loader = Loader(
+        data,
+        num_workers=num_workers,
+        seed=config.seed,
+        pin_memory=is_gpu,
+        unaligned={LABELS} if has_targets else (),
+    )
+    rows = vocabulary_of(module)
+    loader.limit({} if rows is None else {INPUT_IDS: rows})
+    _check_positions("data", loader, module)
+    return loader
+
+
+def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
+    """Refuse samples that are longer than the model has positions."""
+    positions = positions_of(module) if len(loader.dataset) else None
+    ids = None if positions is None else loader.load(longest(loader.dataset)).get(INPUT_IDS)
+    if positions is not None and ids is not None and ids.shape[-1] > positions:
+        raise ConfigError(
+            f"{key}.max_length: samples have up to {ids.shape[-1]} tokens, and "
+            f"{type(module).__name__} has {positions} positions; type {key}.max_length={positions}"
+        )
+
+
+def prepare_with(loader: Loader, objective: Objective | None) -> None:
+    """Have an objective change every sample, where it does; else loading seeds no generators."""
+    if objective is not None and type(objective).prepare is not Objective.prepare:
+        loader.prepare_with(objective.prepare)
+
+
+def held_out_loader(
+    config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout, module: nn.Module
+) -> HeldOut:
+    """Load held-out samples as those of training are; no processes where a thread may do it.
+
+    Raises:
+        ConfigError: samples are longer than the model has positions.
+    """
+    own, most = loader.of(data, num_workers=0), config.eval.samples
+    _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
+    # The run's own part joins those of its sources.
+    sizes = {n: len(ids) for n, ids in data.sources.items() if len(ids) and name == OWN_PART}
+    return HeldOut(
+        loader=loader.of(data, loader.num_workers) if own.draws_randomness else own,
+        lengths=data.lengths,
+        layout=layout,
+        max_tokens=1,  # until it is planned
+        most=sum(min(most, size) for size in sizes.values()) if most and sizes else most,
+        joins=(*sizes,),
+        is_ordered=config.deterministic == "layout",
+    )
