@@ -186,7 +186,7 @@ def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs
     assert plan["num_frozen"] == sum(tensor.numel() for tensor in runs.base.values())
 
 
-def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs):
+def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):
     Path("conf/adapter").mkdir(parents=True, exist_ok=True)
     Path("conf/adapter/low.yaml").write_text("_target_: own_transforms.LowRank\nrank: 4 # of it\n")
     norm = "transforms=[own_transforms.root_mean_square]"
@@ -200,6 +200,9 @@ def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs):
     read = ["trust=[own_transforms]", f"run={by_class.folder}"]
     train(["export", *read, "export.to=own_adapter"])
     assert read_json(Path("own_adapter/config.json"))["adapter"]["rank"] == 2
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "LowRank has no method `save`: the whole model is written" in shown
+    assert "from_pretrained" not in shown
     with pytest.raises(ConfigError, match=r"export\.merge=true: LowRank has no method `merge`"):
         train(["export", *read, "export.to=own_merged", "export.merge=true"])
 

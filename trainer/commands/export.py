@@ -17,7 +17,13 @@ from trainer.assemble.terms import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, load_step
-from trainer.commands.exported import describe, lines_to_load, tokenizer_of, with_tokenizer
+from trainer.commands.exported import (
+    describe,
+    lines_to_load,
+    loads_by_auto,
+    tokenizer_of,
+    with_tokenizer,
+)
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
@@ -43,7 +49,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     to, given = expanded(config.export.to), read_terms(loaded).given
     model, write = _built(config, loaded, world), None
     description, tokenizer = describe(config, given, loaded.step), _tokenizer(config)
-    lines = lines_to_load(config, model, to, has_tokenizer=tokenizer is not None)
+    is_theirs = loads_by_auto(tokenizer)
+    lines = lines_to_load(config, model, to, has_tokenizer=is_theirs)
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
@@ -51,10 +58,15 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         elif hasattr(adapter, "save"):
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
-            lines = adapter.how_to_load(model, base, to)
-            lines = lines if tokenizer is None else with_tokenizer(lines, to)
+            lines = adapter.how_to_load(model, base, to) if hasattr(adapter, "how_to_load") else []
+            lines = with_tokenizer(lines, to) if is_theirs else lines
         else:
-            description["adapter"] = to_plain(config)["adapter"]
+            description["adapter"], lines = to_plain(config)["adapter"], []
+            kind = type(adapter).__name__
+            Screen().warn(
+                f"{kind} has no method `save`: the whole model is written, by its names under the "
+                "adapter, which only init= with this adapter takes"
+            )
     beside = None if tokenizer is None else tokenizer.save_pretrained
     export(loaded, to, description, model, write, beside)
     show_read(loaded, f"weights written to {to}")

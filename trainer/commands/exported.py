@@ -62,6 +62,11 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     return found
 
 
+def loads_by_auto(tokenizer: Any) -> bool:  # noqa: ANN401 - of any class
+    """Whether the AutoTokenizer of transformers knows the class of a tokenizer."""
+    return type(tokenizer).__module__.partition(".")[0] == "transformers"
+
+
 def lines_to_load(
     config: RunConfig, model: nn.Module | None, to: Path, *, has_tokenizer: bool
 ) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,9 +41,11 @@ from trainer.data.label_encoders import (
     values_of,
 )
 from trainer.data.records import RecordSource, select
+from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Kind
 
 _LOOKED_AT = 100
+_PROBE = f"{string.printable} äßéñ 漢字 the of and"
 """Records of JSON whose names are looked at to recognise the format."""
 _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
@@ -284,13 +287,16 @@ class _Writer:
 
 
 def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
-    """Tell a tokenizer from others by the files that it saves.
+    """Tell a tokenizer from others by the ids that it gives and the files that it saves, if any.
 
     How it last cut and padded is written there too, and is no part of it.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(type(tokenizer).__qualname__.encode())
+    with suppress(Exception):  # one of a user's own may know none of these characters
+        digest.update(str(tokenizer([_PROBE])[INPUT_IDS]).encode())
     with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).rglob("*")):
             if file.is_file():
                 content = file.read_bytes()

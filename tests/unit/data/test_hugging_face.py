@@ -533,3 +533,23 @@ def test_only_bad_records_that_are_listed_are_looked_up(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"4 of 5 records are bad, .*records.jsonl:2: the text"):
         opened(tmp_path, [{"text": "a"}, *[{"text": 3}] * 4], byte_tokenizer(), on_bad="skip")
     assert looked_up == [1, 2]
+
+
+class Letters:
+    """A tokenizer of a user's own, of which nothing is saved."""
+
+    eos_token_id = 0
+
+    def __init__(self, first):
+        self.first = first
+
+    def __call__(self, texts, add_special_tokens=True):
+        return {"input_ids": [[self.first + ord(letter) - ord("a") for letter in t] for t in texts]}
+
+    def __len__(self):
+        return 40
+
+
+def test_a_tokenizer_of_one_s_own_with_other_ids_is_not_taken_for_the_one_before(tmp_path):
+    found = [opened(tmp_path, [{"text": "abc"}], Letters(first)) for first in (1, 5)]
+    assert [listed(data)[0]["input_ids"] for data in found] == [[1, 2, 3, 0], [5, 6, 7, 0]]
