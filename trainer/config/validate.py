@@ -114,6 +114,9 @@ def validate(
     return config
 
 
+_LATER_SECTIONS: Tree = {"ema": {"decay": None}}  # off in runs of earlier versions
+
+
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`.
 
@@ -122,7 +125,8 @@ def from_plain(plain: Tree) -> RunConfig:
     """
     choices = dict(plain.get("choices", {}))
     try:
-        return RunConfig.model_validate(_fields({**plain, "trust": []}, choices, ()))
+        whole = {**_LATER_SECTIONS, **plain, "trust": []}
+        return RunConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 
