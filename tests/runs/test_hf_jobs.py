@@ -144,12 +144,15 @@ def test_what_is_typed_and_does_nothing_says_what_it_is_for(llama):
         "'data.sources={a:{path:corpus.jsonl},b:{path:pairs.jsonl}}'"
     )
     for typed, fault in (
-        (f"{text} data.truncation=left", "data.truncation=left: is for what has answers"),
+        (
+            f"{text} data.truncation=left",
+            "data.truncation=left: is for conversations and completions that data.overlong=cut",
+        ),
         (f"{text} data.assistant_only_loss=false", "data.assistant_only_loss=false: is for conv"),
         (f"{text} data.subset=foo", "data.subset=foo: is of a name on the hub"),
-        (f"{text} eval.sets.a.truncation=left", "eval.sets.a.truncation=left: is for what has"),
+        (f"{text} eval.sets.a.truncation=left", "eval.sets.a.truncation=left: is for conver"),
         (f"{text} model.num_classes=7", "model.num_classes=7: a model for causal_lm has no class"),
-        (f"{pairs} data.truncation=left", "data.overlong=cut cuts it, and .* under .*=drop"),
+        (f"{pairs} data.truncation=left", "data.overlong=cut shortens, and .* under .*=drop"),
         (f"{pairs} data.assistant_only_loss=false", "and these records are prompt and completion"),
         (f"{mixed} data.assistant_only_loss=false", "data.assistant_only_loss=false: no source"),
     ):

@@ -64,8 +64,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
             description["adapter"], lines = to_plain(config)["adapter"], []
             kind = type(adapter).__name__
             Screen().warn(
-                f"{kind} has no method `save`: the whole model is written, by its names under the "
-                "adapter, which only init= with this adapter takes"
+                f"{kind} has no method `save`: the whole model is written, with the names that it "
+                "has under the adapter; only init= with the same adapter reads them"
             )
     beside = None if tokenizer is None else tokenizer.save_pretrained
     export(loaded, to, description, model, write, beside)

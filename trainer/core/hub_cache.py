@@ -43,7 +43,8 @@ def read_cache_without_network(typed: str) -> None:
 
     It would try for a minute, and print each attempt. Nothing is asked for a path that is there.
     """
-    if os.path.exists(expanded(typed)) or getproxies():  # noqa: PTH110 - too long for pathlib
+    is_there = os.path.exists(expanded(typed))  # noqa: PTH110 - too long for pathlib
+    if is_there or getproxies() or os.environ.get("HF_HUB_OFFLINE") == "1":
         return
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
     try:

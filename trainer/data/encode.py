@@ -31,7 +31,7 @@ LONGER = "longer than data.max_length"
 """Why records are dropped that are too long."""
 
 OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
-    "truncation": ("right", "is for what has answers, where data.overlong=cut cuts it"),
+    "truncation": ("right", "is for conversations and completions that data.overlong=cut shortens"),
     "assistant_only_loss": (True, "is for conversations"),
     "completion_only_loss": (True, "is for prompts with completions"),
     "chat_template": (None, "is for conversations"),

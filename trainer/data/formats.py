@@ -119,10 +119,12 @@ def recognise(
         if found.keys() >= needed | typed.keys():
             return Format(name, found)
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
-    role = "text" if "text" in wanted else next(iter(wanted), "text").split()[0]
+    if not wanted:
+        raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
+    role = "text" if "text" in wanted else next(iter(wanted)).split()[0]
     raise DataError(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
-        f"{' or '.join(wanted) or 'none that this reads'}; say which they are, e.g. "
+        f"{' or '.join(wanted)}; say which they are, e.g. "
         f"data.columns={{{role}: {next(iter(columns), 'NAME')}}}"
     )
 

@@ -45,8 +45,9 @@ from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Kind
 
 _LOOKED_AT = 100
-_PROBE = f"{string.printable} äßéñ 漢字 the of and"
 """Records of JSON whose names are looked at to recognise the format."""
+_PROBE = f"{string.printable} äßéñ 漢字 the of and"
+"""A text whose ids tell tokenizers apart."""
 _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
 }

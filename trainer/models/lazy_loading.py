@@ -47,7 +47,7 @@ class FileTensor:
 
 @final
 @dataclass(frozen=True, eq=False)
-class HeldTensor:
+class InMemoryTensor:
     """A small tensor in memory, as of a new head."""
 
     value: Tensor
@@ -160,7 +160,7 @@ def _take_parameters(module: nn.Module, notes: _Notes) -> dict[str, LazyTensor |
 def _origin(tensor: Tensor, notes: _Notes) -> LazyTensor | None:
     """Find where the values of a tensor are; None where they are computed from a file's."""
     if not tensor.is_meta:
-        return HeldTensor(tensor.detach())
+        return InMemoryTensor(tensor.detach())
     _, source = notes.get(tensor.untyped_storage()._cdata, (None, None))
     is_same = source is not None and source.shape == tensor.shape and tensor.is_contiguous()
     return source if is_same else None

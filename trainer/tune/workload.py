@@ -181,24 +181,17 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
         work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
         peak.follow_average(work.ema_decay, module, optimizer)
-        turns = (False, True) if sync.lockstep else (True,)
         for given in (fields if sync.lockstep or sync.overlaps else None, fields):
             peak.reset()
             snapshot.take()
             model.begin(sync)
             peak.assign("parameters", module.parameters())
             peak.assign("buffers", model.staging.values())
-            for parameter in () if sync.lockstep else module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            if not sync.lockstep:
+                _begin_gradients(module)
             peak.assign("gradients", gradients(module))
-            for is_last in turns:
-                if given is None:
-                    break
-                casts = nullcontext() if sync.lockstep else Casts(module).once(work.device.type)
-                with casts, model.micro_batch(is_last=is_last):
-                    work.backward(given)
-                peak.assign("gradients", [*gradients(module), *model.gradients()])
+            if given is not None:
+                _accumulate(work, model, given, peak, in_lockstep=sync.lockstep)
             used = model.used()
             model.make_room()
             model.reduce(used)
@@ -206,12 +199,28 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             # A norm takes next to nothing; a fake one of a large model, minutes.
             model.scale_gradients(torch.ones((), device=work.device))
             optimizer.step()
-            peak.assign(
-                "optimizer_state",
-                filter(torch.is_tensor, tree_leaves([*optimizer.state.values()])),
-            )
+            state = tree_leaves([*optimizer.state.values()])
+            peak.assign("optimizer_state", filter(torch.is_tensor, state))
             optimizer.zero_grad(set_to_none=True)
     return peak.estimate
+
+
+def _accumulate(
+    work: Workload, model: Parallel, fields: Fields, peak: PeakBytes, *, in_lockstep: bool
+) -> None:
+    """Add up the gradients of the micro-batches that a step has at its peak."""
+    for is_last in (False, True) if in_lockstep else (True,):
+        casts = nullcontext() if in_lockstep else Casts(model.module).once(work.device.type)
+        with casts, model.micro_batch(is_last=is_last):
+            work.backward(fields)
+        peak.assign("gradients", [*gradients(model.module), *model.gradients()])
+
+
+def _begin_gradients(module: nn.Module) -> None:
+    """Give each trained parameter without a gradient one of zeros."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
