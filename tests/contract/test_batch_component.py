@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.cli_support import prepared
 from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, shell, state
 from tests.lib.run_toys import Stop
-from tests.reliability.rank_work import on_ranks
+from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
 from trainer.cli.main import FinishedRun
 from trainer.core.errors import ConfigError
+from trainer.core.world import World
 
 RAMP = """
 from dataclasses import dataclass
@@ -27,11 +29,34 @@ class Ramp(BatchSize):  # `first` samples for `first_steps` steps, then batch.gl
     first: Count = 8
     first_steps: Count = 3
 
-    def size(self, step):
-        return self.first if step < self.first_steps else self.global_batch
+    def size(self, at):
+        return self.first if at.step < self.first_steps else self.global_batch
 
-    def lr_factor(self, step):
-        return self.size(step) / self.global_batch
+    def lr_factor(self, at):
+        return self.size(at) / self.global_batch
+"""
+DOUBLING = """
+from dataclasses import dataclass, field
+
+from trainer.plan.batch_size import BatchSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubling(BatchSize):  # the steps after an update with an even number have twice as many
+    decisions: list = field(default_factory=lambda: [[0, 4]])
+
+    def size(self, at):
+        return [size for step, size in self.decisions if step <= at.step][-1]
+
+    def after_update(self, step):
+        if step % 2 == 0 and self.decisions[-1][1] < self.global_batch:
+            self.decisions.append([step, 2 * self.decisions[-1][1]])
+
+    def state(self):
+        return {"decisions": self.decisions}
+
+    def load(self, state):
+        self.decisions[:] = state["decisions"]
 """
 OPTION = "_target_: ramp.Ramp\nglobal: 16\nfirst: 8\nfirst_steps: 3\n"
 LINE = "batch=growing accum.micro=3 epochs=2 scheduler=constant"
@@ -43,6 +68,7 @@ SIZES = [8, 8, 8, 16, 2, 16, 16, 10]
 def in_own_folder(own_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("ramp.py").write_text(RAMP)
+    Path("doubling.py").write_text(DOUBLING)
     Path("my_conf/batch").mkdir(parents=True)
     Path("my_conf/batch/growing.yaml").write_text(OPTION)
 
@@ -102,3 +128,30 @@ def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():
     run = go(f"{LINE} batch._target_=ramp.Ramp batch.unit=tokens batch.global=120 batch.first=30")
     tokens = curve(run, "tokens")
     assert [30 <= tokens[0] < 42, 120 <= tokens[3] - tokens[2] < 132] == [True, True]
+
+
+DECIDED = "batch._target_=doubling.Doubling batch.global=16 accum.micro=3 steps=7"
+
+
+@pytest.mark.parametrize(("workers", "size"), [(0, 2), (2, 1)])
+def test_sizes_that_a_run_decides_on_are_those_of_a_run_that_goes_on_elsewhere(
+    ranks, workers, size
+):
+    """What was prepared with a size of before is dropped."""
+    line = f"{DECIDED} num_workers={workers}"
+    whole = go(line)
+    ids = ids_of(whole)
+    assert [len(each) for each in ids] == [4, 4, 8, 8, 16, 2, 16]
+    assert sorted(i for each in ids[:6] for i in each) == sorted({i for e in ids for i in e})
+    lines, run = (shlex.join(["--config-dir=my_conf", *typed(line)]), Path("part").absolute())
+    first = prepared(lines).config
+    assert run_as_rank(World(), first, run, {"stop_after": 3})["code"] == 75
+    rest = prepared(f"{lines} parallel.ranks={size}").config, run, {"resume": True}
+    on = ranks.run(2, run_as_rank, *rest) if size > 1 else [run_as_rank(World(), *rest)]
+    assert on == [{"code": 0}] * size
+    assert ids_of(run) == ids
+
+
+def test_sizes_that_a_run_decides_on_need_a_number_of_steps():
+    with pytest.raises(ConfigError, match=r"^batch: Doubling decides on sizes .*; type steps=N$"):
+        go(DECIDED.replace("steps=7", "epochs=1"))

@@ -141,11 +141,11 @@ class Ramp(BatchSize):
     first: int = 8
     first_steps: int = 2
 
-    def size(self, step):
-        return self.first if step < self.first_steps else self.global_batch
+    def size(self, at):
+        return self.first if at.step < self.first_steps else self.global_batch
 
-    def lr_factor(self, step):
-        return self.size(step) / self.global_batch
+    def lr_factor(self, at):
+        return self.size(at) / self.global_batch
 
 
 class Halves(SyncPolicy):  # reduces in every second micro-batch

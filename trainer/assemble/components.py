@@ -51,7 +51,7 @@ from trainer.optim.schedules import Schedule
 from trainer.parallel.setup import SHARDED, ParallelSetup
 from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.order import Order
+from trainer.plan.order import Cursor, Order
 from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut
 from trainer.verify.case import hooked
@@ -120,10 +120,11 @@ class Components:
         """What is trained and evaluated on."""
         return [self.train_set, *(each.loader.dataset for each in self.held_out.values())]
 
-    def lr_scale(self, step: int) -> float:
-        """What the size of a step, from 0, multiplies every learning rate by."""
+    def lr_scale(self, at: Cursor) -> float:
+        """What the size of the step that begins at a position multiplies every rate by."""
         order = self.source.order
-        return self.schedule.batch_factor(order.size_of(step)) * order.sizes.lr_factor(step)
+        own = order.sizes.lr_factor(order.position(at))
+        return self.schedule.batch_factor(order.size_of(at)) * own
 
     def bind(self, module: nn.Module) -> ModelCall:
         """Bind a module, such as a copy of the run's, to the run's precision."""

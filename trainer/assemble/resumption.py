@@ -15,12 +15,13 @@ from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.state import capture
 from trainer.config.run_config import RunConfig, config_hash, contract, contract_diff
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.core.stateful import Natural, OwnPart, SavedFields, State, Stateful
+from trainer.core.stateful import Natural, SavedFields, State, Stateful, as_part
 from trainer.plan.cut import Cost, Cut
 from trainer.report.records import environment
 from trainer.training.batches import Feed
 from trainer.tune.tuning import Tuning
 
+SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
 _CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
 
 
@@ -150,7 +151,7 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         part = construct(component, f"parts[{index}]", Stateful, config.trust)
         name = f"parts.{component.target}"
         name += f"-{index + 1}" * (name in parts)
-        parts[name] = part if Stateful in type(part).__mro__ else OwnPart(part)
+        parts[name] = as_part(part)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
@@ -158,7 +159,7 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
 
 def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
     """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
-    return {"loss_scale", AVERAGE, *(own if "parts" in config.resume_allow else ())}
+    return {"loss_scale", AVERAGE, SIZES, *(own if "parts" in config.resume_allow else ())}
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

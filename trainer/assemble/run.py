@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.resumed import Saved
-from trainer.assemble.resumption import may_begin_anew, refuse_unsavable
+from trainer.assemble.resumption import SIZES, may_begin_anew, refuse_unsavable
 from trainer.assemble.run_plan import RunPlan, saved_cut
 from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms
@@ -17,7 +18,7 @@ from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Checkpoi
 from trainer.checkpoint.weights import ModelPart, StoredWeights
 from trainer.config.rules import parse_time
 from trainer.config.run_config import contract_diff
-from trainer.core.stateful import Stateful
+from trainer.core.stateful import Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
 from trainer.training.checkpointing import Checkpointer
@@ -56,6 +57,8 @@ def open_run(
     components, world = run_plan.components, run_plan.components.world
     folder = store.folder.parent
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
+    if isinstance(sizes := components.source.order.sizes, Stateful):
+        own = {**own, SIZES: as_part(sizes)}
     context = step_context(components, on_out_of_memory=failed, parts=[*own.values()])
     feed = components.feed(world)
     # More steps change no setting of the optimizer, and its groups may hold state.
@@ -113,6 +116,8 @@ def _recall(run: Run, folder: Path, *, is_saved: bool) -> None:
     step, progress = run.feed.cursor.step, run.progress
     evaluation = run.context.world.on_main(lambda: evaluation_at(folder, step))
     progress.step, progress.has_terms = step, step > 0
+    if run.feed.source.order.sizes.reads_tokens:  # which the checkpoint of another size has not
+        run.feed.cursor = replace(run.feed.cursor, tokens=progress.total_tokens)
     progress.saved_at = step if is_saved else None
     if evaluation is not None:
         progress.evaluation, progress.evaluated_at = evaluation, step

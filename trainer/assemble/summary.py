@@ -67,7 +67,7 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     components, plan = run_plan.components, run_plan.plans[0]
     batch, order = components.config.batch, components.source.order
     num_samples = len(components.source.lengths)
-    ranks, size = components.world.size, order.size_of(0)
+    ranks, size = components.world.size, order.size_of(order.start)
     # Of tokens, and where sizes vary, which samples are left depends on the epoch.
     is_known = batch.unit == "samples" and order.sizes.is_constant
     left = num_samples % size if is_known else 0
@@ -191,7 +191,7 @@ def _length(components: Components) -> list[Row]:
     epochs, config = steps / per_epoch, components.config
     text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
-    lr = components.spec.lr * components.lr_scale(0)
+    lr = components.spec.lr * components.lr_scale(components.source.order.start)
     optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
     warmup = warmup_steps(components.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
@@ -388,7 +388,7 @@ def _groups(components: Components) -> list[Row]:
     rest = [p for p in components.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * components.lr_scale(0)
+        lr = settings.get("lr", spec.lr) * components.lr_scale(components.source.order.start)
         rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")

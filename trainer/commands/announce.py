@@ -58,10 +58,11 @@ def _name_weights(run: Run, components: Components, stored: StoredWeights | None
 
 def _growth(run: Run, before: Terms) -> str | None:
     """Describe a schedule that was made for fewer steps than the run now has."""
-    context, step = run.context, run.feed.cursor.step
+    context, cursor = run.context, run.feed.cursor
+    step, scale = cursor.step, context.lr_scale(cursor)
     total = before.total_steps or context.total_steps
     if total == context.total_steps or step >= context.total_steps:
         return None
-    lr = context.lr * context.lr_scale(step) * context.schedule.factor(step, context.total_steps)
+    lr = context.lr * scale * context.schedule.factor(step, context.total_steps)
     what = f"steps {total} -> {context.total_steps}: the schedule now spans them all"
     return f"{what}: lr {lr:.2e} at step {step + 1}"

@@ -96,6 +96,11 @@ class OwnPart(Stateful):
         self.part.load(state)
 
 
+def as_part(part: Stateful) -> Stateful:
+    """Give an object that has `state` and `load` all methods of a part."""
+    return part if Stateful in type(part).__mro__ else OwnPart(part)
+
+
 class SavedFields(BaseModel, Stateful):
     """A part whose state is its own fields, of the types they declare; each has a default."""
 

@@ -1,6 +1,7 @@
 """Say how many samples, or tokens, stand behind each optimizer step.
 
-A pure function of the step, so that a step that is replayed or resumed has the same samples.
+A pure function of the position in the data, which checkpoints hold, so that a step that is replayed
+or resumed has the same samples.
 
 To add one, subclass `BatchSize` and name the class in a YAML file of the group `batch`.
 """
@@ -15,6 +16,17 @@ from typing import ClassVar, final
 from trainer.core.rows import Described, Row, RunFacts, row
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a step begins."""
+
+    step: int  # steps before it
+    samples: int  # that they took; what `tail=drop` leaves out is not among them
+    tokens: int  # in those, where the sizes declare `reads_tokens`, else 0
+    epochs: float  # passes over the data: 1.5 is the middle of the second
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSize(Described, ABC):
     """The size of every global batch, in what `batch.unit` counts.
@@ -24,20 +36,22 @@ class BatchSize(Described, ABC):
 
     is_constant: ClassVar[bool] = False
     """Whether all steps have the same size; steps are then counted without walking over them."""
+    reads_tokens: ClassVar[bool] = False
+    """Whether sizes follow the tokens before a step, which are then counted: 10 ns a sample."""
 
     global_batch: int  # `batch.global`
 
     @abstractmethod
-    def size(self, step: int) -> int:
-        """Give the samples, or tokens, behind a step, at least 1; the first step is 0."""
+    def size(self, at: Position) -> int:
+        """Give the samples, or tokens, behind the step that begins at a position, at least 1."""
 
     @property
     def largest(self) -> int:
         """The most that any step has: what memory is planned for."""
         return self.global_batch
 
-    def lr_factor(self, step: int) -> float:
-        """Give a factor on the learning rate of a step, beside that of the schedule."""
+    def lr_factor(self, at: Position) -> float:
+        """Give a factor on the learning rate of that step, beside that of the schedule."""
         return 1.0
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
@@ -53,6 +67,6 @@ class ConstantSize(BatchSize):
 
     is_constant = True
 
-    def size(self, step: int) -> int:
+    def size(self, at: Position) -> int:
         """See the base class."""
         return self.global_batch

@@ -1,12 +1,13 @@
 """The order of samples: which ids stand behind each optimizer step.
 
-A pure function of the number of samples (or their lengths), the seed and the sizes of steps. It
+A pure function of the number of samples, their lengths, the seed and the sizes of steps. It
 knows nothing of ranks, micro-batches, workers or restarts, so none of them can change a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.plan.batch_size import BatchSize
+from trainer.core.stateful import Stateful
+from trainer.plan.batch_size import BatchSize, Position
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import CHUNK, Lengths
 from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
@@ -31,6 +33,7 @@ class Cursor:
     epoch: int  # epochs finished
     offset: int  # samples of the current epoch already passed
     samples: int  # consumed in total; what `tail=drop` leaves out is not
+    tokens: int = 0  # in those; counted where sizes of steps follow them, else 0
 
 
 @final
@@ -40,7 +43,9 @@ class GlobalBatch:
 
     ids: IntArray  # (global batch,), sample ids in order
     epoch: int  # that they belong to, from 0
+    size: int  # samples, or tokens, that were asked for
     is_tail: bool  # whether the epoch ended before the global batch was full
+    before: Cursor  # the position at which this step begins
     after: Cursor  # the position once this step is done
 
 
@@ -60,7 +65,8 @@ class Order:
         unit: what `sizes` count. With `tokens`, a step closes with the first sample that
             makes the sum reach it.
         tail: what becomes of an epoch's last samples that do not fill a global batch.
-        lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"` only.
+        lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"`, and where
+            sizes follow tokens.
 
     Raises:
         ConfigError: a size is below 1, or above the largest.
@@ -77,15 +83,14 @@ class Order:
         lengths: Lengths | npt.NDArray[Any] | None = None,
     ) -> None:
         self.num_samples, self.seed, self.sizes = num_samples, seed, sizes
-        self.size_of(0)
-        self.keeps_tail = tail == "keep"
-        self._lengths: Lengths | None = None
-        if unit == "tokens" and lengths is not None:
-            self._lengths = Lengths.of(lengths)
-        # The epoch that is open: its number, and its permutation, drawn or not.
-        self._epoch: tuple[int, IntArray | Bijection] | None = None
         if num_samples < 1:
             raise DataError("data: the training split holds no samples")
+        self.size_of(self.start)
+        self.keeps_tail = tail == "keep"
+        self._tokens = None if lengths is None else Lengths.of(lengths)
+        self._lengths = self._tokens if unit == "tokens" else None
+        # The epoch that is open: its number, and its permutation, drawn or not.
+        self._epoch: tuple[int, IntArray | Bijection] | None = None
         total = num_samples
         if not self.keeps_tail and self._lengths is not None:
             total = self._lengths.sum()
@@ -95,11 +100,16 @@ class Order:
                 f"batch.global={sizes.largest}; use batch.tail=keep or a smaller batch.global"
             )
 
-    def size_of(self, step: int) -> int:
-        """Give the samples, or tokens, behind a step, from 0."""
-        size, largest = self.sizes.size(step), self.sizes.largest
+    def position(self, cursor: Cursor) -> Position:
+        """Give a position in the words of sizes of steps."""
+        epochs = self.fractional_epoch(cursor)
+        return Position(cursor.step, cursor.samples, cursor.tokens, epochs)
+
+    def size_of(self, cursor: Cursor) -> int:
+        """Give the samples, or tokens, behind the step that begins at a cursor."""
+        size, largest = self.sizes.size(self.position(cursor)), self.sizes.largest
         if not 1 <= size <= largest:
-            text = f"`size` gave {size} for step {step}; give 1 to `largest`, {largest}"
+            text = f"`size` gave {size} for step {cursor.step}; give 1 to `largest`, {largest}"
             raise ConfigError(f"batch.global={largest}: {text}")
         return size
 
@@ -118,7 +128,7 @@ class Order:
         lengths = self._lengths
         is_estimated = lengths is not None and self.sizes.is_constant and not lengths.is_constant
         if lengths is None or not is_estimated or self.num_samples <= DRAWN_WHOLE:
-            return self._count_steps(0, 0)
+            return self._count_epoch(self.start)[0]
         some = lengths[lengths.sample()]
         # A step passes its target by half of the sample over a random token (renewal theory).
         beyond = float(some @ some) / (2.0 * float(some.sum())) - 0.5
@@ -130,11 +140,23 @@ class Order:
         A cursor of an order with other sizes is welcome: the epoch goes on from its offset. Costs
         O(global batch), and a sort where it enters another epoch that is drawn whole.
         """
-        cursor = self._enter(cursor)
-        stop, is_tail = self._end_of_batch(cursor, self.size_of(cursor.step))
-        ids = self._ids(cursor.epoch, cursor.offset, stop)
-        after = Cursor(cursor.step + 1, cursor.epoch, stop, cursor.samples + len(ids))
-        return GlobalBatch(ids=ids, epoch=cursor.epoch, is_tail=is_tail, after=self._enter(after))
+        at = self._enter(cursor)
+        stop, is_tail = self._end_of_batch(at, size := self.size_of(at))
+        ids, after = self._ids(at.epoch, at.offset, stop), self._enter(self._behind(at, stop))
+        return GlobalBatch(ids, at.epoch, size, is_tail, at, after)
+
+    def walk(self, num_steps: int) -> Iterator[Cursor]:
+        """Walk over the first steps, some 5 us each.
+
+        Yields:
+            Where each begins, and at last where the last one ends.
+        """
+        cursor = self._enter(self.start)
+        for _ in range(num_steps):
+            yield cursor
+            stop, _ = self._end_of_batch(cursor, self.size_of(cursor))
+            cursor = self._enter(self._behind(cursor, stop))
+        yield cursor
 
     def largest_batch(self) -> IntArray:
         """Take the samples of the first epoch that a step of the largest size would begin with."""
@@ -159,17 +181,31 @@ class Order:
 
         Exactly: under `unit="tokens"` all lengths are read in the order of each epoch, some 0.1 us
         a sample.
+
+        Raises:
+            ConfigError: they depend on what the run decides.
         """
+        if isinstance(self.sizes, Stateful):
+            text = "decides on sizes while it runs, so that epochs give no number of steps"
+            raise ConfigError(f"batch: {type(self.sizes).__name__} {text}; type steps=N")
         if self._lengths is None and self.sizes.is_constant:
             return epochs * self.steps_per_epoch
-        count = 0
-        for epoch in range(epochs):
-            count += self._count_steps(epoch, count)
+        count, cursor = 0, self.start
+        for _ in range(epochs):
+            steps, cursor = self._count_epoch(cursor)
+            count += steps
         return count
 
     def fractional_epoch(self, cursor: Cursor) -> float:
         """Express a position in epochs: 1.5 is the middle of the second."""
         return cursor.epoch + cursor.offset / self.num_samples
+
+    def _behind(self, cursor: Cursor, stop: int) -> Cursor:
+        """Give the position behind a step that begins at a cursor and ends at a place."""
+        tokens, samples = cursor.tokens, cursor.samples + stop - cursor.offset
+        if self.sizes.reads_tokens and self._tokens is not None:
+            tokens += int(self._tokens[self._ids(cursor.epoch, cursor.offset, stop)].sum())
+        return Cursor(cursor.step + 1, cursor.epoch, stop, samples, tokens)
 
     def _ids(self, number: int, start: int, stop: int) -> IntArray:
         """Give the samples at some places of an epoch's permutation."""
@@ -200,37 +236,41 @@ class Order:
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
         is_over = cursor.offset >= self.num_samples or (
-            not self.keeps_tail and self._end_of_batch(cursor, self.size_of(cursor.step))[1]
+            not self.keeps_tail and self._end_of_batch(cursor, self.size_of(cursor))[1]
         )
-        return Cursor(cursor.step, cursor.epoch + 1, 0, cursor.samples) if is_over else cursor
+        return replace(cursor, epoch=cursor.epoch + 1, offset=0) if is_over else cursor
 
-    def _count_steps(self, number: int, first: int) -> int:
-        """Count the steps of an epoch that begins with step `first`; of tokens in chunks.
+    def _count_epoch(self, cursor: Cursor) -> tuple[int, Cursor]:
+        """Count the steps of an epoch that begins at a cursor, and give where the next begins.
 
-        A chunk takes the rest of the one before along.
+        Equal steps of ragged tokens are counted in chunks; one takes the rest of that before along.
         """
-        lengths = self._lengths
+        lengths, size = self._lengths, self.size_of(cursor)
+        following = replace(cursor, epoch=cursor.epoch + 1)
+        if not self.sizes.is_constant:
+            return self._count_by_steps(cursor)
         if lengths is None or lengths.is_constant:
-            return self._count_equal(1 if lengths is None else lengths.max(), first)
+            each = -(-size // (1 if lengths is None else lengths.max()))
+            count, rest = divmod(self.num_samples, each)
+            return count + (1 if rest and self.keeps_tail else 0), following
         count = rest = 0
         for start in range(0, self.num_samples, CHUNK):
-            ids = self._ids(number, start, min(start + CHUNK, self.num_samples))
+            ids = self._ids(cursor.epoch, start, min(start + CHUNK, self.num_samples))
             sums = rest + np.cumsum(lengths[ids])
             begun = 0
             while True:
-                end = int(np.searchsorted(sums, begun + self.size_of(first + count)))
+                end = int(np.searchsorted(sums, begun + size))
                 if end == len(sums):
                     break
                 count, begun = count + 1, int(sums[end])
             rest = int(sums[-1]) - begun
-        return count + (1 if rest and self.keeps_tail else 0)
+        return count + (1 if rest and self.keeps_tail else 0), following
 
-    def _count_equal(self, length: int, first: int) -> int:
-        """Count the steps of an epoch whose samples count for `length` each."""
-        count, rest = 0, self.num_samples
-        if self.sizes.is_constant:
-            count, rest = divmod(rest, -(-self.size_of(first) // length))
-        else:
-            while rest >= (each := -(-self.size_of(first + count) // length)):
-                count, rest = count + 1, rest - each
-        return count + (1 if rest and self.keeps_tail else 0)
+    def _count_by_steps(self, cursor: Cursor) -> tuple[int, Cursor]:
+        """Count the same where sizes follow the position."""
+        epoch, first = cursor.epoch, cursor.step
+        cursor = self._enter(cursor)
+        while cursor.epoch == epoch:
+            stop, _ = self._end_of_batch(cursor, self.size_of(cursor))
+            cursor = self._enter(self._behind(cursor, stop))
+        return cursor.step - first, cursor

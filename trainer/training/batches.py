@@ -101,12 +101,10 @@ class Feed(Stateful):
 
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
-        if self.source.loader.num_workers:
-            batch = self._from_workers()
-        elif self._ahead:
-            batch = self._ahead.popleft().result()
-        else:
-            batch = self._load(*self.plan(self.cursor))
+        batch = self._take()
+        if batch.samples.size != self.source.order.size_of(batch.samples.before):
+            self.use(self.cut)  # decided since it was prepared, as by a part with state
+            batch = self._take()
         self.cursor = batch.samples.after
         self._last_bytes = sum(f.nbytes for m in batch.micro_batches for f in m.fields.values())
         return batch
@@ -177,6 +175,14 @@ class Feed(Stateful):
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._stream = None
         self.source.loader.close()
+
+    def _take(self) -> PlannedBatch:
+        """Take what was prepared, or prepare it now."""
+        if self.source.loader.num_workers:
+            return self._from_workers()
+        return (
+            self._ahead.popleft().result() if self._ahead else self._load(*self.plan(self.cursor))
+        )
 
     def _load_ahead(self) -> PlannedBatch:
         """Load what follows the last that was loaded, in the thread."""

@@ -76,7 +76,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     """
     context.world.note("normalizer", step=batch.step)
     factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0
-    scale = context.lr_scale(batch.step - 1)
+    scale = context.lr_scale(batch.samples.before)
     apply_factor(context.optimizer, [lr * scale for lr in context.base_lrs], factor)
     with no_replay(AT_BEGINNING):
         context.snapshot.take()

@@ -60,7 +60,9 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     lr: float  # learning rate at factor 1, of parameters in no group of their own
     base_lrs: tuple[float, ...]  # that of each parameter group
-    lr_scale: Callable[[int], float]  # what the size of a step, from 0, multiplies them by
+    lr_scale: Callable[
+        ..., float
+    ]  # by a cursor: what the size of the step there multiplies them by
     schedule: Schedule
     total_steps: int
     clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is

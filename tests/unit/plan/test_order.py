@@ -209,21 +209,31 @@ def test_steps_of_tokens_are_counted_in_chunks_and_expected_without():
 
 @dataclass(frozen=True, kw_only=True)
 class Waves(BatchSize):
-    """Sizes that come and go."""
+    """Sizes that come and go, with what is behind them."""
+
+    reads_tokens = True
 
     waves: tuple[int, ...]
+    every: int = 1
+    by: str = "step"
 
     @property
     def largest(self):
         return max(self.waves)
 
-    def size(self, step):
-        return self.waves[step % len(self.waves)]
+    def size(self, at):
+        return self.waves[int(getattr(at, self.by) // self.every) % len(self.waves)]
 
 
-@given(**RUNS, waves=st.lists(st.integers(1, 40), min_size=2, max_size=5), drops=st.booleans())
-def test_steps_of_many_sizes_are_counted_as_they_are_taken(lengths, seed, unit, waves, drops):
-    sizes = Waves(global_batch=1, waves=tuple(waves))
+WAVES = {
+    "waves": st.lists(st.integers(1, 40), min_size=2, max_size=5).map(tuple),
+    "every": st.integers(1, 30),
+    "by": st.sampled_from(["step", "samples", "tokens", "epochs"]),
+}
+
+
+@given(**RUNS, sizes=st.builds(Waves, global_batch=st.just(1), **WAVES), drops=st.booleans())
+def test_steps_of_many_sizes_are_counted_as_they_are_taken(lengths, seed, unit, sizes, drops):
     counted = lengths if unit == "tokens" else np.ones(len(lengths))
     tail = "drop" if drops and counted.sum() >= sizes.largest else "keep"
     order = Order(len(lengths), seed, sizes, unit, tail, lengths)
@@ -231,8 +241,15 @@ def test_steps_of_many_sizes_are_counted_as_they_are_taken(lengths, seed, unit, 
     assert [batch.epoch for batch in batches].count(0) == order.steps_per_epoch
     assert {batch.epoch for batch in batches} == {0, 1, 2}
     assert batches[-1].after.epoch == 3
-    for step, batch in enumerate(batches):
-        total = counted[batch.ids].sum()
-        assert batch.is_tail == (total < sizes.size(step))
-        assert total - counted[batch.ids[-1]] < sizes.size(step)
+    fresh, ends = Order(len(lengths), seed, sizes, unit, tail, lengths), [0]
+    assert [*fresh.walk(len(batches))] == [*(b.before for b in batches), batches[-1].after]
+    for batch in batches:
+        total, size = counted[batch.ids].sum(), sizes.size(order.position(batch.before))
+        assert batch.size == size
+        assert batch.is_tail == (total < size)
+        assert total - counted[batch.ids[-1]] < size
         assert not (batch.is_tail and tail == "drop")
+        ends.append(ends[-1] + lengths[batch.ids].sum())
+    assert [batch.after.tokens for batch in batches] == ends[1:]
+    middle = len(batches) // 2  # from where a run may go on without those before
+    assert ids_of(walk(fresh, 3, batches[middle].before))[0] == ids_of(batches)[middle]
