@@ -42,7 +42,11 @@ from trainer.core.user_code import causes, described, place_of
 from trainer.models import transformers_classes
 
 Built = TypeVar("Built")
-_EXTRA = {"datasets", "peft", "tokenizers", "transformers"}  # what pyproject.toml calls `hf`
+_EXTRAS = {
+    **dict.fromkeys(("datasets", "peft", "tokenizers", "transformers"), "hf"),
+    **dict.fromkeys(("PIL", "sklearn"), "images"),
+}
+"""Extras of pyproject.toml by what they bring."""
 PASSES_ON = "passes_on"
 """Class attribute: import path of what takes all names that a constructor takes by `**others`."""
 
@@ -103,8 +107,8 @@ def _cause(error: BaseException) -> str:
     """Say why a class cannot be imported, with the error behind it that a library wraps."""
     first, *_, last = error, *causes(error)
     text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
-    if isinstance(last, ModuleNotFoundError) and last.name in _EXTRA:
-        text += ": pip install 'step-trainer[hf]'"
+    if isinstance(last, ModuleNotFoundError) and last.name in _EXTRAS:
+        text += f": pip install 'step-trainer[{_EXTRAS[last.name]}]'"
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):
             vision, torch = metadata.version("torchvision"), metadata.version("torch")

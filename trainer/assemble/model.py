@@ -27,7 +27,7 @@ from trainer.core.errors import ConfigError, DataError, DoesNotFitError
 from trainer.core.format import plural, size
 from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
-from trainer.data.samples import preserve_generators
+from trainer.data.samples import image_field, preserve_generators
 from trainer.data.view import DataView
 from trainer.models.check import UNUSED, refuse_lazy
 from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta, is_on_meta
@@ -60,6 +60,8 @@ def arguments_from_data(
         raise ConfigError(f"model.vocab_size={typed}: {text}")
     if known is None and "vocab_size" in config.model.params and typed is None:
         text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
+        if _image_of(config, data) is not None:
+            text = "the samples are images, without tokens; type model=resnet or model=vit"
         raise ConfigError(f"model.vocab_size: {text}")
     return {
         "vocab_size": known,
@@ -67,7 +69,33 @@ def arguments_from_data(
         "label_names": data.facts.label_names,
         "pad_token_id": data.optional("pad_token_id"),
         "max_length": _max_length(config, data),
+        "channels": _channels(config, data),
     }
+
+
+def _channels(config: RunConfig, data: DataView) -> int | None:
+    """Count the channels of an image, for a model that asks.
+
+    Raises:
+        ConfigError: there is no image.
+    """
+    taken = inspect.signature(look_up(config.model, "model", config.trust)).parameters
+    if "channels" not in taken or config.model.params.get("channels") is not None:
+        return None
+    if (image := _image_of(config, data)) is None:
+        text = "the samples have no image to take it from; type data=digits, or the number"
+        raise ConfigError(f"model.channels=null: {text}")
+    return len(image)
+
+
+def _image_of(config: RunConfig, data: DataView) -> Tensor | None:
+    """Give the image of the first sample, `(channels, height, width)`, if it has one."""
+    if not len(data):
+        return None
+    with data.isolated_rng():
+        sample = data.read(0, seed=config.seed, epoch=0)
+    name = image_field(sample)
+    return None if name is None else sample[name]
 
 
 def _max_length(config: RunConfig, data: DataView) -> Any:  # noqa: ANN401 - a number, or None

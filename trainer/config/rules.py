@@ -252,6 +252,18 @@ def heads_fault(width: int, num_heads: int, positions: str) -> str | None:
     )
 
 
+def patches_fault(width: int, num_heads: int) -> str | None:
+    """Say why a width cannot be shared by heads, or hold positions of rows and of columns."""
+    each = math.lcm(4, num_heads)  # a sine and a cosine of both
+    if width % each == 0:
+        return None
+    near = max(1, round(width / each)) * each
+    return (
+        f"model.width={width}: must be a multiple of 4 and of model.num_heads={num_heads}; "
+        f"nearest: model.width={near}"
+    )
+
+
 def parse_time(text: str) -> float | None:
     """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
     match = _TIME.fullmatch(text)

@@ -21,6 +21,8 @@ from trainer.plan.permutation import below, mixed
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
+PIXEL_VALUES = "pixel_values"
+"""What models of transformers call an image, `(channels, height, width)`, and ours too."""
 SOURCE = "source:"
 """What the name of a field begins with that marks the samples of a source, or all their tokens, by
 True: the loss of each has a figure in training."""
@@ -68,6 +70,12 @@ class Samples(Protocol):
 def without_marks(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Leave out the fields that say where samples come from."""
     return {name: field for name, field in fields.items() if not name.startswith(SOURCE)}
+
+
+def image_field(sample: Sample) -> str | None:
+    """Name the first field that is an image: one or three channels of height and width."""
+    images = (name for name, field in sample.items() if field.dim() == 3 and len(field) in (1, 3))  # noqa: PLR2004
+    return next(images, None)
 
 
 def num_tokens(sample: Sample) -> int | None:

@@ -29,7 +29,8 @@ def bind(
 ) -> ModelRun:
     """Call a module with those fields of a micro-batch that its `forward` names.
 
-    The signature is read once. A `forward` with `**kwargs` gets every field but those `OMITTED`.
+    The signature is read once. A `forward` with `**kwargs` gets every field but those `OMITTED`;
+    one of a single argument, as those of torchvision are, the images, whatever their name.
 
     Args:
         module: any module, compiled in place or sharded too.
@@ -52,6 +53,8 @@ def bind(
         given = with_boundaries({n: fields[n] for n in fields if n not in omitted}, names)
         arguments = given if takes_all else {n: given[n] for n in names if n in given}
         missing = [name for name in required if name not in arguments]
+        if len(required) == 1 and missing and len(images := _images(fields)) == 1:
+            arguments, missing = {**arguments, missing.pop(): images[0]}, []
         if missing or not arguments:
             lack = f"needs {', '.join(missing)}, none" if missing else "takes none"
             raise ConfigError(
@@ -70,6 +73,11 @@ def bind(
             raise
 
     return ModelRun(call, written, declares_logits(written))
+
+
+def _images(fields: Fields) -> list[Tensor]:
+    """Give the fields that are `(batch, channels, height, width)`."""
+    return [field for field in fields.values() if field.dim() == 4]  # noqa: PLR2004
 
 
 @final

@@ -18,6 +18,17 @@ UNUSED = "unused_arguments"
 """Attribute of a model: arguments that were given to what made it and do nothing, each with why."""
 
 
+def required(name: str, value: int | None) -> int:
+    """Give a number that a model needs, by its key, or that the data have.
+
+    Raises:
+        ConfigError: it was not typed, and the data do not have it.
+    """
+    if value is None:
+        raise ConfigError(f"model.{name}=null: the data do not say it; type a number")
+    return value
+
+
 def refuse_lazy(model: nn.Module) -> nn.Module:
     """Refuse a model with weights that have no shape yet, and give any other back."""
     for name, part in chain(model.named_parameters(), model.named_buffers()):

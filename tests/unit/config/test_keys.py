@@ -39,13 +39,14 @@ OPTIONS = {
         "accum/gradient": "auto own sum",
         "adapter": "lora none own",
         "batch": "own samples tokens",
-        "data": "hf image_text mixture own stdlib text tokens",
-        "model": "gpt2 gpt_small gpt_tiny hf own",
+        "data": "digits hf image_text mixture own stdlib text tokens",
+        "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
         "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
         "next_token own question_answering regression seq2seq token_classify",
         "optimizer": "adamw muon own sgd",
         "parallel": "auto ddp fsdp hsdp none",
-        "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw",
+        "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw resnet_digits resnet_digits_adamw "
+        "vit_digits vit_digits_adamw",
         "scheduler": "constant cosine inverse_sqrt linear own polynomial wsd",
         "tokenizer": "auto bytes hf own",
         "sync": "auto deferred hierarchical immediate overlapped own",

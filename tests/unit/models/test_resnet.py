@@ -1,0 +1,40 @@
+"""The models of images take any size, and take from the data what was not typed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.core.errors import ConfigError
+from trainer.models.resnet import ResNet
+from trainer.models.vit import ViT, positions_of_grid
+
+
+@pytest.mark.parametrize(
+    "model",
+    [ResNet(5, 3, 8, depth=2, stages=2), ResNet(5, 3, 8, stride=4), ViT(5, 3, 2, 8, 2, 2)],
+    ids=["resnet", "stride", "vit"],
+)
+@pytest.mark.parametrize("size", [(8, 8), (32, 24)])
+def test_images_of_any_size_give_a_score_for_each_class(model, size):
+    logits = model(torch.rand(3, 3, *size))
+    assert logits.shape == (3, 5)
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_a_number_that_nobody_says_and_patches_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match=r"^model.channels=null: .*; type a number"):
+        ResNet(num_classes=5)
+    with pytest.raises(ConfigError, match=r"^model.width=6: .*nearest: model.width=8"):
+        ViT(5, 3, width=6, num_heads=2)
+    with pytest.raises(ConfigError, match=r"^model.patch_size=4: does not divide .* 6 x 8 pixels"):
+        ViT(5, 3)(torch.rand(1, 3, 6, 8))
+
+
+def test_a_vit_tells_patches_apart_by_their_place():
+    table = positions_of_grid(torch.zeros(1, 8, 3, 5, dtype=torch.float64))
+    assert table.shape == (15, 8)
+    assert len(table.unique(dim=0)) == 15
+    model, image = ViT(5, 1, 2, 8, 2, 2), torch.rand(1, 1, 4, 4)
+    assert not model(image).allclose(model(image.flip(-1)))
