@@ -138,8 +138,7 @@ def build_model(
     build = partial(_construct, config, world, given, transforms, stored, unread)
 
     def check(module: nn.Module) -> None:
-        if spec is not None:
-            spec.freeze(module)
+        _begin_training(config, module, spec)
         _refuse_too_large(config, world, module, spec)
 
     kind = look_up(config.model, "model", config.trust)
@@ -155,14 +154,21 @@ def build_model(
         if module is None and is_away and not with_values:
             module = _counted(build, check)
         module = _built(build, check) if module is None else module
-    if spec is not None:
-        spec.freeze(module)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
+    _begin_training(config, module, spec)
     module.train()
     if config.activation_checkpointing is True and not checkpoint_blocks(module):
         text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
         raise ConfigError(f"activation_checkpointing=true: {text}")
     return module, weights
+
+
+def _begin_training(config: RunConfig, module: nn.Module, spec: OptimizerSpec | None) -> None:
+    """Freeze what is not trained, and choose how gradients are added up. May be repeated."""
+    if spec is not None:
+        spec.freeze(module)
+        if config.accum.buffer == "fp32":
+            spec.widen_gradients(module)
 
 
 def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:

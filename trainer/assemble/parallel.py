@@ -20,7 +20,13 @@ from trainer.core.norms import has_running_norm
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST
 from trainer.models.recompute import blocks_of
-from trainer.parallel.setup import SHARDED, ParallelSetup, sync_fault
+from trainer.parallel.setup import (
+    SHARDED,
+    ParallelSetup,
+    gradient_bytes,
+    sync_fault,
+    training_bytes,
+)
 from trainer.parallel.sync import Deferred, SyncPolicy, reduction_of
 from trainer.plan.traffic import MOST_OF_MEMORY, ModelBytes
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
@@ -91,11 +97,10 @@ def parallel_setup(
     dtype = AUTOCAST.get(precision)
     if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
         dtype = None
-    itemsize = None if dtype is None else dtype.itemsize
     sizes = ModelBytes(
         mode=mode,
-        model_bytes=sum(p.nbytes for p in parameters),
-        gathered_bytes=itemsize and itemsize * sum(p.numel() for p in parameters),
+        model_bytes=sum(map(gradient_bytes, parameters)),
+        gathered_bytes=sum(p.numel() * (dtype or p.dtype).itemsize for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
         limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
@@ -162,7 +167,7 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
     if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
         shares |= {"hsdp": world.local_size} if 1 < world.local_size < world.size else {}
         shares["fsdp"] = world.size
-    state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters())
+    state = sum(p.nbytes + training_bytes(p) for p in module.parameters())
     room = limit.bytes * MOST_OF_MEMORY
     mode = next((m for m, ranks in shares.items() if state / ranks <= room), [*shares][-1])
     each = [f"{name} {size(state // ranks)}" for name, ranks in shares.items()]

@@ -13,6 +13,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, joined, row
+from trainer.core.tensors import gradient_dtype
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.models.check import vocabulary_of
 from trainer.models.first_weights import is_on_meta
@@ -42,7 +43,24 @@ def model_rows(components: Components) -> list[Row]:
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
         _adapter(config),
         row("init", begins, init=init, dtypes=dtypes),
+        _gradients(components),
     ]
+
+
+def _gradients(components: Components) -> Row:
+    """Say in which dtype gradients are added up, and which weights the optimizer steps."""
+    trained = [p for p in components.module.parameters() if p.requires_grad]
+    dtypes = sorted({SHORT.get(gradient_dtype(p), str(p.dtype)) for p in trained})
+    low = sorted({SHORT[p.dtype] for p in trained if gradient_dtype(p) != p.dtype})
+    names = ", ".join(dtypes)
+    text = f"added up{' and reduced' * (components.world.size > 1)} in {names}"
+    copies = f"the optimizer steps fp32 master copies of the {' and '.join(low)} weights, rounded"
+    is_shown = components.config.accum.buffer == "fp32" or dtypes != ["fp32"]
+    return row(
+        *("gradients", joined(text, low and f"{copies} back to the nearest") if is_shown else None),
+        gradient_dtypes=names,
+        has_master_weights=bool(low),
+    )
 
 
 def _adapter(config: RunConfig) -> Row:
@@ -98,8 +116,9 @@ def model_warnings(components: Components, pieces: int) -> list[str]:
     if low is not None and pieces > 1:
         warnings.append(
             f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
-            "up, some percent over hundreds, and small updates are lost; keep weights in fp32, as "
-            "model.dtype=float32 does where the class takes it, and type precision=bf16"
+            "up, some percent over hundreds, and small updates are lost; type accum.buffer=fp32, "
+            "which steps fp32 copies, or keep weights in fp32 (model.dtype=float32, where the "
+            "class takes it)"
         )
     known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
     loaded = loaded_from(components.module, components.config.model.params)

@@ -25,6 +25,7 @@ from trainer.core.errors import NoCheckpointError, NonFiniteError, TrainError
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import fill, is_sharded, local_part, rows_of
 from trainer.core.user_code import described
+from trainer.optim.masters import masters_of
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
 _EXECUTION = ("params", "fused", "foreach", "capturable")
@@ -178,10 +179,12 @@ class OptimizerPart(Stateful):
     def state(self) -> State:
         """See the base class."""
         names, state = [*self._named()], self._optimizer.state_dict()["state"]
+        masters = self._masters()
         return {
             "class": type(self._optimizer).__qualname__,
             "groups": self._groups(names),
             "state": {names[k] if isinstance(k, int) else k: state[k] for k in state},
+            **({"masters": masters} if masters else {}),
         }
 
     def load(self, state: State) -> None:
@@ -216,7 +219,12 @@ class OptimizerPart(Stateful):
         indices = {name: index for index, name in enumerate(parameters)}
         by_index = {indices.get(name, name): values for name, values in states.items()}
         self._optimizer.load_state_dict({"state": by_index, "param_groups": settings})
-        # Which casts to the parameter's dtype, and so loses bits of fp32 moments of bf16.
+        for name, copy in self._masters().items():
+            local_part(copy).copy_(local_part(_read(state["masters"][name], copy)))
+        self._load_bits(states, parameters)
+
+    def _load_bits(self, states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+        """Put back what was cast to a parameter's dtype, which loses bits of moments in fp32."""
         for name in parameters.keys() & states.keys():
             live_state = self._optimizer.state[parameters[name]]
             for key, value in states[name].items():
@@ -226,8 +234,14 @@ class OptimizerPart(Stateful):
     def _named(self) -> dict[str, Tensor]:
         """List the parameters by plain name, in the order of `state_dict`'s indices."""
         names = {id(p): plain_name(name) for name, p in self._module.named_parameters()}
+        names |= {id(copy): names[id(weight)] for weight, copy in masters_of(self._optimizer)}
         groups = self._optimizer.param_groups
         return {names[id(p)]: p for group in groups for p in group["params"]}
+
+    def _masters(self) -> dict[str, Tensor]:
+        """List the copies that are stepped in place of weights, by plain name."""
+        copies = {id(copy) for _, copy in masters_of(self._optimizer)}
+        return {name: each for name, each in self._named().items() if id(each) in copies}
 
     def _groups(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """List the groups with the names of their parameters."""

@@ -244,6 +244,7 @@ class Accum(Component):
 
     gradient: Component
     packed: bool | Auto
+    buffer: Literal["native", "fp32"]
 
 
 class Data(Component):

@@ -313,7 +313,8 @@ def contract(
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
-    return {key: value for key, value in flat(tree).items() if key not in _FREE_KEYS}
+    terms = {key: value for key, value in flat(tree).items() if key not in _FREE_KEYS}
+    return {**terms, "accum.buffer": config.accum.buffer}
 
 
 def evaluation_file(config: RunConfig) -> str:
@@ -356,7 +357,7 @@ def _changes(
         before, now = (terms.get(key) for terms in (old, new))
         is_open = key == "precision" and "auto" in (before, now)
         is_open |= key in _BY_JOB and None in (before, now)
-        is_open |= key not in old and now is False  # an option of a later version, which is off
+        is_open |= key not in old and now in (False, "native")  # of a later version, and off
         is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
         if before != now and not is_open and {key, *ancestors(key)}.isdisjoint(allow):
             yield key, before, now

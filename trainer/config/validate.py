@@ -114,7 +114,8 @@ def validate(
     return config
 
 
-_LATER_SECTIONS: Tree = {"ema": {"decay": None}}  # off in runs of earlier versions
+# Off in runs of earlier versions
+_LATER_SECTIONS: Mapping[str, Tree] = {"ema": {"decay": None}, "accum": {"buffer": "native"}}
 
 
 def from_plain(plain: Tree) -> RunConfig:
@@ -125,7 +126,8 @@ def from_plain(plain: Tree) -> RunConfig:
     """
     choices = dict(plain.get("choices", {}))
     try:
-        whole = {**_LATER_SECTIONS, **plain, "trust": []}
+        later = {name: {**keys, **plain.get(name, {})} for name, keys in _LATER_SECTIONS.items()}
+        whole = {**plain, **later, "trust": []}
         return RunConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None

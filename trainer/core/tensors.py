@@ -1,4 +1,4 @@
-"""Tell whether a tensor is sharded, fill the part that is here, and view memory as integers."""
+"""Tell how tensors are laid out, fill the part that is here, and view memory as integers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class LazyTensor(Protocol):
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is one rank's view of a distributed one."""
     return hasattr(tensor, "device_mesh")
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Give the dtype in which the gradient of a parameter is added up and reduced."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:

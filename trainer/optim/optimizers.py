@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
@@ -24,6 +24,7 @@ from trainer.config.components import Betas, NonNegative
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
 from trainer.core.rows import Described
+from trainer.optim.masters import MasterWeights, widen_gradients
 
 Groups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
@@ -74,6 +75,14 @@ class OptimizerSpec(Described, ABC):
                 for parameter in members:
                     parameter.requires_grad_(False)
 
+    def widen_gradients(self, model: nn.Module) -> None:
+        """Have gradients of trained weights in half precision added up in fp32.
+
+        Raises:
+            ConfigError: a weight is wider than fp32.
+        """
+        widen_gradients(model)
+
     def build(self, model: nn.Module) -> Optimizer:
         """Build the optimizer over the parameters of a model.
 
@@ -81,11 +90,15 @@ class OptimizerSpec(Described, ABC):
             model: on its device; sharded, but not wrapped, so that its names are the user's.
 
         Returns:
-            An optimizer whose groups each have a `name` and an `lr`.
+            An optimizer whose groups each have a `name` and an `lr`. It steps fp32 copies of
+            weights whose gradients are wider than they are.
 
         Raises:
             ConfigError: a setting is out of range, as PyTorch's own class says.
         """
+        return MasterWeights(model).build(model, partial(self._build, model))
+
+    def _build(self, model: nn.Module) -> Optimizer:
         groups = param_groups(model, self.lr, self.weight_decay, self.groups)
         try:
             return self.construct(self.split(model, groups))

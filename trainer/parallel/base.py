@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 from trainer.parallel.overlap import Overlap
 from trainer.parallel.sync import Deferred, Reduction, SyncPolicy, reduction_of
@@ -212,7 +213,7 @@ class Replicated(Parallel):
         """Have zeros for what another rank may have a gradient of."""
         for parameter in self.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
     def reduce(self, used: Sequence[bool]) -> None:
         """See the base class."""
@@ -256,7 +257,7 @@ class Replicated(Parallel):
 
     def _stage(self, bucket: Sequence[nn.Parameter], slot: int) -> Tensor:
         """Give memory for the gradients of a bucket; buckets of a dtype share that of a slot."""
-        size, dtype = sum(p.numel() for p in bucket), bucket[0].dtype
+        size, dtype = sum(p.numel() for p in bucket), gradient_dtype(bucket[0])
         memory = self.staging.get((dtype, slot))
         if memory is None or memory.numel() < size:
             memory = torch.empty(size, dtype=dtype, device=self.world.device)
@@ -322,13 +323,14 @@ def buckets(
     """Group parameters whose gradients are reduced together, the same on every rank.
 
     Yields:
-        Those of one dtype, in order, of up to `most` bytes; a larger one alone.
+        Those of one dtype, with gradients of one, in order, of up to `most` bytes; a larger one
+        alone.
     """
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
+    for dtypes in dict.fromkeys((p.dtype, gradient_dtype(p)) for p in parameters):
         bucket: list[nn.Parameter] = []
         room = most
         for parameter in parameters:
-            if parameter.dtype != dtype:
+            if (parameter.dtype, gradient_dtype(parameter)) != dtypes:
                 continue
             if bucket and parameter.nbytes > room:
                 yield bucket

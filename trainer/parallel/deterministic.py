@@ -21,6 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Reduction
@@ -122,7 +123,7 @@ class Ordered(Parallel):
         for parameter, total, flag in zip(self.parameters, self._sums, used, strict=True):
             if flag:
                 total.reduce(self.world)
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
                 _real(parameter.grad).copy_(total.value() * fault)
 
     def drop_gradients(self) -> None:

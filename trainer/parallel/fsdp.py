@@ -6,7 +6,8 @@ before ranks could agree, so the window's end is ours. Within the window a rank 
 and all gradients; shards alone remain between windows.
 
 Under bf16 or fp16 parameters are gathered in that type, 2 bytes each, and a backward's gradients
-are of it; they are added up and reduced in the type of the shards, which is fp32.
+are of it; they are added up and reduced in the type of the shards, which is fp32. Gradients of
+weights that are in half precision themselves may be wider, too (`grad_dtype`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.tensors import fill
+from trainer.core.tensors import fill, gradient_dtype
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
 from trainer.parallel import fsdp_calls
@@ -66,6 +67,7 @@ class Sharded(Parallel):
         weights: FirstWeights | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        wide = {n: d for n, p in module.named_parameters() if (d := gradient_dtype(p)) != p.dtype}
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(
@@ -76,7 +78,7 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         # Autocast casts inputs where an operator asks for it, as it does without shards.
-        reduce_dtype = None if dtype is None else torch.float32
+        reduce_dtype = torch.float32 if wide or dtype is not None else None
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         for part in (*blocks, module):
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
@@ -85,6 +87,8 @@ class Sharded(Parallel):
             part.register_forward_hook(close_object)
         _give_memory(module, world.device, weights)
         self._shards = dict(module.named_parameters())
+        for name, gradient in wide.items():
+            self._shards[name].grad_dtype = gradient
         self._whole: dict[str, nn.Parameter] = {}
         self._groups = _groups_of(module, self._shards)
         for unit in self._groups:
@@ -111,6 +115,9 @@ class Sharded(Parallel):
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 hook(lambda _, index=index: self._live.add(index))
             self.release()
+            for unit, names in self._groups.items():
+                if names:
+                    fsdp_calls.add_in(unit, gradient_dtype(self._shards[names[0]]))
             self._order = BlockOrder(self.module, self.world)
         for whole in self._trained().values():
             whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
@@ -127,7 +134,7 @@ class Sharded(Parallel):
         # FSDP2 makes them in the first gather, and goes on with the same objects.
         self._whole = self._whole or dict(self.module.named_parameters())
         for name, whole in self._trained().items():
-            whole.grad_dtype = self._shards[name].dtype
+            whole.grad_dtype = gradient_dtype(self._shards[name])
 
     def release(self) -> None:
         """See the base class; a forward that failed half-way may have left a group in it."""
@@ -162,7 +169,7 @@ class Sharded(Parallel):
         if self._in_lockstep:
             return
         shards = [
-            sum(prod(self._shape(name)) * self._shards[name].itemsize for name in names)
+            sum(prod(self._shape(n)) * gradient_dtype(self._shards[n]).itemsize for n in names)
             for names in self._groups.values()
         ]
         sizes = (max(shards) * self._sharing.size(), sum(shards))
@@ -183,7 +190,8 @@ class Sharded(Parallel):
         """Sum the whole gradients of a group, and leave each rank its shard of them."""
         size, first = self._sharing.size(), self._shards[names[0]]
         pieces = [prod(self._shape(name)) for name in names]
-        flat = torch.zeros((size, sum(pieces)), dtype=first.dtype, device=self.world.device)
+        dtype, device = gradient_dtype(first), self.world.device
+        flat = torch.zeros((size, sum(pieces)), dtype=dtype, device=device)
         for name, place in zip(names, torch.split(flat, pieces, 1), strict=True):
             whole = self._whole[name]
             if whole.grad is not None:

@@ -53,6 +53,12 @@ def reduce_unused(unit: FSDPModule) -> None:
         _add_zeros(group)
 
 
+def add_in(unit: FSDPModule, dtype: torch.dtype) -> None:
+    """Have a block add up its reduced gradients in a dtype, which else is that of its shards."""
+    for group in _groups(unit._get_fsdp_state()):
+        group._orig_dtype = dtype
+
+
 def _groups(state: Any) -> list[Any]:  # noqa: ANN401 - FSDP2's own types differ by release
     """List the parameter groups of a block: 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):

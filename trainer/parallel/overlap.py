@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
+from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 
 
@@ -33,7 +34,7 @@ class Overlap:
     ) -> None:
         self._world, self._parameters, self._buckets = world, parameters, buckets
         self._flats = [
-            torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=world.device)
+            torch.zeros(sum(map(Tensor.numel, b)), dtype=gradient_dtype(b[0]), device=world.device)
             for b in buckets
         ]
         self._views: dict[nn.Parameter, Tensor] = {}

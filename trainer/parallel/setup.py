@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.core.format import size
 from trainer.core.rows import Described, Row, RunFacts, row
+from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
 from trainer.models.recompute import separable_blocks
@@ -171,6 +172,17 @@ class ParallelSetup(Described):
 
         with fake_mesh(world_size, self.replicas, device.type) as mesh:
             yield lambda model: self.lay_out(model, call_of(model), world, mesh=mesh)
+
+
+def gradient_bytes(parameter: nn.Parameter) -> int:
+    """Count what the gradient of a parameter takes."""
+    return parameter.numel() * gradient_dtype(parameter).itemsize
+
+
+def training_bytes(parameter: nn.Parameter) -> int:
+    """Count what training adds to a weight: its gradient, two moments, perhaps a master copy."""
+    has_copy = gradient_dtype(parameter) != parameter.dtype
+    return parameter.requires_grad * gradient_bytes(parameter) * (3 + has_copy)
 
 
 def sync_fault(policy: SyncPolicy, mode: str) -> str | None:

@@ -46,7 +46,7 @@ class ModelBytes:
     """What sync policies move and hold, whatever they are."""
 
     mode: str  # where parameters and gradients live: ddp, fsdp or hsdp
-    model_bytes: int  # of the parameters that are trained; gradients take as much
+    model_bytes: int  # of the gradients; parameters take as much, unless `gathered_bytes` says
     shard: int  # ranks that share one copy of the model; 1 under ddp
     replicas: int  # copies of the model
     limit_bytes: int  # memory of one rank for tensors
@@ -63,7 +63,7 @@ def row(policy: str, collectives: Collectives, sizes: ModelBytes, *, lockstep: b
     # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
     unsharded = size + weights
     if lockstep:
-        unsharded = 3 * size if sizes.mode == "ddp" else 0
+        unsharded = weights + 2 * size if sizes.mode == "ddp" else 0
     return Traffic(
         policy=policy,
         within=ring * (collectives.gathers * weights + scattered),

@@ -100,6 +100,13 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 
 def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake of a tensor; it may be elsewhere than the tensor."""
+    fake = _fake_values(tensor, mode, device)
+    if tensor.is_leaf and tensor.requires_grad:
+        fake.grad_dtype = tensor.grad_dtype
+    return fake
+
+
+def _fake_values(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     if tensor.device == device:
         return mode.from_tensor(tensor)
     layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

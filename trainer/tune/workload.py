@@ -178,8 +178,11 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
     work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
     with peak:
-        work.count(peak, fields or {})
         optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
+        # The weights, which count as such, but for copies that it steps in place of them.
+        for group in optimizer.param_groups:
+            peak.assign("optimizer_state", group["params"])
+        work.count(peak, fields or {})
         peak.follow_average(work.ema_decay, module, optimizer)
         for given in (fields if sync.lockstep or sync.overlaps else None, fields):
             peak.reset()

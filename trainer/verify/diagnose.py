@@ -14,6 +14,7 @@ from torch import nn
 from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
+from trainer.core.tensors import gradient_dtype
 from trainer.report.records import Verdict
 from trainer.training.window import StepContext
 from trainer.verify.case import Case
@@ -37,7 +38,7 @@ def short(dtype: torch.dtype) -> str:
 
 def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
-    dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
+    dtypes = {gradient_dtype(p) for p in module.parameters() if p.requires_grad}
     return next((short(dtype) for dtype in LOW if dtype in dtypes), None)
 
 

@@ -18,7 +18,7 @@ from trainer.config.validate import from_plain
 from trainer.data.hugging_face import HuggingFaceData
 
 SURFACE = """
-accum accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
+accum accum.buffer accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
 activation_checkpointing adapter batch batch.global batch.normalizer batch.tail batch.unit batchnorm
 checkpoint.asynchronous checkpoint.every checkpoint.keep checkpoint.on_full clip_norm command
 compile data data.eval_path data.holdout data.max_length data.on_bad data.overlong data.show
