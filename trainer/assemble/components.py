@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
+from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
 from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import bind_run, find_layout, longest
@@ -35,11 +36,10 @@ from trainer.assemble.schedule import typed_schedule, with_warmup_steps
 from trainer.assemble.terms import Terms
 from trainer.assemble.tokenizer import RunTokenizer
 from trainer.checkpoint.weights import StoredWeights
-from trainer.config.run_config import RunConfig, stated_coupling
-from trainer.core.coupling import Coupling, strictest
+from trainer.config.run_config import RunConfig
+from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.norms import model_coupling
 from trainer.core.world import World
 from trainer.data.loader import Loader
 from trainer.data.split import OWN_PART, Split
@@ -79,6 +79,7 @@ class Components:
     schedule: Schedule  # factor of every learning rate, by step
     strategy: GradientStrategy  # how the gradients of micro-batches become the step's
     coupling: Coupling  # of the samples of a step, by model, objective and normalizer
+    batch_norm: RunBatchNorm  # how its BatchNorm layers normalise
     # How ranks are used; under `sync=auto` with a policy that the plan may change
     parallel: ParallelSetup
     cut: Cut  # as typed; `prepare` tunes it, or takes it from the checkpoint
@@ -191,7 +192,9 @@ def assemble(
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     schedule = with_warmup_steps(schedule, order, lengths, total_steps)
     given = arguments_from_data(config, train_set, terms.given)
+    batch_norm = resolve_batch_norm(config, order, cut, lengths)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
+    build = partial(build, adjust=batch_norm.adjust)
     module, weights, mode, why = _build_in_mode(config, world, build)
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
@@ -201,11 +204,8 @@ def assemble(
         chosen = _choose(config, world, typed, module, loader, tokenizer)
         objective = chosen.objective
         tokenizer.refuse_unused()
-        coupling = strictest(
-            model_coupling(module, is_accepted=config.accepts_statistics),
-            stated_coupling(config),
-            objective.coupling,
-        )
+        batch_norm.check(config, module, order, total_steps)
+        coupling = couple(config, batch_norm, module, objective.coupling)
         layout, example = find_layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(
         *(config, world, module, mode, precision),
@@ -232,9 +232,12 @@ def assemble(
         schedule=schedule,
         strategy=strategy,
         coupling=coupling,
+        batch_norm=batch_norm,
         parallel=replace(setup, why_mode=why),
         cut=_whole(cut, order, config, world, coupling),
-        layout=replace(layout, lockstep=setup.sync.lockstep and world.size > 1),
+        layout=replace(
+            layout, lockstep=(setup.sync.lockstep or coupling.joins_ranks) and world.size > 1
+        ),
         total_steps=total_steps,
         example=example,
         given=given,

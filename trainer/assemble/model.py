@@ -114,6 +114,7 @@ def build_model(
     stored: StoredWeights | None = None,
     in_shards: bool = False,
     with_values: bool = False,
+    adjust: Callable[[nn.Module], None] | None = None,
 ) -> tuple[nn.Module, FirstWeights | None]:
     """Build the model with its first weights, and freeze what its optimizer does not train.
 
@@ -127,6 +128,7 @@ def build_model(
             is then built on the meta device, with its weights beside it, as is what a function that
             declares `loads_on_meta` gives.
         with_values: whether a plan needs more than shapes.
+        adjust: changes how its layers compute in training, and none of its weights.
 
     Raises:
         ConfigError: the class, or what it is given, does not fit.
@@ -157,6 +159,8 @@ def build_model(
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     _begin_training(config, module, spec)
     module.train()
+    if adjust is not None:
+        adjust(module)
     if config.activation_checkpointing is True and not checkpoint_blocks(module):
         text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
         raise ConfigError(f"activation_checkpointing=true: {text}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
 from trainer.core.stateful import Stateful
+from trainer.models.batch_norm import RunningStatistics
 from trainer.models.compilation import compile_model
 from trainer.objectives.base import weights_of
 from trainer.training.batches import PlannedBatch
@@ -47,7 +48,8 @@ def step_context(
         total_steps=components.total_steps,
         clip_norm=config.clip_norm,
         loss_scale=scale,
-        parts=[*([] if scale is None else [scale]), *parts],
+        # What is the model's own moves before what follows the model.
+        parts=[*([] if scale is None else [scale]), RunningStatistics(module, world), *parts],
         world=world,
         on_out_of_memory=on_out_of_memory,
     )

@@ -46,7 +46,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
         row("objective", chosen, objective=chosen),
         *objective.describe(facts),
         _loss(components.config.batch.normalizer),
-        *model_rows(components),
+        *model_rows(run_plan),
         *_groups(components),
         _named(components.config),
         *tokenizer_rows(components),
@@ -358,7 +358,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             f"the whole epoch; set batch.global={there}"
         )
     pieces = max(p.num_micro_batches for p in run_plan.plans)
-    warnings += model_warnings(components, pieces)
+    warnings += model_warnings(run_plan, pieces)
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
     if components.objective.coupling.kind == "batch" and components.held_out:

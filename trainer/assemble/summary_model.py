@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from trainer.assemble.components import Components
+from trainer.assemble.run_plan import RunPlan
+from trainer.assemble.summary_batch_norm import batch_norm_rows, batch_norm_warnings
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
@@ -28,8 +30,9 @@ SHORT = {
 }
 
 
-def model_rows(components: Components) -> list[Row]:
+def model_rows(run_plan: RunPlan) -> list[Row]:
     """Count parameters, and say where their first values come from, and in which dtypes."""
+    components = run_plan.components
     config, dtypes = components.config, dtypes_of(components)
     name, init = config.model.name or config.model.target, _init(components)
     sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
@@ -44,6 +47,7 @@ def model_rows(components: Components) -> list[Row]:
         _adapter(config),
         row("init", begins, init=init, dtypes=dtypes),
         _gradients(components),
+        *batch_norm_rows(run_plan),
     ]
 
 
@@ -110,9 +114,10 @@ def dtypes_of(components: Components) -> dict[str, str | None]:
     }
 
 
-def model_warnings(components: Components, pieces: int) -> list[str]:
+def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
     """Name what of the model makes the step another; `pieces` are the micro-batches of one."""
-    warnings, low = list[str](), low_precision(components.module)
+    components, warnings = run_plan.components, batch_norm_warnings(run_plan)
+    low = low_precision(components.module)
     if low is not None and pieces > 1:
         warnings.append(
             f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
+from trainer.config.keys import as_option
+from trainer.config.messages import flat
 from trainer.core.stateful import Natural, SavedFields
 
 
@@ -26,6 +28,13 @@ class Terms(SavedFields):
     sync: tuple[str, Natural, str] | None = None
     # What the run last ran on; nothing depends on it
     environment: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("contract")
+    @classmethod
+    def _with_options(cls, terms: dict[str, Any]) -> dict[str, Any]:
+        """Give what a run of an earlier version had by a word the settings that it stands for."""
+        words = {key: as_option(key, terms[key]) for key in ("batchnorm",) if key in terms}
+        return {**{k: v for k, v in terms.items() if k not in words}, **flat(words)}
 
 
 def read_terms(loaded: Loaded) -> Terms:

@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Override
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, text
 from trainer.cli.trust import refuse_odd_files
-from trainer.config.components import targets_in
+from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
 from trainer.config.recipes import ONLY_TYPED, asked
 from trainer.config.run_config import READING, RunConfig, contract, reading_faults, step_faults
@@ -173,7 +173,10 @@ def saved_overrides(run: Path) -> list[Override]:
             faults.append(f"{line}: resolvers are not taken from a run; type it again")
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    return [o for o in overrides if not any(asked(dotted(o), None if o.is_delete() else o.value()))]
+    # Null was a value of a key that is a group now.
+    pairs = [(o, dotted(o), None if o.is_delete() else o.value()) for o in overrides]
+    pairs = [each for each in pairs if each[2] is not None or each[1] not in GROUPS]
+    return [override for override, key, value in pairs if not any(asked(key, value))]
 
 
 def _newest_overrides(run: Path) -> Path:

@@ -47,6 +47,9 @@ Count = Annotated[Whole, Field(ge=1, lt=2**63, description="a whole number of at
 Pair = Annotated[
     Whole, Field(ge=2, description="a whole number of at least 2: a token and the next")
 ]
+GroupSize = Annotated[
+    Whole, Field(ge=2, description="a whole number of at least 2: one sample has no spread")
+]
 Seed = Annotated[Whole, Field(ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
 Number = Annotated[float, Field(description="a number")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
@@ -276,6 +279,7 @@ class Batch(Component):
 
 COMPONENTS: Mapping[str, type[Component]] = {
     "batch": Batch,
+    "batchnorm": Component,
     "accum": Accum,
     "accum.gradient": Component,
     "sync": Component,

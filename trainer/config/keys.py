@@ -65,6 +65,11 @@ def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
     return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
 
 
+def as_option(group: str, value: Any) -> Any:  # noqa: ANN401 - what a run of an earlier version has
+    """Give the settings that one word stood for where a group was a plain key; null: `auto`."""
+    return options_of(group).get(value or "auto", value) if not isinstance(value, dict) else value
+
+
 def default_options(conf: Path) -> dict[str, str]:
     """Name the default option of every group, by dotted key, as the primary config chooses it."""
     entries = load_yaml(conf / "config.yaml").get("defaults", ())

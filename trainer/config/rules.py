@@ -57,7 +57,7 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
     ("batch.normalizer", ("micro_batches",), _CHOOSES, (True,), _BY_SIZE),
-    ("batchnorm", ("micro",), _CHOOSES, (True,), _WHOLE_STEP),
+    ("batchnorm", ("micro", "pooled", "sync"), _CHOOSES, (True,), _WHOLE_STEP),
     (
         "deterministic",
         ("layout",),

@@ -47,6 +47,7 @@ from trainer.config.components import (
     owner_of,
     targets_in,
 )
+from trainer.config.declared import declared
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
@@ -162,7 +163,7 @@ class RunConfig(Section):
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | Auto
-    batchnorm: Literal["micro"] | None
+    batchnorm: Component
     num_workers: Auto | Natural
     profile: Natural
     eval: Eval
@@ -186,11 +187,6 @@ class RunConfig(Section):
     # Keys of the step whose defaults are in force, for the start of a run to show
     unset: tuple[str, ...] = Field((), strict=False)
     config_dir: str | None = None  # folder of the user's own options; None without one
-
-    @property
-    def accepts_statistics(self) -> bool:
-        """Whether layers may normalise over micro-batches, as the user has said."""
-        return self.batchnorm == "micro"
 
     @property
     def total_epochs(self) -> int | None:
@@ -288,8 +284,10 @@ def stated_coupling(config: RunConfig) -> Coupling:
     """Say what couples the samples of a run by its config alone, whatever its model is."""
     if config.batch.normalizer == "micro_batches":
         return MEAN_OF_MEANS
-    if config.accepts_statistics:
-        return Coupling("micro_batch", why="batchnorm=micro makes the cut a part of the step")
+    mode = config.batchnorm
+    if declared(mode.target).flags.get("accepts_statistics"):
+        why = f"batchnorm={mode.name or mode.target} makes the cut a part of the step"
+        return Coupling("micro_batch", why=why)
     return NONE
 
 

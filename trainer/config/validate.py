@@ -36,7 +36,7 @@ from trainer.config.data_sets import (
     sources_argument,
 )
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, options_of
+from trainer.config.keys import KEYS, as_option, options_of
 from trainer.config.messages import (
     MISSING,
     ancestors,
@@ -125,6 +125,7 @@ def from_plain(plain: Tree) -> RunConfig:
         ConfigError: the mapping is not a config of this version.
     """
     choices = dict(plain.get("choices", {}))
+    plain = {**plain, "batchnorm": as_option("batchnorm", plain.get("batchnorm"))}
     try:
         later = {name: {**keys, **plain.get(name, {})} for name, keys in _LATER_SECTIONS.items()}
         whole = {**plain, **later, "trust": []}

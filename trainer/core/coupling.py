@@ -35,6 +35,8 @@ class Coupling:
     key: str = ""  # what an error begins with
     remedy: str = ""  # what to type, or to use, instead
     accepts: str = ""  # what else to type, so that a fixed cut is taken
+    # Whether each micro-batch waits for those of other ranks, so that all ranks need as many
+    joins_ranks: bool = False
     # A sentence for a step that is not the whole batch's; empty where the user has accepted it
     warning: str = ""
 
@@ -70,4 +72,5 @@ def strictest(*couplings: Coupling) -> Coupling:
     Of several of one kind it is the first of which a user is to be warned, else the first.
     """
     most = max(couplings, key=lambda each: (KINDS.index(each.kind), bool(each.warning)))
-    return replace(most, size=math.lcm(*(each.size for each in couplings)))
+    joins = any(each.joins_ranks for each in couplings)
+    return replace(most, size=math.lcm(*(each.size for each in couplings)), joins_ranks=joins)

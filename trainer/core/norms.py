@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -23,20 +21,27 @@ def has_running_norm(model: nn.Module) -> bool:
     return any(isinstance(part, _NormBase) for part in model.modules())
 
 
+def moves_in_forward(part: nn.Module) -> bool:
+    """Whether each forward of a layer in training moves its running statistics."""
+    return is_batch_norm(part) and not getattr(part, "moves_once", False)
+
+
 def normalizes_batch(part: nn.Module) -> bool:
     """Whether a layer normalises over the samples of its micro-batch, as it is set now.
 
-    BatchNorm in evaluation mode does not: it normalises with its running statistics.
+    BatchNorm in evaluation mode does not: it normalises with its running statistics. Nor does one
+    that declares another coupling.
     """
+    declared = getattr(part, "coupling", None)
+    if isinstance(part, _BatchNorm) and isinstance(declared, Coupling):
+        return part.training and declared.fixes_cut
     return isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
 
 
-def model_coupling(model: nn.Module, *, is_accepted: bool = False) -> Coupling:
+def model_coupling(model: nn.Module) -> Coupling:
     """Find the strictest coupling of samples in a model: a module's `coupling`, or BatchNorm's.
 
-    Args:
-        model: whose modules may declare an attribute `coupling`, a `Coupling`.
-        is_accepted: whether the user has said that statistics are to be those of micro-batches.
+    A module may declare it by an attribute `coupling`, a `Coupling`.
     """
     found = NONE
     for name, part in model.named_modules():
@@ -44,20 +49,16 @@ def model_coupling(model: nn.Module, *, is_accepted: bool = False) -> Coupling:
         if isinstance(declared, Coupling):
             found = strictest(found, declared)
         elif normalizes_batch(part):
-            found = strictest(found, _batch_norm(name))
-    return replace(found, warning="") if is_accepted else found
+            found = strictest(found, batch_norm_coupling(name))
+    return found
 
 
-def _batch_norm(name: str) -> Coupling:
+def batch_norm_coupling(name: str) -> Coupling:
+    """Say that the layer of a name normalises each micro-batch over itself."""
     return Coupling(
         "micro_batch",
         why=f"{name} is BatchNorm, which normalises within each micro-batch",
         key="model",
         remedy="use GroupNorm",
         accepts=" batchnorm=micro",
-        warning=(
-            f"{name} is BatchNorm, normalised over each micro-batch of each rank, whose running "
-            "statistics are its own, so the step depends on the micro-batch size; to accept this, "
-            "set batchnorm=micro"
-        ),
     )

@@ -11,7 +11,7 @@ from itertools import chain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.core.norms import is_batch_norm
+from trainer.core.norms import moves_in_forward
 
 SIGNIFICANT = 0.2
 """A stack of blocks counts when it holds at least this share of the largest stack's weights."""
@@ -21,8 +21,8 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks of a model: the children of its largest lists of modules.
 
     A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their
-    own, and counts only outside of other such lists. A block with running statistics is
-    left out: to compute it twice would move them twice.
+    own, and counts only outside of other such lists. A block whose forward moves running
+    statistics is left out: to compute it twice would move them twice.
 
     Returns:
         The blocks, in the order of `model.modules()`; empty when the model has none.
@@ -35,7 +35,7 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
         for stack, size in zip(stacks, sizes, strict=True)
         if size and size >= least
         for block in stack.children()
-        if not any(map(is_batch_norm, block.modules()))
+        if not any(map(moves_in_forward, block.modules()))
     )
 
 

@@ -167,10 +167,12 @@ def compute(
         assert found.loss is not None
         loss = found.loss if scale is None else found.loss / scale.value
         return Outcome(loss, used, found.metrics)
-    if context.sync.lockstep and context.world.size > 1:
+    joins = context.coupling.joins_ranks
+    if (context.sync.lockstep or joins) and context.world.size > 1:
+        who = "batchnorm=sync sums" if joins else f"sync={context.sync.name} reduces"
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory, and sync={context.sync.name} reduces in every "
-            f"micro-batch, so the step cannot be repeated: {remedies(context, batch)}"
+            f"step {batch.step}: out of memory, and {who} in every micro-batch, so the step "
+            f"cannot be repeated: {remedies(context, batch)}"
         )
     model.drop_gradients()
     release_memory()
@@ -282,4 +284,6 @@ def remedies(context: StepContext, batch: PlannedBatch) -> str:
     )
     if context.coupling.fixes_cut:
         remedy = "lower accum.micro"
-    return remedy + ", or type sync=deferred" * context.deferred_fits
+    return remedy + ", or type sync=deferred" * (
+        context.deferred_fits and not context.coupling.joins_ranks
+    )

@@ -38,12 +38,17 @@ def test_what_changes_the_step_is_refused_by_name_unless_it_is_allowed():
 
 
 @pytest.mark.parametrize(
-    ("values", "coupling"),
-    [({"batch.normalizer": "micro_batches"}, NONE), ({"batchnorm": "micro"}, NONE), ({}, MICRO)],
+    ("values", "coupling", "mode"),
+    [
+        ({"batch.normalizer": "micro_batches"}, NONE, "auto"),
+        ({}, NONE, "micro"),
+        ({}, MICRO, "auto"),
+    ],
 )
-def test_the_cut_is_part_of_the_contract_where_the_step_depends_on_it(values, coupling):
+def test_the_cut_is_part_of_the_contract_where_the_step_depends_on_it(values, coupling, mode):
     for size in ("accum.micro", "accum.steps"):
-        configs = [checked({**values, size: count}, "accum=fixed") for count in (2, 4)]
+        options = ("accum=fixed", f"batchnorm={mode}")
+        configs = [checked({**values, size: count}, *options) for count in (2, 4)]
         two, four = (contract(c, coupling=coupling) for c in configs)
         assert changed(two, four) == [size]
         assert contract_diff(two, four, [size]) == []

@@ -39,6 +39,7 @@ OPTIONS = {
         "accum/gradient": "auto own sum",
         "adapter": "lora none own",
         "batch": "own samples tokens",
+        "batchnorm": "auto frozen ghost micro own pooled sync",
         "data": "digits hf image_text mixture own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
         "objective": "auto classify masked_lm model_loss multi_label multiple_choice "

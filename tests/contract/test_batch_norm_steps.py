@@ -1,0 +1,214 @@
+"""A step under each mode of BatchNorm, in float64: what it depends on, and what it does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lib import batch_norm_toys
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, state, steps
+from tests.reliability.rank_work import run_as_rank
+from trainer import train
+from trainer.core.errors import ConfigError, NotExactError
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+OWN = batch_norm_toys.__name__
+NET = f"model._target_={OWN}.Convolved data._target_={OWN}.Pictures optimizer=sgd optimizer.lr=0.05"
+GHOST = f"{NET} batchnorm=ghost batchnorm.group=4"
+EXACT, WRONG = 1e-12, 1e-3
+
+
+def distance(found, expected) -> float:
+    """The largest difference of a tensor of the model, buffers included, by its largest value."""
+    pairs = [(t, state(found)[n]) for n, t in state(expected).items() if n.startswith("model.")]
+    assert pairs
+    return max(
+        float((other - tensor).abs().max()) / max(1e-30, float(tensor.abs().max()))
+        for tensor, other in pairs
+        if tensor.is_floating_point()
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Six steps of groups of four, each step in one piece."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("whole"))
+        return go(f"{GHOST} accum.micro=8")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accum.micro=4",
+        "accum=budget accum.max_tokens=4",
+        "accum=auto accum.micro=4",
+        "accum.micro=4 model.recomputes=true",
+    ],
+)
+def test_ghost_takes_the_same_steps_however_they_are_cut_or_recomputed(line, whole):
+    found = go(f"{GHOST} {line}")
+    assert curve(found, "micro_batches")[:5] == [2] * 5
+    assert distance(found, whole) < EXACT
+    assert found.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], rel=EXACT)
+
+
+def test_micro_takes_other_steps_for_each_cut(whole):
+    one, two = (go(f"{NET} batchnorm=micro accum.micro={n} name=n{n}") for n in (4, 8))
+    assert distance(one, two) > WRONG
+    assert distance(one, whole) > WRONG, "whose statistics move twice a step"
+
+
+def ran_on_two(ranks, line, tmp_path):
+    config = prepared(" ".join(overrides(f"{line} parallel.ranks=2"))).config
+    folder = tmp_path / "run"
+    assert ranks.run(2, run_as_rank, config, folder, {}) == [{"code": 0}] * 2
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ghost_takes_the_same_steps_on_two_ranks(mode, whole, ranks, tmp_path):
+    found = ran_on_two(ranks, f"{GHOST} accum.micro=4 parallel={mode}", tmp_path)
+    assert distance(found, whole) < EXACT
+
+
+def test_sync_on_two_ranks_is_the_whole_batch_on_one_and_a_rank_without_samples_takes_part(
+    ranks, tmp_path
+):
+    """The last step of the epoch has a micro-batch on one rank alone."""
+    line = f"{NET} batch.global=7 steps=6 data.size=41"
+    found = ran_on_two(ranks, f"{line} batchnorm=sync accum.micro=4", tmp_path)
+    assert distance(found, go(f"{line} batchnorm=pooled accum.micro=7")) < EXACT
+
+
+def test_a_resumed_run_goes_on_with_the_statistics_that_it_had(whole):
+    first = go(f"{GHOST} accum.micro=4 steps=3 scheduler=constant")
+    expected = go(f"{GHOST} accum.micro=4 scheduler=constant")
+    assert distance(on(first, "steps=6"), expected) == 0
+
+
+def test_blocks_recompute_themselves_where_statistics_move_once_a_step():
+    line = f"{GHOST} model._target_={OWN}.Residual accum.micro=8"
+    plain, again = go(line), go(f"{line} activation_checkpointing=true")
+    assert distance(again, plain) < EXACT
+    with pytest.raises(ConfigError, match="no list of blocks"):
+        go(f"{line.replace('ghost batchnorm.group=4', 'micro')} activation_checkpointing=true")
+
+
+def test_verify_proves_ghost_and_names_the_layers_of_micro():
+    proven = go(f"command=verify {GHOST} accum.micro=4")
+    assert read_json(proven.folder / "verify.json")["verdict"] == "exact"
+    frozen = go(f"command=verify {NET} batchnorm=frozen accum.micro=3")
+    assert read_json(frozen.folder / "verify.json")["verdict"] == "exact"
+    with pytest.raises(NotExactError, match="caused by norm"):
+        go(f"command=verify {NET} batchnorm=pooled accum.micro=4")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("batchnorm=ghost batchnorm.group=1", "batchnorm.group=1: must be a whole number of at le"),
+        ("batchnorm=ghost", "no global batch of 8 fills a group: type batchnorm.group=8"),
+        ("batchnorm.group=64 accum=auto", "no global batch of 8 fills a group: type batchnorm.gr"),
+        ("batchnorm=ghost batchnorm.group=7 batch.global=8", "leaves a group of one sample, whic"),
+        (f"batchnorm=ghost model._target_={OWN}.Plain", "Plain has no BatchNorm that normalises"),
+        ("batchnorm=ghost batchnorm.group=4", "nearest valid value is accum.micro=4"),
+        (
+            f"batchnorm=ghost model._target_={TOYS}.Net model.norm=batch data._target_={TOYS}.Rows",
+            "samples have different lengths, and BatchNorm counts padded positions",
+        ),
+        ("batchnorm=pooled accum=auto", "depends on the micro-batch size; type accum=fixed"),
+        ("batchnorm=micro batchnorm.group=4", "not a setting of batchnorm=micro; type batchnorm="),
+        ("batchnorm=ghots", "no such option. Did you mean ghost?"),
+        (
+            f"batchnorm=ghost batchnorm.group=4 accum.micro=4 model._target_={OWN}.Counting",
+            "seen moves in each forward, so that the step depends on the cut",
+        ),
+        ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_with_what_to_type(line, words):
+    with pytest.raises(ConfigError) as raised:
+        go(f"{NET} {line}")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_auto_leaves_models_without_batchnorm_alone_and_warns_with_numbers():
+    plain = read_json(go(f"{NET} model._target_={OWN}.Plain steps=1").folder / "plan.json")
+    assert plain["batchnorm"] is None
+    plan = read_json(go(f"{NET} steps=1").folder / "plan.json")
+    (warning,) = plan["warnings"]
+    assert "over 2 to 3 samples" in warning
+    assert "not over the 8 of the step" in warning
+    assert "move 3 times a step" in warning
+    planned = read_json(go(f"{NET} accum=auto steps=1").folder / "plan.json")
+    assert planned["warnings"] == []
+    assert planned["batchnorm"] == "over groups of 8 samples (ghost), whatever the cut"
+
+
+MODE = """
+from dataclasses import dataclass
+
+from trainer.config.components import Count
+from trainer.core.coupling import Coupling
+from trainer.models.batch_norm import BatchNormMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(BatchNormMode):
+    pairs: Count = 1
+
+    def coupling(self, name):
+        return Coupling("group", 2 * self.pairs, why=f"{name} normalises in pairs", key="batchnorm")
+
+    def normalize(self, layer, values):
+        return layer.in_pieces(values, layer.rows_of(2 * self.pairs, values))
+
+    def scope(self, samples, ranks):
+        return f"over {self.pairs} pairs of samples"
+"""
+
+
+def test_a_mode_of_ones_own_is_two_files_and_pairs_of_two_are_groups_of_four(whole, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
+    Path("mode.py").write_text(MODE)
+    Path("own/batchnorm").mkdir(parents=True)
+    Path("own/batchnorm/pairs.yaml").write_text("_target_: mode.Pairs\npairs: 1\n")
+    typed = overrides(f"{NET} batchnorm=pairs batchnorm.pairs=2 accum.micro=4")
+    found = train(typed, config_dir="own")
+    assert distance(found, whole) < EXACT
+    assert read_json(found.folder / "plan.json")["batchnorm"] == "over 2 pairs of samples"
+
+
+def test_runs_and_recipes_from_before_the_key_was_a_group_go_on():
+    """There `batchnorm` was null, or `micro`."""
+    for word in ("null", "micro"):
+        Path(f"{word}.yaml").write_text(f"batchnorm: {word}\n")
+        run = go(f"{NET} recipe={word}.yaml accum.micro=4 steps=2 scheduler=constant name={word}")
+        content = yaml.safe_load((run.folder / "config.yaml").read_text())
+        content["batchnorm"] = yaml.safe_load(word)
+        (run.folder / "config.yaml").write_text(yaml.safe_dump(content))
+        hydra = run.folder / ".hydra" / "overrides.yaml"
+        lines = [line for line in yaml.safe_load(hydra.read_text()) if "recipe" not in line]
+        hydra.write_text(yaml.safe_dump([*lines, f"batchnorm={word}"]))
+        again = on(run, "steps=4")
+        assert [entry["step"] for entry in steps(again)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", ["ghost batchnorm.group=4", "pooled"])
+def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all(mode):
+    line = f"{NET} batchnorm={mode} accum.micro=8 batch.global=16 steps=2 scheduler=constant"
+    plain, poor = go(line), go(f"{line} accum.gradient._target_={OWN}.Poor")
+    assert sum(entry.get("replays", 0) for entry in steps(poor)) == 1
+    assert distance(poor, plain) < EXACT
+    odd = go(f"{line} accum.gradient._target_={OWN}.Odd steps=1")
+    assert steps(odd)[0]["skipped"] == "not finite"
+    statistics = {n: t for n, t in state(odd).items() if "running" in n}
+    assert all(bool((t == float("var" in n)).all()) for n, t in statistics.items())
+    assert len(statistics) == 10

@@ -1,0 +1,44 @@
+"""Say what the BatchNorm layers of a run normalise over, and what differs from the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.assemble.run_plan import RunPlan
+from trainer.core.format import number, plural
+from trainer.core.rows import Row, row
+from trainer.models.batch_norm import layers_of
+from trainer.plan.cut import Plan
+
+
+def batch_norm_rows(run_plan: RunPlan) -> Sequence[Row]:
+    """Say what is normalised over what; of a model without BatchNorm there is nothing to say."""
+    components = run_plan.components
+    if not (layers := layers_of(components.module)):
+        return [row(batchnorm=None)]
+    scope = layers[0].mode.scope(_samples(run_plan.plans[0]), components.world.size)
+    text = f"{plural(len(layers), 'layer')}, {scope}"
+    return [row("BatchNorm", text, batchnorm=scope)]
+
+
+def batch_norm_warnings(run_plan: RunPlan) -> list[str]:
+    """Warn of statistics of micro-batches that nobody has asked for."""
+    components, plan = run_plan.components, run_plan.plans[0]
+    layers, is_typed = layers_of(components.module), components.batch_norm.typed.accepts_statistics
+    if not layers or is_typed or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
+        return []
+    each = f"{plural(plan.accum_steps, 'time')} a step"
+    whose = ", by those of rank 0 alone" * (components.world.size > 1)
+    return [
+        f"BatchNorm normalises over {_samples(plan)} samples, the micro-batches of one rank, and "
+        f"not over the {number(plan.num_samples)} of the step, and its running statistics move "
+        f"{each}{whose}: so the step depends on accum.micro; batchnorm=ghost depends on no cut, "
+        "batchnorm=pooled moves them once a step, and batchnorm=micro accepts this"
+    ]
+
+
+def _samples(plan: Plan) -> str:
+    """Write the samples of a micro-batch: `8`, or `6 to 12`."""
+    counts = [len(ids) for own in plan.ranks for ids in own if len(ids)]
+    low, high = min(counts), max(counts)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"

@@ -1,0 +1,270 @@
+"""Let BatchNorm layers normalise as a run says, and move their running statistics once a step.
+
+To add a way, subclass `BatchNormMode` and name the class in a YAML file of the group `batchnorm`.
+A layer keeps its weights, buffers and names: what is saved and exported is PyTorch's BatchNorm.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.core.coupling import Coupling
+from trainer.core.errors import ConfigError
+from trainer.core.norms import normalizes_batch
+from trainer.core.stateful import State, Stateful
+from trainer.core.world import World
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What is known of a run's steps before its model is built."""
+
+    largest: int  # samples of the largest global batch
+    is_stated: bool  # whether the cut takes the sizes of micro-batches as they were typed
+    is_padded: bool  # whether samples of different length share a micro-batch
+
+
+class BatchNormMode(ABC):
+    """How the BatchNorm layers of a model normalise in training; its fields are keys of the config.
+
+    Subclasses are frozen dataclasses. Evaluations normalise by the running statistics.
+    """
+
+    accepts_statistics: bool = False
+    """Whether whoever types it says that micro-batches are a part of the step."""
+
+    needs_layers: bool = True
+    """Whether it is refused for a model without BatchNorm."""
+
+    moves_once: ClassVar[bool] = True
+    """Whether running statistics move once a step, or in no forward at all."""
+
+    def resolved(self, shape: StepShape) -> BatchNormMode:
+        """Give the mode that this one is for steps of such a shape.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return self
+
+    @property
+    def estimating(self) -> BatchNormMode | None:
+        """The mode in which statistics are estimated again; None where they never are."""
+        return None
+
+    @abstractmethod
+    def coupling(self, name: str) -> Coupling:
+        """Say how far the samples of a step depend on each other through the layer of a name."""
+
+    @abstractmethod
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """Normalise `(rows, channels, ...)` in training, as `forward` of the layer.
+
+        Rows are those of whole samples, in sample order: `layer.rows_of(samples)` counts them.
+        """
+
+    @abstractmethod
+    def scope(self, samples: str, ranks: int) -> str:
+        """Say what is normalised over what, and when running statistics move, for a person.
+
+        `samples` are those of a micro-batch in words: `8`, or `6 to 12`.
+        """
+
+
+@final
+class SampleCount:
+    """Notes how many samples the forward that runs has: the first dimension of what it takes."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def note(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """See the class; a hook before the forward of the whole model."""
+        given = [*args, *kwargs.values()]
+        self.samples = next((len(x) for x in given if isinstance(x, Tensor) and x.dim()), 0)
+
+
+class BatchNormLayer(_BatchNorm):
+    """A BatchNorm layer whose mode normalises for it in training."""
+
+    mode: BatchNormMode
+    count: SampleCount
+    coupling: Coupling
+    # `(3, channels)` in float64, of the step's forwards up to now: how many values, their sum, and
+    # that of their squares. Between two steps None. No checkpoint has it; a replay puts it back.
+    step_sums: Tensor | None
+    joins_ranks: bool = False  # whether the step runs now, whose ranks all take part
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise; see `BatchNormMode.normalize`. An evaluation's is PyTorch's own."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call] # untyped in torch
+        return self.mode.normalize(self, input)
+
+    @property
+    def moves_once(self) -> bool:
+        """Whether its forward may be computed twice: see `BatchNormMode`."""
+        return self.mode.moves_once
+
+    def rows_of(self, samples: int, values: Tensor) -> int:
+        """Count the rows of so many samples, which may have several each: their tokens, say."""
+        rows, count = len(values), self.count.samples
+        return samples * (rows // count if count and rows % count == 0 else 1)
+
+    def in_pieces(self, values: Tensor, rows: int | None = None) -> Tensor:
+        """Normalise pieces of `rows` rows, each over itself, and note their statistics.
+
+        A piece is computed alone, so that its bits do not depend on what else is there; the last
+        may be short. None takes all rows as one.
+        """
+        found: Tensor = _in_pieces(self, values, rows or max(1, len(values)))
+        return found
+
+    @torch.no_grad()
+    def note_sums(self, sums: Tensor) -> None:
+        """Add sums of a forward, as of `step_sums`, to the step's; not when it is recomputed."""
+        if self.running_mean is not None and torch._C._current_graph_task_id() == -1:
+            self.step_sums = sums if self.step_sums is None else self.step_sums + sums
+
+    @torch.no_grad()
+    def move(self, sums: Tensor) -> None:
+        """Move the running statistics by those of a whole step; without a value they stay."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        count, is_used = sums[0].clamp(min=2), sums[0] > 0
+        mean = sums[1] / sums[0].clamp(min=1)
+        variance = (sums[2] - sums[0] * mean**2).clamp(min=0) / (count - 1)
+        self.num_batches_tracked += is_used[0]
+        seen = self.num_batches_tracked.double()
+        weight = is_used.double() * (
+            1 / seen.clamp(min=1) if self.momentum is None else self.momentum
+        )
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(running.double().lerp(value, weight))
+
+
+# A compiler would make a graph for each number of pieces.
+@torch.compiler.disable  # type: ignore[untyped-decorator] # untyped in torch
+def _in_pieces(layer: BatchNormLayer, values: Tensor, rows: int) -> Tensor:
+    pieces, shape = torch.split(values, rows), (-(-len(values) // rows) or 1, values.shape[1])
+    dtype = torch.float32 if layer.running_mean is None else layer.running_mean.dtype
+    found = torch.zeros((2, *shape), dtype=dtype, device=values.device)
+    how = (True, 1.0, layer.eps, torch.backends.cudnn.enabled)
+    # With a momentum of 1 running statistics become those of the piece.
+    parts = [
+        torch.batch_norm(piece, layer.weight, layer.bias, found[0, i], found[1, i], *how)
+        for i, piece in enumerate(pieces)
+    ]
+    if len(values):
+        counts = found.new_full(shape, pieces[0].numel() // shape[1], dtype=torch.float64)
+        counts[-1] = pieces[-1].numel() // shape[1]
+        mean, variance = found.double()
+        squares = torch.where(counts > 1, variance * (counts - 1), 0.0) + counts * mean**2
+        layer.note_sums(torch.stack([counts, counts * mean, squares]).sum(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def layers_of(model: nn.Module) -> list[BatchNormLayer]:
+    """List the layers that a mode normalises for."""
+    return [part for part in model.modules() if isinstance(part, BatchNormLayer)]
+
+
+def use_mode(model: nn.Module, mode: BatchNormMode) -> None:
+    """Let a mode normalise for every layer that normalises over samples, in place.
+
+    Raises:
+        ConfigError: a layer does not fit the mode.
+    """
+    count, found = SampleCount(), False
+    for name, part in model.named_modules():
+        if not isinstance(part, _BatchNorm) or not normalizes_batch(part):
+            continue
+        kind, found = type(part), True
+        if part.running_mean is None and mode.coupling(name).kind == "none":
+            text = "keeps no running statistics (track_running_stats=False) to normalise by"
+            raise ConfigError(f"batchnorm=frozen: {name} {text}: type batchnorm=ghost")
+        # Behind its own class, which may have a forward of its own around PyTorch's; SyncBatchNorm
+        # has PyTorch's other one.
+        is_other = kind is nn.SyncBatchNorm
+        bases = (BatchNormLayer, kind) if is_other else (kind, BatchNormLayer)
+        part.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
+        vars(part).update(mode=mode, count=count, coupling=mode.coupling(name))
+        part.register_buffer("step_sums", None, persistent=False)
+    if found:
+        model.register_forward_pre_hook(count.note, with_kwargs=True)
+
+
+@final
+class RunningStatistics(Stateful):
+    """Moves the running statistics of a model once a step, by the statistics of the whole step."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        self._layers = [
+            each for each in layers_of(model) if each.moves_once and each.running_mean is not None
+        ]
+        for layer in self._layers:
+            layer.joins_ranks = world.size > 1
+        is_grouped = any(layer.coupling.kind == "group" for layer in self._layers)
+        self._others = _saved_buffers(model) if is_grouped else {}
+        self._model = model
+
+    def state(self) -> State:
+        """See the base class: between two steps there is none but the model's own buffers."""
+        return {}
+
+    def load(self, state: State) -> None:
+        """See the base class."""
+
+    def after_update(self, step: int) -> None:
+        """See the base class."""
+        if not self._layers:
+            return
+        self._refuse_other_state()
+        each = [
+            torch.zeros(3, layer.num_features, dtype=torch.float64, device=self._world.device)
+            if layer.step_sums is None
+            else layer.step_sums
+            for layer in self._layers
+        ]
+        sizes = [layer.num_features for layer in self._layers]
+        sums = torch.split(self._world.sum(torch.cat(each, dim=1)), sizes, dim=1)
+        for layer, own in zip(self._layers, sums, strict=True):
+            layer.move(own)
+            layer.step_sums = None
+
+    def _refuse_other_state(self) -> None:
+        """Refuse, once, a model of which forwards move more than its BatchNorm layers."""
+        now = _saved_buffers(self._model) if self._others else {}
+        for name, before in self._others.items():
+            if name in now and not torch.equal(before, now[name]):
+                raise ConfigError(
+                    f"batchnorm=ghost: {name} moves in each forward, so that the step depends on "
+                    "the cut: type accum=fixed accum.micro=N batchnorm=micro, or let it move once "
+                    "a step"
+                )
+        self._others = {}
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copy the buffers that checkpoints hold, but those of the layers that a mode normalises for.
+
+    Others are caches.
+    """
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer.clone()
+        for prefix, part in model.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+        if not isinstance(part, BatchNormLayer)
+    }

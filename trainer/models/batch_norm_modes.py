@@ -1,0 +1,166 @@
+"""Normalise over fixed groups of samples, over micro-batches, or by statistics that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.config.components import GroupSize
+from trainer.core.coupling import NONE, Coupling
+from trainer.core.errors import ConfigError
+from trainer.core.norms import batch_norm_coupling
+from trainer.models.batch_norm import BatchNormLayer, BatchNormMode, StepShape
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ghost(BatchNormMode):
+    """Groups of consecutive samples of the global batch, which every cut leaves whole.
+
+    "Ghost batch normalisation" (Hoffer et al. 2017), tied to samples in place of micro-batches.
+    """
+
+    group: GroupSize = 32  # the last group of a global batch may be short
+
+    def resolved(self, shape: StepShape) -> Ghost:
+        """See the base class."""
+        group, most = self.group, shape.largest
+        if shape.is_padded:
+            raise ConfigError(
+                "batchnorm=ghost: samples have different lengths, and BatchNorm counts padded "
+                "positions, of which each cut has others: type accum=fixed accum.micro=N "
+                "batchnorm=micro, or batchnorm=frozen"
+            )
+        if group > most:
+            remedy = f"type batchnorm.group={most}" if most > 1 else "type batchnorm=frozen"
+            raise ConfigError(
+                f"batchnorm.group={group}: no global batch of {most} fills a group: {remedy}"
+            )
+        return self
+
+    @property
+    def estimating(self) -> Ghost:
+        """See the base class."""
+        return self
+
+    def coupling(self, name: str) -> Coupling:
+        """See the base class."""
+        why = f"{name} is BatchNorm, which normalises in groups"
+        return Coupling("group", self.group, why=why, key="batchnorm")
+
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """See the base class."""
+        rows = layer.rows_of(self.group, values)
+        return layer.in_pieces(values, rows)
+
+    def scope(self, samples: str, ranks: int) -> str:
+        """See the base class."""
+        return f"over groups of {self.group} samples (ghost), whatever the cut"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pooled(BatchNormMode):
+    """Each micro-batch over itself; the whole step moves the running statistics once."""
+
+    accepts_statistics = True
+
+    @property
+    def estimating(self) -> Pooled:
+        """See the base class."""
+        return self
+
+    def coupling(self, name: str) -> Coupling:
+        """See the base class."""
+        return batch_norm_coupling(name)
+
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """See the base class."""
+        return layer.in_pieces(values)
+
+    def scope(self, samples: str, ranks: int) -> str:
+        """See the base class."""
+        text = f"over micro-batches of {samples} samples (pooled)"
+        return f"{text}; running statistics over the whole step"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Micro(BatchNormMode):
+    """PyTorch's own: each micro-batch over itself, and each moves the running statistics."""
+
+    accepts_statistics = True
+    needs_layers = False  # it also accepts modules of one's own that couple a micro-batch
+    moves_once = False
+
+    @property
+    def estimating(self) -> Pooled:
+        """See the base class."""
+        return Pooled()
+
+    def coupling(self, name: str) -> Coupling:
+        """See the base class."""
+        return batch_norm_coupling(name)
+
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """See the base class."""
+        return _BatchNorm.forward(layer, values)
+
+    def scope(self, samples: str, ranks: int) -> str:
+        """See the base class."""
+        whose = ", those of rank 0" * (ranks > 1)
+        text = f"over micro-batches of {samples} samples (micro)"
+        return f"{text}; each moves the running statistics{whose}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Frozen(BatchNormMode):
+    """The running statistics as they were loaded; weights and biases of the layers are trained."""
+
+    def coupling(self, name: str) -> Coupling:
+        """See the base class."""
+        return NONE
+
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """See the base class."""
+        how = (layer.running_mean, layer.running_var, False, 0.0, layer.eps)
+        cudnn = torch.backends.cudnn.enabled
+        return torch.batch_norm(values, layer.weight, layer.bias, *how, cudnn)
+
+    def scope(self, samples: str, ranks: int) -> str:
+        """See the base class."""
+        return "by the running statistics as they are (frozen), whatever the cut"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Auto(BatchNormMode):
+    """`ghost` under a cut that chooses its sizes, where no sample is padded; else `micro`."""
+
+    group: GroupSize = 32
+    needs_layers = False
+
+    def resolved(self, shape: StepShape) -> BatchNormMode:
+        """See the base class; a group that nobody typed is no larger than the global batch."""
+        if shape.is_stated or shape.is_padded:
+            return Micro()
+        is_default = self.group == Auto.group
+        group = min(self.group, max(2, shape.largest)) if is_default else self.group
+        return Ghost(group=group).resolved(shape)
+
+    def coupling(self, name: str) -> Coupling:
+        """See the base class; asked of what it is resolved to."""
+        raise NotImplementedError
+
+    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
+        """See the base class; likewise."""
+        raise NotImplementedError
+
+    def scope(self, samples: str, ranks: int) -> str:
+        """See the base class; likewise."""
+        raise NotImplementedError
