@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
@@ -11,6 +12,7 @@ from trainer.models.batch_norm import RunningStatistics
 from trainer.models.compilation import compile_model
 from trainer.objectives.base import weights_of
 from trainer.training.batches import PlannedBatch
+from trainer.training.parameter_norms import ParameterNorms
 from trainer.training.window import StepContext
 from trainer.tune.layout import COMPILED_SHAPES
 
@@ -30,6 +32,9 @@ def step_context(
         compile_model(module, COMPILED_SHAPES)
     model = components.parallel.lay_out(module, components.call, world, components.weights)
     optimizer = components.make_optimizer(module)
+    norms, every = dict[str, Any](), config.log.parameters
+    if every is not None:
+        norms["before_update"] = ParameterNorms(model, optimizer, every).begin
     scale = LossScale() if components.precision == "fp16" else None
     return StepContext(
         model=model,
@@ -52,4 +57,5 @@ def step_context(
         parts=[*([] if scale is None else [scale]), RunningStatistics(module, world), *parts],
         world=world,
         on_out_of_memory=on_out_of_memory,
+        **norms,
     )

@@ -108,6 +108,7 @@ class Log(Section):
 
     every: Count
     samples: bool
+    parameters: Count | None
 
 
 class Wandb(Section):

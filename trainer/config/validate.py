@@ -115,7 +115,11 @@ def validate(
 
 
 # Off in runs of earlier versions
-_LATER_SECTIONS: Mapping[str, Tree] = {"ema": {"decay": None}, "accum": {"buffer": "native"}}
+_LATER_SECTIONS: Mapping[str, Tree] = {
+    "ema": {"decay": None},
+    "accum": {"buffer": "native"},
+    "log": {"parameters": None},
+}
 
 
 def from_plain(plain: Tree) -> RunConfig:

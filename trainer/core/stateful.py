@@ -23,6 +23,9 @@ STEP_KEYS = {
 }
 """What metrics.jsonl has of a step whatever the objective is; the last four where they apply."""
 
+NORMS_OF_PARAMETERS = ("weight_norm/", "gradient_norm/", "update_norm/")
+"""What begins the names of `log.parameters` in a line of metrics.jsonl, before that of a block."""
+
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 

@@ -139,14 +139,15 @@ class Parallel(ABC):
         In fp32 at least: in bf16 it would be off by 4e-3, and in fp16 overflow beyond 65504. On a
         CPU in fp64: its kernel adds in order, which in fp32 is off by 3e-3 at 40M elements.
         """
-        norms, grads = list[Tensor](), self.gradients()
+        grads = self.gradients()
         if self.world.device.type == "cpu":
             return norm_in_double(grads)
-        for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            same = [grad for grad in grads if grad.dtype == dtype]
-            norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(_norms(grads)))
         return norm
+
+    def sum_over_shards(self, totals: Tensor) -> Tensor:
+        """Add up, in place, what each rank computed of its part of the parameters. Collective."""
+        return totals
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply every gradient by a 0-d tensor."""
@@ -295,6 +296,24 @@ class Replicated(Parallel):
         self._reduced = [p.grad for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the 2-norm of each tensor, in fp32 at least."""
+    norms = list[Tensor]()
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+    return norms
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Compute the square of the 2-norm of tensors on a device, whole or local, in fp64, 0-d."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cpu":
+        return norm_in_double(tensors).square()
+    return torch.stack(_norms(tensors)).double().square().sum()
 
 
 def norm_in_double(grads: Sequence[Tensor]) -> Tensor:

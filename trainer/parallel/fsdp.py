@@ -237,11 +237,14 @@ class Sharded(Parallel):
         """See the base class."""
         if self.world.device.type == "cpu":
             here = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
-            square = norm_in_double(here).square()
-            dist.all_reduce(square, group=self._sharing)
-            return square.sqrt()
+            return self.sum_over_shards(norm_in_double(here).square()).sqrt()
         norm = super().gradient_norm()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def sum_over_shards(self, totals: Tensor) -> Tensor:
+        """See the base class; copies of the shards have the same."""
+        dist.all_reduce(totals, group=self._sharing)
+        return totals
 
     def scale_gradients(self, factor: Tensor) -> None:
         """See the base class."""

@@ -22,7 +22,7 @@ from trainer.config.secrets import without_secrets
 from trainer.core.durable import as_save_error, open_log
 from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
 from trainer.core.rows import Noun
-from trainer.core.stateful import STEP_KEYS
+from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
 
 LOG_FILE = "train.log"
@@ -190,7 +190,8 @@ def step_of(step: int, steps: int) -> str:
 
 def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
-    named = (f"{name} {loss(value)}" for name, value in entry.items() if name not in STEP_KEYS)
+    shown = [n for n in entry if n not in STEP_KEYS and not n.startswith(NORMS_OF_PARAMETERS)]
+    named = (f"{name} {loss(entry[name])}" for name in shown)
     speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
     used = (f"mfu {percent(entry['mfu']):>5}" for _ in range("mfu" in entry))
     padding, norm = f"{percent(entry['padding']):>5}", f"{rate(entry['grad_norm']):>5}"

@@ -243,4 +243,4 @@ def record_of(
     if report.skipped is not None:
         entry["skipped"] = report.skipped
     entry |= {"replays": report.replays} if report.replays else {}
-    return {**entry, **report.metrics}
+    return {**entry, **report.metrics, **report.norms}

@@ -58,6 +58,7 @@ class StepReport:
     replays: int = 0  # how often memory ran out before the step succeeded
     # Of the whole global batch by name, 0-d: those that the objective gave in training
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # of parameters, where asked; 0-d
     peak_bytes: int = 0  # the most memory that any rank had had when ranks agreed; 0 for one rank
 
 
@@ -99,10 +100,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         return report(skipped=_skip(context))
-    if context.clip_norm is not None:
-        context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
-    _update(context, batch.step)
-    return report()
+    return report(norms=_update(context, batch.step, norm))
 
 
 def _compute_passes(context: StepContext, batch: PlannedBatch, divisors: StepDivisors) -> Outcome:
@@ -134,18 +132,23 @@ def _skip(context: StepContext) -> str:
     )
 
 
-def _update(context: StepContext, step: int) -> None:
-    """Step the optimizer, once: an update that failed half-way cannot be rolled back."""
+def _update(context: StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
+    """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
+        norms_after = context.before_update(step)
+        if context.clip_norm is not None:
+            context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
         optimizer.step()
+        norms = norms_after()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         for part in context.parts:
             part.after_update(step)
+    return norms
 
 
 def _cut_for_replay(

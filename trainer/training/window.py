@@ -69,6 +69,8 @@ class StepContext:
     loss_scale: LossScale | None = None  # of a run in fp16
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
     world: World
+    # Called with the step before an update; what it gives is called after, and gives norms by name
+    before_update: Callable[[int], Callable[[], Mapping[str, Tensor]]] = lambda _: dict
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 

@@ -1,0 +1,83 @@
+"""`log.parameters=N`: norms of weights, gradients and updates per block, the same on any layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lib.nightly import nightly
+from tests.lib.run_support import TOYS, go, overrides, state, steps
+from tests.reliability.rank_work import on_ranks
+from trainer.training.parameter_norms import block_of
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant log.parameters=2"
+# SGD by hand: the update is the clipped gradient times the rate.
+SGD = "optimizer=sgd optimizer.momentum=0 optimizer.lr=0.5 clip_norm=0.01"
+EVERY = "checkpoint.every=1 checkpoint.keep=9"
+BLOCKS = ["embed", "norm", "head"]
+
+
+def norms(entry) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if "/" in name}
+
+
+def test_norms_are_those_by_hand_every_so_many_steps(capsys):
+    run = go(f"{DOUBLE} {SGD} {EVERY}").folder
+    shown = capsys.readouterr().out
+    assert "_norm/" not in shown
+    for entry in steps(run):
+        found = norms(entry)
+        if entry["step"] % 2:
+            assert not found
+            continue
+        before, after = (state(run, entry["step"] - i) for i in (1, 0))
+        for block in BLOCKS:
+            names = [n for n in after if n.startswith(f"model.{block}.")]
+            changes = [before[n] - after[n] for n in names]
+            size, update = (
+                float(torch.cat([t.flatten() for t in part]).norm())
+                for part in ([before[n] for n in names], changes)
+            )
+            assert found[f"weight_norm/{block}"] == pytest.approx(size, rel=1e-12)
+            assert found[f"update_norm/{block}"] == pytest.approx(update, rel=1e-9)
+            clipped = 0.5 * 0.01 / (entry["grad_norm"] + 1e-6)
+            expected = update / clipped  # before clipping
+            assert found[f"gradient_norm/{block}"] == pytest.approx(expected, rel=1e-9)
+        squares = sum(found[f"gradient_norm/{block}"] ** 2 for block in BLOCKS)
+        assert squares == pytest.approx(entry["grad_norm"] ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel=fsdp parallel.ranks=2",
+        nightly("parallel=ddp parallel.ranks=2"),
+        nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2"),
+    ],
+)
+@pytest.mark.parametrize("net", ["DoubleNet", "LowNet"])
+def test_ranks_write_the_norms_of_one_process(net, layout, ranks):
+    line, tolerance = f"{DOUBLE} steps=2", 1e-12
+    if net == "LowNet":
+        line, tolerance = f"{line} model._target_={TOYS}.LowNet accum.buffer=fp32", 1e-3
+    alone = norms(steps(go(line))[1])
+    run = on_ranks(ranks, overrides(f"{line} {layout}"))
+    assert norms(steps(run)[1]) == pytest.approx(alone, rel=tolerance)
+    assert len(alone) == 9
+    assert all(value > 0 for value in alone.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.1.mlp.weight", "model.layers.1"),
+        ("model.layers.10.mlp.weight", "model.layers.10"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+        ("lm_head.weight", "lm_head"),
+        ("scale", "scale"),
+    ],
+)
+def test_what_is_beside_blocks_goes_by_its_module(name, expected):
+    assert block_of(name, ["model.layers.1", "model.layers.10"]) == expected
