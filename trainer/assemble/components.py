@@ -90,6 +90,7 @@ class Components:
     # What the model's constructor may take from the data, such as their vocabulary
     given: Mapping[str, Any]
     tokenizer: Any  # None where no part takes one
+    noise_every: int | None = None  # steps between measurements; `prepare` finds it
 
     @property
     def train_set(self) -> DataView:
@@ -121,6 +122,13 @@ class Components:
         """What is trained and evaluated on."""
         return [self.train_set, *(each.loader.dataset for each in self.held_out.values())]
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether a micro-batch has one backward, by which it adds its own samples' gradient."""
+        strategy = self.strategy
+        is_single = strategy.single_backward and not strategy.before
+        return is_single and self.coupling.kind != "batch" and not self.coupling.joins_ranks
+
     def lr_scale(self, at: Cursor) -> float:
         """What the size of the step that begins at a position multiplies every rate by."""
         order = self.source.order
@@ -137,8 +145,8 @@ class Components:
 
     def feed(self, world: World) -> Feed:
         """Begin to give the micro-batches of a rank."""
-        start = self.source.order.start
-        return Feed(self.source, self.cut, self.layout, world, self.config.seed, start)
+        start, seed = self.source.order.start, self.config.seed
+        return Feed(self.source, self.cut, self.layout, world, seed, start, self.noise_every)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Build the optimizer over the parameters that a model has now, real or fake.

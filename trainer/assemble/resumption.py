@@ -19,6 +19,7 @@ from trainer.core.stateful import Natural, SavedFields, State, Stateful, as_part
 from trainer.plan.cut import Cost, Cut
 from trainer.report.records import environment
 from trainer.training.batches import Feed
+from trainer.training.noise import NOISE, NoiseScale
 from trainer.tune.tuning import Tuning
 
 SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
@@ -152,6 +153,8 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         name = f"parts.{component.target}"
         name += f"-{index + 1}" * (name in parts)
         parts[name] = as_part(part)
+    if config.log.noise_scale is not None:
+        parts[NOISE] = NoiseScale(config.batch.unit)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
@@ -159,7 +162,7 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
 
 def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
     """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
-    return {"loss_scale", AVERAGE, SIZES, *(own if "parts" in config.resume_allow else ())}
+    return {"loss_scale", NOISE, AVERAGE, SIZES, *(own if "parts" in config.resume_allow else ())}
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
@@ -21,13 +22,13 @@ from trainer.assemble.tuning import (
 )
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import IntArray, Plan
+from trainer.plan.cut import Cut, IntArray, Plan
 from trainer.training.batches import Feed
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Tuning
+from trainer.tune.tuning import Tuning, random_every
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
@@ -135,6 +136,7 @@ def prepare(
         components=replace(
             components,
             cut=cut,
+            noise_every=_noise_every(components, cut, tuning, plans),
             parallel=components.parallel.counted(fmean(plan.accum_steps for plan in plans)),
             held_out={
                 name: replace(each, max_tokens=tokens) for name, each in components.held_out.items()
@@ -149,6 +151,16 @@ def prepare(
         warnings=tuple(warnings),
         trials=trials,
     )
+
+
+def _noise_every(
+    components: Components, cut: Cut, tuning: Tuning | None, plans: Sequence[Plan]
+) -> int | None:
+    """Choose the steps between measurements of the noise scale; None where it is not measured."""
+    every, layout = components.config.log.noise_scale, components.layout
+    if not components.adds_up or every != "auto":
+        return every if components.adds_up and every != "auto" else None
+    return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
 
 
 def _try_out(components: Components) -> list[str]:

@@ -109,6 +109,7 @@ class Log(Section):
     every: Count
     samples: bool
     parameters: Count | None
+    noise_scale: Auto | Count | None
 
 
 class Wandb(Section):

@@ -118,7 +118,7 @@ def validate(
 _LATER_SECTIONS: Mapping[str, Tree] = {
     "ema": {"decay": None},
     "accum": {"buffer": "native"},
-    "log": {"parameters": None},
+    "log": {"parameters": None, "noise_scale": None},
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +28,29 @@ NORMS_OF_PARAMETERS = ("weight_norm/", "gradient_norm/", "update_norm/")
 """What begins the names of `log.parameters` in a line of metrics.jsonl, before that of a block."""
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNorms:
+    """What single micro-batches of random samples add to a step's gradient, over all ranks."""
+
+    count: int  # micro-batches
+    # Sum over them of (share of the step's weight)^2 / (share of its samples)
+    weight: float
+    # Sum over them of |what it adds to the gradient|^2 / (share of the samples); 0-d, float64
+    squares: Tensor
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGradient:
+    """The gradient of a step, reduced over all ranks and not clipped yet."""
+
+    norm: Tensor  # 2-norm, 0-d; finite
+    num_samples: int  # of the global batch
+    num_tokens: int  # likewise
+    groups: GroupNorms | None = None  # on steps that measure them
 
 
 class Stateful(ABC):
@@ -68,6 +92,12 @@ class Stateful(ABC):
         where there is none of its shape, it is whole and on the CPU.
         """
 
+    def see_gradient(self, gradient: StepGradient) -> None:  # noqa: B027 - nothing to do by default
+        """Look at the gradient of a step before its update; a skipped step has none.
+
+        All ranks call it.
+        """
+
     def after_update(self, step: int) -> None:  # noqa: B027 - nothing to do by default
         """Follow an update of the weights, without gradients; a skipped step makes none.
 
@@ -79,13 +109,16 @@ class Stateful(ABC):
         return {}
 
 
+_OPTIONAL = ("version", "loads_unread", "begin", "see_gradient", "after_update", "metrics")
+
+
 @final
 class OwnPart(Stateful):
     """Makes a part of an object that has `state` and `load`, and perhaps the other methods."""
 
     def __init__(self, part: Any) -> None:  # noqa: ANN401 - by its methods
         self.part = part
-        for name in ("version", "loads_unread", "begin", "after_update", "metrics"):
+        for name in _OPTIONAL:
             if hasattr(part, name):
                 setattr(self, name, getattr(part, name))
 

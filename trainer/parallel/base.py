@@ -100,6 +100,16 @@ class Parallel(ABC):
         self.gather()
 
     @property
+    def num_begun(self) -> int:
+        """Micro-batches of this rank that began in this step."""
+        return self._index
+
+    @property
+    def computed_with(self) -> Sequence[nn.Parameter]:
+        """What forwards compute with, one for each of `parameters`: each whole, in its order."""
+        return self.parameters
+
+    @property
     def _in_lockstep(self) -> bool:
         return self._sync.lockstep and self.world.size > 1
 

@@ -157,6 +157,11 @@ class Sharded(Parallel):
             for index, whole in enumerate(self._trained().values())
         ]
 
+    @property
+    def computed_with(self) -> Sequence[nn.Parameter]:
+        """See the base class: those that FSDP2 gathers, once the first step has begun."""
+        return [*self._trained().values()]
+
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: self._whole[name] for name, p in self._shards.items() if p.requires_grad}
 

@@ -88,6 +88,8 @@ class Plan:
     packed: bool = False  # as in `Layout`
     # As in `Layout`; the groups of a micro-batch lie one after the other, a short one last
     group_size: int = 1
+    # So many micro-batches of each rank, its first ones, are of samples as if drawn at random
+    random_slots: int = 0
 
     @property
     def num_samples(self) -> int:

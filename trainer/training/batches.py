@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import final
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
-from trainer.core.stateful import State, Stateful
+from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
 from trainer.core.world import World, rng_key
 from trainer.data.loader import AHEAD, Loader, Request
 from trainer.objectives.base import Objective, weights_of
@@ -26,6 +27,7 @@ from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Cursor, GlobalBatch, Order
+from trainer.plan.random_slots import with_random_slots
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
 PREFETCH_LIMIT_BYTES = 256 * 2**20
@@ -50,6 +52,11 @@ class PlannedBatch:
         """Name the longest sample: its id and its length in tokens."""
         position = int(self.plan.lengths.argmax())
         return self.sample_ids[position], int(self.plan.lengths[position])
+
+    def gradient(self, norm: Tensor, groups: GroupNorms | None) -> StepGradient:
+        """Say what the gradient of this batch is: its 2-norm, and those of micro-batches in it."""
+        sizes = {"num_samples": self.plan.num_samples, "num_tokens": self.num_tokens}
+        return StepGradient(norm=norm, groups=groups, **sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +86,7 @@ class Feed(Stateful):
     world: World
     seed: int  # from which every random draw of a step follows
     cursor: Cursor  # behind the last batch that was taken
+    random_every: int | None = None  # steps between those that have `random_slots`
 
     def __post_init__(self) -> None:
         self._ahead: deque[Future[PlannedBatch]] = deque()
@@ -130,7 +138,10 @@ class Feed(Stateful):
         """
         samples = self.source.order.next(cursor)
         try:
-            plan = self.cut.cut(self.source.lengths[samples.ids], self.layout)
+            lengths, step = self.source.lengths[samples.ids], samples.after.step
+            plan = self.cut.cut(lengths, self.layout)
+            if self.random_every is not None and step % self.random_every == 0:
+                plan = with_random_slots(plan, self.cut, self.layout, f"{self.seed}\x1f{step}")
         except SampleTooLongError as error:
             (sample,) = self.source.loader.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(

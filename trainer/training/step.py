@@ -82,7 +82,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     with no_replay(AT_BEGINNING):
         context.snapshot.take()
     while True:
-        divisors = count(context, batch.micro_batches)
+        divisors = count(context, batch)
         report = partial(StepReport, batch=batch, lr=context.lr * scale * factor, replays=replays)
         if not any(divisors.weights[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
@@ -100,6 +100,8 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     # The step's only host sync: no update before its gradient is known to be good.
     if not bool(torch.isfinite(agreed.loss + norm)):
         return report(skipped=_skip(context))
+    for part in context.parts:
+        part.see_gradient(batch.gradient(norm, agreed.groups))
     return report(norms=_update(context, batch.step, norm))
 
 

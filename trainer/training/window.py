@@ -30,9 +30,8 @@ from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
-from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
-from trainer.core.stateful import Stateful
+from trainer.core.stateful import GroupNorms, Stateful
 from trainer.core.world import World
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective
@@ -40,6 +39,7 @@ from trainer.optim.schedules import Schedule
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import SyncPolicy
 from trainer.training.batches import PlannedBatch
+from trainer.training.noise import group_norms, micro_batch_squares, shares_of
 
 AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 
@@ -105,22 +105,23 @@ class Outcome:
     # Of a pass before the last, `(global batch, ...)`: zeros but for this rank's samples
     rows: Rows = field(default_factory=dict)
     peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
+    groups: GroupNorms | None = None  # of the micro-batches that the plan names, in the last pass
 
 
-def count(context: StepContext, micro_batches: Sequence[MicroBatch]) -> StepDivisors:
+def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
     """Count what the sums of a step are divided by, over all ranks. Collective.
 
     Raises:
         ConfigError: a micro-batch weighs other names than the first sample that was weighed.
     """
-    for names in (m.weights.keys() for m in micro_batches):
+    for names in (m.weights.keys() for m in batch.micro_batches):
         if names != set(context.terms):
             raise ConfigError(
                 f"objective: `weights` of {type(context.objective).__name__} gives "
                 f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
                 "time, 0 where none counts"
             )
-    return divisors(context.normalizer, context.terms, micro_batches, context.world)
+    return divisors(context.normalizer, context.terms, batch.micro_batches, context.world)
 
 
 def gather(context: StepContext, step: int) -> None:
@@ -152,6 +153,7 @@ def compute(
     """
     context.world.note("compute")
     model, scale = context.model, context.loss_scale
+    weights, num_random = divisors, batch.plan.random_slots * (each is context.strategy)
     divisors = divisors if scale is None else divisors.over(scale.value)
     with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
         context.model_state.watch()
@@ -159,7 +161,8 @@ def compute(
         device, is_last = context.world.device.type, each is context.strategy
         with nullcontext() if context.sync.lockstep else context.casts.once(device):
             own = (model, context.objective, batch.micro_batches)
-            found = each.walk(*own, divisors, rows, is_last=is_last)
+            with micro_batch_squares(model, num_random) as squares:
+                found = each.walk(*own, divisors, rows, is_last=is_last)
         context.model_state.check()
         if not is_last:
             whole = at_positions(found.rows, batch.micro_batches, batch.plan.num_samples)
@@ -168,7 +171,8 @@ def compute(
         model.make_room()
         assert found.loss is not None
         loss = found.loss if scale is None else found.loss / scale.value
-        return Outcome(loss, used, found.metrics)
+        groups = _groups(context, batch, weights, squares) if num_random else None
+        return Outcome(loss, used, found.metrics, groups=groups)
     joins = context.coupling.joins_ranks
     if (context.sync.lockstep or joins) and context.world.size > 1:
         who = "batchnorm=sync sums" if joins else f"sync={context.sync.name} reduces"
@@ -179,6 +183,16 @@ def compute(
     model.drop_gradients()
     release_memory()
     return Outcome(None, _nothing(context))
+
+
+def _groups(
+    context: StepContext, batch: PlannedBatch, divisors: StepDivisors, squares: Sequence[Tensor]
+) -> GroupNorms:
+    """Sum up what this rank's first micro-batches add to the gradient."""
+    kind, num_samples = context.normalizer, batch.plan.num_samples
+    shares = shares_of(batch.micro_batches, divisors, kind, num_samples, context.losses)
+    scale = 1.0 if context.loss_scale is None else context.loss_scale.value
+    return group_norms(squares, shares, scale, context.world.device)
 
 
 def _nothing(context: StepContext) -> list[bool]:
@@ -237,20 +251,25 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
         flags = [*mine.used, *(n in mine.metrics for n in names)]
         peaks = [0] * world.size  # each rank's own
         peaks[world.rank] = peak_bytes(world.device)
-        given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
-        failures, *ranks = world.sum_numbers(given)
+        groups = mine.groups
+        measured = [0.0, 0.0] if groups is None else [float(groups.count), groups.weight]
+        given = [float(mine.loss is None), *measured, *map(float, flags), *map(float, peaks)]
+        failures, num_groups, weight, *ranks = world.sum_numbers(given)
         if failures:
             return replace(mine, loss=None)
         counts = iter([count > 0 for count in ranks])
         used = [next(counts) for _ in mine.used]
-        numbers = torch.zeros(1 + len(names), dtype=torch.float64, device=world.device)
-        for place, number in enumerate((mine.loss, *map(mine.metrics.get, names))):
+        tensors = mine.loss, *map(mine.metrics.get, names), groups and groups.squares
+        numbers = torch.zeros(len(tensors), dtype=torch.float64, device=world.device)
+        for place, number in enumerate(tensors):
             if number is not None:
                 numbers[place] = number
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
         peak = int(max(ranks[-world.size :]))
-        mine = Outcome(numbers[0], used, sums, mine.rows, peak)
+        if groups is not None:
+            groups = GroupNorms(count=int(num_groups), weight=weight, squares=numbers[-1])
+        mine = Outcome(numbers[0], used, sums, mine.rows, peak, groups)
     weights = divisors.weights
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)

@@ -1,0 +1,129 @@
+"""Gradients that are Gaussian: of a loss that is linear in the weights, whatever these are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.lib.support import Bench
+from trainer.core.micro_batch import Fields
+from trainer.core.world import World
+from trainer.objectives.base import Objective, Sums
+from trainer.plan.cut import Cost, Layout
+from trainer.plan.cuts import Budget
+from trainer.training.noise import NoiseScale
+from trainer.training.step import train_step
+
+WIDTH = 64
+NOISE, SIGNAL = 240.0, 1.0  # S of a token, and |G|^2: a noise scale of 240 tokens, 24 samples
+
+
+class Gaussian:
+    """Samples of 1 to some hundred tokens, each of which adds G and noise to the gradient.
+
+    Args:
+        num_samples: how many.
+        by_length: how much the gradient of a long sample differs from that of a short one.
+    """
+
+    draws_randomness = False
+
+    def __init__(self, num_samples: int = 4096, by_length: float = 0.0) -> None:
+        numbers = np.random.default_rng(0)
+        self.lengths = np.exp(numbers.normal(2.0, 0.8, num_samples)).astype(np.int64) + 1
+        self.counts = torch.from_numpy(self.lengths).double()
+        noise = torch.from_numpy(numbers.normal(0, (NOISE / WIDTH) ** 0.5, (num_samples, WIDTH)))
+        steady = torch.zeros(WIDTH, dtype=torch.float64)
+        steady[0] = SIGNAL**0.5
+        self.rows = self.counts[:, None] * steady + self.counts[:, None].sqrt() * noise
+        self.rows[:, 1] += by_length * self.counts * (self.counts.log() - 2.0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        return {"labels": torch.ones(int(self.lengths[index])), "x": self.rows[index]}
+
+    @property
+    def noise_scale(self) -> float:
+        """That of the samples as they are, in tokens."""
+        mean = self.rows.sum(0) / self.counts.sum()
+        apart = (self.rows - self.counts[:, None] * mean).square().sum() / self.counts.sum()
+        return float(apart / mean.square().sum())
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class LinearModel(nn.Module):
+    """The product of its weights and a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scale(), Scale()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(block(part) for block, part in zip(self.blocks, x.chunk(2, 1), strict=True))
+
+
+class Linear(Objective):
+    """Sums what the model gives, over tokens."""
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        return Sums(losses={"linear": model(fields).sum()})
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        return {"linear": float((fields["labels"] > 0).sum())}
+
+
+def bench_of(cut: Any, dataset: Any = None, world: World | None = None, **how: Any) -> Bench:
+    """A step whose gradient is Gaussian, of 128 samples."""
+    own = {"model": LinearModel, "objective": Linear(), "dataset": dataset or Gaussian()}
+    return Bench(cut, global_batch=128, world=world or World(), **own, **how)
+
+
+def measured(bench: Bench, num_steps: int, random_slots: int | None = None) -> float:
+    """Take steps that measure; gives the noise scale. `random_slots` are claimed of every cut."""
+    part = NoiseScale("tokens")
+    part.begin(bench.module)
+    bench.context = replace(bench.context, parts=[part])
+    bench.feed.random_every = 1 if random_slots is None else None
+    for _ in range(num_steps):
+        batch = bench.feed.next()
+        if random_slots is not None:
+            batch = replace(batch, plan=replace(batch.plan, random_slots=random_slots))
+        train_step(bench.context, batch, bench.feed)
+        figures = part.metrics()
+    return float(figures["noise_scale"])
+
+
+def measure_each(world: World, ways: list[tuple[str, str]], num_steps: int) -> list[float]:
+    """Measure on real ranks, in each layout under a sync policy."""
+    from tests.lib.ranks_work import MODES, POLICIES  # noqa: PLC0415 - which others need not have
+
+    # Large micro-batches everywhere, so that all draw as many samples.
+    layout = Layout(cost=Cost(fixed=500.0))
+    return [
+        measured(
+            bench_of(
+                Budget(max_tokens=1000),
+                world=world,
+                layout=layout,
+                lay_out=MODES[mode],
+                sync=POLICIES[sync](),
+            ),
+            num_steps,
+        )
+        for mode, sync in ways
+    ]

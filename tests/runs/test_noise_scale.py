@@ -1,0 +1,36 @@
+"""`log.noise_scale`: measured as the run goes on, saved with it; the steps stay what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lib.run_support import TOYS, curve, go, on, state, steps
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+LINE = f"model._target_={TOYS}.DoubleNet scheduler=constant accum=budget accum.max_tokens=40"
+
+
+def figures(run) -> list[object]:
+    return [entry.get("noise_scale", "none") for entry in steps(run)]
+
+
+def test_it_is_measured_every_so_often_and_a_resumed_run_measures_the_same():
+    whole = go(f"{LINE} log.noise_scale=2")
+    found = figures(whole)
+    assert found[::2] == ["none"] * 3
+    assert all(each is None or each >= 0 for each in found[1::2])
+    run = go(f"{LINE} log.noise_scale=2 steps=3")
+    assert figures(on(run, "steps=6")) == found
+    for name, tensor in state(whole).items():
+        assert torch.equal(state(run)[name], tensor), name
+
+
+def test_a_measurement_cuts_the_step_anew_and_changes_it_by_rounding_alone():
+    off, each = (go(f"{LINE} log.noise_scale={every}") for every in ("null", "1"))
+    assert figures(off) == ["none"] * 6
+    assert curve(off, "micro_batches") != curve(each, "micro_batches")
+    assert curve(each, "loss") == pytest.approx(curve(off, "loss"), rel=1e-12)
+    on(off, "steps=7 log.noise_scale=1")  # from a checkpoint without it
+    assert figures(off)[6] != "none"

@@ -1,0 +1,61 @@
+"""The noise scale is what it is known to be, for ragged sizes; sorted micro-batches mislead it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.lib.noise_toys import NOISE, SIGNAL, Gaussian, bench_of, measured
+from trainer.core.stateful import GroupNorms, StepGradient
+from trainer.plan.cuts import Budget, Fixed
+from trainer.training.noise import NoiseScale
+
+SORTED = Budget(max_tokens=400)
+
+
+@pytest.mark.parametrize("cut", [SORTED, Fixed(micro=5)], ids=["sorted", "in order"])
+def test_known_noise_is_found_within_5_percent_in_ragged_micro_batches(cut):
+    found = measured(bench_of(cut), 60)
+    assert found == pytest.approx(NOISE / SIGNAL, rel=0.05)
+
+
+def test_random_micro_batches_see_what_micro_batches_sorted_by_length_take_for_noise():
+    data = Gaussian(by_length=1.0)
+    found = measured(bench_of(SORTED, data), 60)
+    assert found == pytest.approx(data.noise_scale, rel=0.1)
+    assert measured(bench_of(SORTED, data), 60, random_slots=64) > 2 * data.noise_scale
+
+
+def test_the_estimate_is_unbiased_where_it_covers_a_part_of_the_batch_and_sizes_differ():
+    torch.manual_seed(0)
+    shares = torch.tensor([0.02, 0.05, 0.1, 0.01, 0.82], dtype=torch.float64)
+    size, part = 100, NoiseScale("samples")
+    true = torch.zeros(32, dtype=torch.float64)
+    true[0] = 1.0
+    part._square, part._noise = part._square.clone(), part._noise.clone()
+    for _ in range(4000):
+        noise = torch.randn(5, 32, dtype=torch.float64) * (0.5 / size * shares[:, None]).sqrt()
+        added = shares[:, None] * true + noise
+        own = added[:4].square().sum(1) / shares[:4]
+        groups = GroupNorms(count=4, weight=float(shares[:4].sum()), squares=own.sum())
+        norm = added.sum(0).norm()
+        part.see_gradient(StepGradient(norm=norm, num_samples=size, num_tokens=1, groups=groups))
+    assert float(part.metrics()["noise_scale"]) == pytest.approx(16.0, rel=0.05)
+
+
+def test_what_is_not_measured_is_not_shown_and_a_signal_below_the_noise_is_infinite():
+    part = NoiseScale("samples")
+    part.begin(torch.nn.Linear(1, 1))
+    step = {"norm": torch.tensor(1.0), "num_samples": 4, "num_tokens": 40}
+    part.see_gradient(StepGradient(**step))
+    assert part.metrics() == {}
+    groups = GroupNorms(count=2, weight=1.0, squares=torch.tensor(9.0).double())
+    part.see_gradient(StepGradient(**step, groups=groups))
+    assert math.isinf(part.metrics()["noise_scale"])
+    assert part.metrics() == {}
+    other = NoiseScale("samples")
+    other.begin(torch.nn.Linear(1, 1))
+    other.load(part.state())
+    assert other.state() == part.state()

@@ -1,0 +1,87 @@
+"""Give a step a few micro-batches of random samples, by which the noise of gradients is measured.
+
+A cut sorts by length, so that micro-batches differ by more than chance, which would be taken for
+noise: 4.5 times too much on lognormal lengths. The step stays what it is, as under any other cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.plan.partition import pad, padded_apart, reduce_groups
+from trainer.plan.permutation import drawn_whole
+
+NUM_RANDOM = 8  # micro-batches over all ranks: a standard error of half the noise at the very most
+LARGEST_SHARE = 8  # at most one in so many samples, since these are padded more than others
+
+
+def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
+    """Cut a global batch anew, with micro-batches of random samples at the front of every rank.
+
+    A plan whose micro-batches look nowhere at lengths has them already: those of samples in their
+    order, which is random. Each new one takes no more samples and positions than the largest of the
+    plan, and all ranks have as many. A cut that does not choose sizes is left as it is, as is a
+    batch too small to divide.
+
+    Args:
+        plan: of the global batch by the cut.
+        cut: cuts the other samples.
+        layout: that both are for.
+        key: of the draw.
+    """
+    wanted = -(-NUM_RANDOM // layout.world_size)
+    if _ignores_lengths(plan) and plan.num_micro_batches > 1:
+        return replace(plan, random_slots=wanted)
+    size = layout.group_size
+    num_groups = plan.num_samples // size  # a short last one stays where it is
+    room = max(2, num_groups // LARGEST_SHARE)
+    wanted = max(1, min(wanted, room // layout.world_size))
+    count = wanted * layout.world_size
+    if not cut.chooses_sizes or num_groups < max(2, count):
+        return plan
+    groups = drawn_whole(num_groups, key)
+    per_slot = max(1, min(room // count, _most_groups(plan, layout)))
+    drawn = _samples(groups[: count * per_slot].reshape(count, per_slot), size)
+    ranks = [(*drawn[rank * wanted : (rank + 1) * wanted],) for rank in range(layout.world_size)]
+    rest = np.setdiff1d(np.arange(plan.num_samples), drawn)
+    own = padded_apart(ranks, plan.lengths, layout, cut.hard_cap)
+    if not len(rest):
+        return replace(own, random_slots=wanted)
+    others = cut.cut(plan.lengths[rest], layout)
+    pairs = zip(own.padded_lengths, others.padded_lengths, strict=True)
+    return replace(
+        own,
+        ranks=tuple(
+            (*first, *(rest[slot] for slot in slots))
+            for first, slots in zip(ranks, others.ranks, strict=True)
+        ),
+        padded_lengths=tuple((*first, *lengths) for first, lengths in pairs),
+        random_slots=wanted,
+    )
+
+
+def _ignores_lengths(plan: Plan) -> bool:
+    """Whether a cut cannot have looked at lengths: all are equal, or samples lie in their order."""
+    slots = [slot for own in plan.ranks for slot in own]
+    return bool(
+        (plan.lengths == plan.lengths[:1]).all() or all((np.diff(s) == 1).all() for s in slots)
+    )
+
+
+def _most_groups(plan: Plan, layout: Layout) -> int:
+    """Count the groups that a micro-batch may have and need no more than the plan's largest."""
+    most = max(len(slot) for own in plan.ranks for slot in own) // layout.group_size
+    padded = plan.lengths if layout.packed else pad(plan.lengths, layout)
+    sums = reduce_groups(np.add, np.maximum(padded, 1), layout.group_size)
+    tops = reduce_groups(np.maximum, padded, layout.group_size) * layout.group_size
+    longest = int((sums if layout.packed else tops).max())
+    return min(most, plan.max_positions // max(1, longest))
+
+
+def _samples(groups: IntArray, size: int) -> IntArray:
+    """List the samples of the groups of each micro-batch, `(micro-batches, samples)`."""
+    samples: IntArray = np.sort(groups, axis=1)[..., None] * size + np.arange(size)
+    return samples.reshape(len(groups), -1)

@@ -1,0 +1,173 @@
+"""Estimate the gradient noise scale: the batch beyond which more samples a step hardly pay.
+
+A step's gradient is the true one plus noise whose squared norm falls with the samples behind it,
+
+    E |g|^2 = |G|^2 + S / B,      noise scale = S / |G|^2
+
+(McCandlish et al. 2018, 1812.06162). Micro-batches are smaller batches of the same step. One of
+samples drawn at random, a share f of them that has a share e of the step's weight, adds a to the
+gradient, with `E |a|^2 = e^2 |G|^2 + f S / B`. So over k of them, with `h = sum e^2 / f`,
+
+    S / B = (sum |a|^2 / f - h |g|^2) / (k - h)
+
+is unbiased for any sizes, whether they are all of the step or not. Where weights differ within a
+micro-batch, it is off by about one sample of the noise scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer.accumulate.base import StepDivisors
+from trainer.accumulate.normalizer import Kind
+from trainer.core.micro_batch import MicroBatch
+from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
+from trainer.parallel.base import Parallel, sum_of_squares
+
+NOISE = "noise"
+"""Name of the part of a checkpoint that holds the estimate."""
+
+RECENT = 4  # an average reaches over the last quarter of what it is of
+
+
+@final
+class NoiseScale(Stateful):
+    """The gradient noise scale in what `batch.global` counts, smoothed over the steps of a run.
+
+    S and |g|^2 are smoothed each on its own and then divided, since a mean of ratios is biased. The
+    first is of the steps that measure it, the second of all. Both follow a run that changes: an
+    average is over about the last quarter of its values.
+    """
+
+    def __init__(self, unit: Literal["samples", "tokens"]) -> None:
+        self._unit = unit
+        self._steps = self._measurements = 0
+        self._inverse_size = 0.0  # mean of 1 / B
+        self._square = self._noise = torch.zeros((), dtype=torch.float64)  # means of |g|^2 and S
+        self._is_new = False  # whether the last step measured S
+
+    def begin(self, module: nn.Module) -> None:
+        """See the base class."""
+        device = next(module.parameters()).device
+        self._square, self._noise = (torch.zeros_like(self._square, device=device) for _ in "gS")
+
+    def see_gradient(self, gradient: StepGradient) -> None:
+        """See the base class; nothing here waits for a device."""
+        size = gradient.num_samples if self._unit == "samples" else gradient.num_tokens
+        square, self._steps = gradient.norm.double().square(), self._steps + 1
+        self._square.lerp_(square, _rate(self._steps))
+        self._inverse_size += _rate(self._steps) * (1 / size - self._inverse_size)
+        groups = gradient.groups
+        self._is_new = groups is not None and groups.count > 1
+        if groups is not None and self._is_new:
+            self._measurements += 1
+            of_step = (groups.squares - groups.weight * square) / (groups.count - groups.weight)
+            self._noise.lerp_(size * of_step, _rate(self._measurements))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """See the base class: infinite where the true gradient cannot be told from noise yet."""
+        if not self._is_new:
+            return {}
+        self._is_new = False
+        signal = self._square - self._noise * self._inverse_size
+        scale = self._noise.clamp(min=0.0) / signal
+        return {"noise_scale": torch.where(signal > 0, scale, float("inf"))}
+
+    def state(self) -> State:
+        """See the base class."""
+        return {
+            "steps": self._steps,
+            "measurements": self._measurements,
+            "inverse_size": self._inverse_size,
+            "square": self._square,
+            "noise": self._noise,
+        }
+
+    def load(self, state: State) -> None:
+        """See the base class."""
+        self._steps, self._measurements = int(state["steps"]), int(state["measurements"])
+        self._inverse_size = float(state["inverse_size"])
+        self._square.copy_(state["square"])
+        self._noise.copy_(state["noise"])
+
+
+def _rate(count: int) -> float:
+    """Weigh the newest of so many values."""
+    return RECENT / (count + RECENT - 1)
+
+
+@contextmanager
+def micro_batch_squares(model: Parallel, count: int) -> Iterator[list[Tensor]]:
+    """Square the norm of what each of the first micro-batches of this rank adds to the gradient.
+
+    Gradients are seen as a backward gives them, before they are added up or reduced: the same in
+    every layout and under every sync policy, and no copy of them is made.
+
+    Args:
+        model: in a step; each micro-batch has one backward.
+        count: of micro-batches.
+
+    Yields:
+        The squares of the 2-norms, 0-d and float64; filled at the end.
+    """
+    device = model.world.device
+    squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(count)]
+
+    def see(gradient: Tensor) -> None:
+        if model.num_begun <= count:
+            squares[model.num_begun - 1] += sum_of_squares([gradient], device)
+
+    hooks: list[Any] = [p.register_hook for p in model.computed_with] if count else []
+    handles = [register(see) for register in hooks]
+    try:
+        yield squares
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def shares_of(
+    micro_batches: Sequence[MicroBatch],
+    divisors: StepDivisors,
+    kind: Kind,
+    num_samples: int,
+    losses: Sequence[str],
+) -> list[tuple[float, float]]:
+    """Give the shares of a step's samples and of its weight that each micro-batch has.
+
+    Of several losses it is the mean of their shares.
+    """
+    shares = list[tuple[float, float]]()
+    for each, own in zip(micro_batches, divisors.each, strict=True):
+        samples = len(each.ids) / num_samples
+        terms = [each.weights[name] / own[name] for name in losses if own[name]]
+        shares.append((samples, samples if kind == "samples" else fmean(terms or [0.0])))
+    return shares
+
+
+def group_norms(
+    squares: Sequence[Tensor],
+    shares: Sequence[tuple[float, float]],
+    scale: float,
+    device: torch.device,
+) -> GroupNorms:
+    """Sum up the first micro-batches of a rank, which may have none.
+
+    Args:
+        squares: of the norm of what each adds to the gradient, of the first ones.
+        shares: of the step's samples and of its weight.
+        scale: what the loss was multiplied by.
+        device: of the sum.
+    """
+    total, weight, count = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
+    for square, (of_samples, of_weight) in zip(squares, shares, strict=False):
+        if of_samples:
+            total += square / (scale**2 * of_samples)
+            weight, count = weight + of_weight**2 / of_samples, count + 1
+    return GroupNorms(count=count, weight=weight, squares=total)
