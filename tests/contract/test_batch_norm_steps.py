@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.lib import batch_norm_toys
 from tests.lib.cli_support import prepared
-from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, state, steps
+from tests.lib.run_support import TOYS, curve, entries, go, on, overrides, read_json, state, steps
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
 from trainer.core.errors import ConfigError, NotExactError
@@ -101,8 +103,9 @@ def test_blocks_recompute_themselves_where_statistics_move_once_a_step():
 
 
 def test_verify_proves_ghost_and_names_the_layers_of_micro():
-    proven = go(f"command=verify {GHOST} accum.micro=4")
-    assert read_json(proven.folder / "verify.json")["verdict"] == "exact"
+    proven = read_json(go(f"command=verify {GHOST} accum.micro=4").folder / "verify.json")
+    assert proven["verdict"] == "exact"
+    assert any("groups of 4 samples (ghost), whatever the cut: norm" in n for n in proven["notes"])
     frozen = go(f"command=verify {NET} batchnorm=frozen accum.micro=3")
     assert read_json(frozen.folder / "verify.json")["verdict"] == "exact"
     with pytest.raises(NotExactError, match="caused by norm"):
@@ -129,6 +132,7 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
             f"batchnorm=ghost batchnorm.group=4 accum.micro=4 model._target_={OWN}.Counting",
             "seen moves in each forward, so that the step depends on the cut",
         ),
+        ("batchnorm=frozen batchnorm.precise=9", "batchnorm=frozen estimates none again: type"),
         ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
     ],
 )
@@ -212,3 +216,28 @@ def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all
     statistics = {n: t for n, t in state(odd).items() if "running" in n}
     assert all(bool((t == float("var" in n)).all()) for n, t in statistics.items())
     assert len(statistics) == 10
+
+
+def test_precise_statistics_are_those_of_many_samples_and_nothing_of_training_notices():
+    """The first 40 samples are those of the first five steps."""
+    line = f"{GHOST} scheduler=constant steps=5 eval.every=2"
+    plain = go(f"{line} accum.micro=4")
+    run, other = (go(f"{line} accum.micro={n} batchnorm.precise=40") for n in (4, 8))
+    assert distance(run, plain) == 0
+    own, last = ([e["eval_loss"] for e in entries(r) if "eval_loss" in e] for r in (plain, run))
+    assert not set(own) & set(last)
+    assert other.result["eval_loss"] == pytest.approx(last[-1], rel=EXACT)
+    for each, typed in ((run, ""), (plain, "batchnorm.precise=40")):
+        train(["evaluate", f"run={each.folder}", "trust=[tests]", *typed.split()])
+        assert read_json(each.folder / "evaluate.json")["eval_loss"] == last[-1]
+    train(["export", f"run={run.folder}", "export.to=weights", "trust=[tests]"])
+    found, before = load_file("weights/model.safetensors"), state(run)
+    assert {f"model.{name}" for name in found} == {n for n in before if n.startswith("model.")}
+    net, used = batch_norm_toys.Convolved(), entries(run, "samples.jsonl")
+    net.load_state_dict(found)
+    ids = [i for entry in used for i in entry["ids"]]
+    with torch.no_grad():
+        values = net.first(batch_norm_toys.Pictures().pictures[ids]).transpose(0, 1).flatten(1)
+    assert torch.allclose(found["norm.running_mean"], values.mean(1), rtol=1e-10)
+    assert torch.allclose(found["norm.running_var"], values.var(1, correction=0), rtol=1e-10)
+    assert not torch.allclose(before["model.norm.running_mean"], values.mean(1), rtol=1e-2)

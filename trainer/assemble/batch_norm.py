@@ -44,6 +44,13 @@ class RunBatchNorm:
                 f"batchnorm={name}: {kind} has no BatchNorm that normalises in training: leave it "
                 "out, or type batchnorm=auto"
             )
+        has_none = not layers or layers[0].mode.estimating is None
+        if config.batchnorm.precise is not None and has_none:
+            why = f"batchnorm={name} estimates none" if layers else "the model has no BatchNorm"
+            raise ConfigError(
+                f"batchnorm.precise={config.batchnorm.precise}: {why} again: type "
+                "batchnorm.precise=null"
+            )
         if not layers:
             return
         coupling = layers[0].coupling

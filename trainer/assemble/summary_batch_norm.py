@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.assemble.run_plan import RunPlan
+from trainer.config.messages import first_of
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, row
 from trainer.models.batch_norm import layers_of
@@ -17,8 +18,20 @@ def batch_norm_rows(run_plan: RunPlan) -> Sequence[Row]:
     if not (layers := layers_of(components.module)):
         return [row(batchnorm=None)]
     scope = layers[0].mode.scope(_samples(run_plan.plans[0]), components.world.size)
-    text = f"{plural(len(layers), 'layer')}, {scope}"
+    precise = components.config.batchnorm.precise
+    again = f"; for evaluations estimated again over {number(precise)} samples" if precise else ""
+    text = f"{plural(len(layers), 'layer')}, {scope}{again}"
     return [row("BatchNorm", text, batchnorm=scope)]
+
+
+def batch_norm_notes(run_plan: RunPlan) -> list[str]:
+    """Name the layers for `train verify`, and say what the mode has them normalise over."""
+    module = run_plan.components.module
+    if not (layers := layers_of(module)):
+        return []
+    names = [name for name, part in module.named_modules() if part in layers]
+    scope = layers[0].mode.scope(_samples(run_plan.plans[0]), run_plan.components.world.size)
+    return [f"BatchNorm normalises {scope}: {first_of(names)}"]
 
 
 def batch_norm_warnings(run_plan: RunPlan) -> list[str]:

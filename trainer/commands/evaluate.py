@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
-from trainer.training.evaluation import HeldOut, evaluate_parts
+from trainer.training.evaluation import HeldOut, evaluate_parts, precise_statistics
 from trainer.training.predictions import predict
 
 
@@ -40,15 +41,18 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not config.evaluates_all:
         refuse_changed_data(components, terms)
     check_consistency(world, components.data_views, components.module, components.weights)
-    parts = prepare_on_main(components).components.held_out
+    components = prepare_on_main(components).components
+    parts = components.held_out
     if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     model = step_context(components).model
-    means, predicted = evaluate_parts(model, components.objective, parts, world), {}
-    joined = {name for part in parts.values() for name in part.joins}
-    for name in parts if config.eval.predictions else ():
-        if name not in joined:
-            predicted[name] = predict(model, components.objective, parts[name], world)
+    predicted, precise = {}, config.batchnorm.precise
+    with closing(components.feed(world)) as feed, precise_statistics(model, feed, precise):
+        means = evaluate_parts(model, components.objective, parts, world)
+        joined = {name for part in parts.values() for name in part.joins}
+        for name in parts if config.eval.predictions else ():
+            if name not in joined:
+                predicted[name] = predict(model, components.objective, parts[name], world)
     file = folder / evaluation_file(config)
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
     world.on_main(lambda: report_evaluation(loaded, file, means, facts, predicted))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.assemble.instantiate import look_up
-from trainer.assemble.model import build_model, look_up_transforms
+from trainer.assemble.model import look_up_transforms
 from trainer.assemble.terms import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
@@ -24,6 +21,7 @@ from trainer.commands.exported import (
     tokenizer_of,
     with_tokenizer,
 )
+from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
@@ -38,7 +36,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
 
     One process does it, whatever the number of ranks that saved; shards become whole tensors. It
-    reads config and checkpoint: neither data nor a GPU need be there.
+    reads config and checkpoint: neither data nor a GPU need be there, but for `batchnorm.precise`.
 
     Raises:
         ConfigError: nowhere to write to.
@@ -47,7 +45,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
-    model, write = _built(config, loaded, world), None
+    model, write = built(config, loaded, world), None
     description, tokenizer = describe(config, given, loaded.step), _tokenizer(config)
     is_theirs = loads_by_auto(tokenizer)
     lines = lines_to_load(config, model, to, has_tokenizer=is_theirs)
@@ -106,20 +104,3 @@ def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
     if came_by_init:
         found = load_yaml(folder / "config.yaml").get("init")
     return str(expanded(found).absolute()) if found and Path(found).exists() else found
-
-
-def _built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
-    """Build the model where the weights alone will not do, or it may be one of transformers."""
-    kind = look_up(config.model, "model", config.trust)  # which imports what makes it
-    given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
-    has_adapter = config.adapter.target != NO_ADAPTER
-    may_be_theirs = "transformers" in sys.modules or not inspect.isclass(kind)
-    if not (may_be_theirs or stored.frozen or has_adapter):
-        return None
-    try:
-        return build_model(config, world, given, stored=stored)[0]
-    except ConfigError as error:  # what it was loaded from may be gone
-        if stored.frozen or has_adapter:
-            raise
-        Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
-        return None

@@ -14,6 +14,7 @@ from trainer.assemble.components import Components
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
+from trainer.assemble.summary_batch_norm import batch_norm_notes
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -40,7 +41,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     run_plan = prepare(components, cut)
     batch, feed = _of_all_ranks(run_plan)
     report = verify(step_context(components), batch, feed, whole_fits=_whole_fits(run_plan))
-    report = replace(report, notes=(*_asides(components), *report.notes))
+    notes = [*batch_norm_notes(run_plan), *_asides(components)]
+    report = replace(report, notes=(*notes, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
     screen.name_checkpoint(loaded)

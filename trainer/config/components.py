@@ -277,9 +277,15 @@ class Batch(Component):
     tail: Literal["keep", "drop"]
 
 
+class Normalization(Component):
+    """What BatchNorm layers normalise over."""
+
+    precise: Count | None
+
+
 COMPONENTS: Mapping[str, type[Component]] = {
     "batch": Batch,
-    "batchnorm": Component,
+    "batchnorm": Normalization,
     "accum": Accum,
     "accum.gradient": Component,
     "sync": Component,

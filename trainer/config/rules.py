@@ -50,6 +50,8 @@ _IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
 _ALL = (
     "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
 )
+_OTHER_DATA = "estimates over the training data of the run, which are not read; type "
+_OTHER_DATA += "batchnorm.precise=null"
 _SHOWS = "shows samples under train plan: type train plan ..."
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
@@ -81,6 +83,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("run", ..., "command", _STARTING, _IS_READ),
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
+    ("batchnorm.precise", int, "data.holdout", ("all",), _OTHER_DATA),
     ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
     ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),

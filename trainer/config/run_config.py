@@ -35,6 +35,7 @@ from trainer.config.components import (
     Decay,
     Name,
     Natural,
+    Normalization,
     ObjectiveKeys,
     Positive,
     Section,
@@ -57,7 +58,8 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "batchnorm", "parts")
-_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics")  # within them, and free all the same
+# Within them, and free all the same.
+_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics", "batchnorm.precise")
 
 
 # Null where the optimizer's class has them by what the model's weights are.
@@ -165,7 +167,7 @@ class RunConfig(Section):
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | Auto
-    batchnorm: Component
+    batchnorm: Normalization
     num_workers: Auto | Natural
     profile: Natural
     eval: Eval

@@ -122,6 +122,12 @@ _LATER_SECTIONS: Mapping[str, Tree] = {
 }
 
 
+def _later_batchnorm(plain: Tree) -> object:
+    """Give the section that a run of an earlier version had one word for."""
+    section = as_option("batchnorm", plain.get("batchnorm"))
+    return {"precise": None, **section} if isinstance(section, dict) else section
+
+
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`.
 
@@ -129,7 +135,7 @@ def from_plain(plain: Tree) -> RunConfig:
         ConfigError: the mapping is not a config of this version.
     """
     choices = dict(plain.get("choices", {}))
-    plain = {**plain, "batchnorm": as_option("batchnorm", plain.get("batchnorm"))}
+    plain = {**plain, "batchnorm": _later_batchnorm(plain)}
     try:
         later = {name: {**keys, **plain.get(name, {})} for name, keys in _LATER_SECTIONS.items()}
         whole = {**plain, **later, "trust": []}

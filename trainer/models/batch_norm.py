@@ -7,7 +7,7 @@ A layer keeps its weights, buffers and names: what is saved and exported is PyTo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -142,8 +142,8 @@ class BatchNormLayer(_BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         count, is_used = sums[0].clamp(min=2), sums[0] > 0
-        mean = sums[1] / sums[0].clamp(min=1)
-        variance = (sums[2] - sums[0] * mean**2).clamp(min=0) / (count - 1)
+        mean, variance = _moments(sums)
+        variance = variance * count / (count - 1)
         self.num_batches_tracked += is_used[0]
         seen = self.num_batches_tracked.double()
         weight = is_used.double() * (
@@ -151,6 +151,22 @@ class BatchNormLayer(_BatchNorm):
         )
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.copy_(running.double().lerp(value, weight))
+
+    @torch.no_grad()
+    def take(self, sums: Tensor) -> None:
+        """Take the mean and the population variance of many steps for running statistics."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        mean, variance = _moments(sums)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(torch.where(sums[0] > 0, value, running.double()))
+
+
+def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the mean of values and their population variance."""
+    count = sums[0].clamp(min=1)
+    mean = sums[1] / count
+    return mean, (sums[2] / count - mean**2).clamp(min=0)
 
 
 # A compiler would make a graph for each number of pieces.
@@ -172,6 +188,18 @@ def _in_pieces(layer: BatchNormLayer, values: Tensor, rows: int) -> Tensor:
         squares = torch.where(counts > 1, variance * (counts - 1), 0.0) + counts * mean**2
         layer.note_sums(torch.stack([counts, counts * mean, squares]).sum(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def taken_sums(layers: Sequence[BatchNormLayer], world: World) -> tuple[Tensor, ...]:
+    """Take what each layer has summed up, over all ranks: see `step_sums`. Collective."""
+    each = []
+    for layer in layers:
+        own, layer.step_sums = layer.step_sums, None
+        shape = (3, layer.num_features)
+        zeros = torch.zeros(shape, dtype=torch.float64, device=world.device)
+        each.append(zeros if own is None else own)
+    sizes = [layer.num_features for layer in layers]
+    return torch.split(world.sum(torch.cat(each, dim=1)), sizes, dim=1)
 
 
 def layers_of(model: nn.Module) -> list[BatchNormLayer]:
@@ -231,17 +259,9 @@ class RunningStatistics(Stateful):
         if not self._layers:
             return
         self._refuse_other_state()
-        each = [
-            torch.zeros(3, layer.num_features, dtype=torch.float64, device=self._world.device)
-            if layer.step_sums is None
-            else layer.step_sums
-            for layer in self._layers
-        ]
-        sizes = [layer.num_features for layer in self._layers]
-        sums = torch.split(self._world.sum(torch.cat(each, dim=1)), sizes, dim=1)
+        sums = taken_sums(self._layers, self._world)
         for layer, own in zip(self._layers, sums, strict=True):
             layer.move(own)
-            layer.step_sums = None
 
     def _refuse_other_state(self) -> None:
         """Refuse, once, a model of which forwards move more than its BatchNorm layers."""

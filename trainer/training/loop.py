@@ -20,7 +20,7 @@ from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
-from trainer.training.evaluation import HeldOut, evaluate_parts
+from trainer.training.evaluation import HeldOut, evaluate_parts, precise_statistics
 from trainer.training.model_flops import ModelFlops
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
 from trainer.training.window import StepContext
@@ -208,9 +208,10 @@ def _evaluate(run: Run, progress: Progress) -> None:
     started, context = time.perf_counter(), run.context
     run.feed.pause()
     try:
-        means = evaluate_parts(
-            context.model, context.objective, run.held_out, context.world, run.was_asked
-        )
+        with precise_statistics(context.model, run.feed, run.config.batchnorm.precise):
+            means = evaluate_parts(
+                context.model, context.objective, run.held_out, context.world, run.was_asked
+            )
     except Preempted:
         _end(run, progress, _preempted(progress.step))
     run.reporter.evaluation(progress.step, means, time.perf_counter() - started)

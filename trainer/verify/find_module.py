@@ -53,8 +53,8 @@ STATEFUL = Reason(
 )
 
 NORMALISES = Reason(
-    "normalises over the samples of its micro-batch: use GroupNorm or LayerNorm, or one "
-    "micro-batch per step"
+    "normalises over the samples of its micro-batch: type batchnorm=ghost or frozen, use GroupNorm "
+    "or LayerNorm, or one micro-batch per step"
 )
 
 FIELD = Reason(
