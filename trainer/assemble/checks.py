@@ -11,6 +11,8 @@ from contextlib import suppress
 import torch
 
 from trainer.assemble.components import Components
+from trainer.assemble.reads import check_reads
+from trainer.assemble.stages import check_stages
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import to_device
 from trainer.data.loader import Request
@@ -34,6 +36,7 @@ def check_parts(components: Components) -> None:
         ConfigError: naming what, and what to type.
     """
     components.schedule.factor(components.total_steps - 1, components.total_steps)
+    check_stages(components)
     config = components.config
     coupling, strategy, cut = components.coupling, components.strategy, components.cut
     objective, module = components.objective, components.module
@@ -65,6 +68,13 @@ def check_parts(components: Components) -> None:
             f"(N={components.source.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
+
+
+def try_out(components: Components) -> list[str]:
+    """Run the objective and read samples twice; gives what to warn of."""
+    with components.trial_values():
+        found = check_sums(components)
+    return [*found, *check_reads(components)]
 
 
 def check_sums(components: Components) -> list[str]:

@@ -51,7 +51,7 @@ from trainer.optim.schedules import Schedule
 from trainer.parallel.setup import SHARDED, ParallelSetup
 from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut, Layout
-from trainer.plan.order import Cursor, Order
+from trainer.plan.order import Cursor, Order, Stage
 from trainer.training.batches import Feed, Source
 from trainer.training.evaluation import HeldOut
 from trainer.verify.case import hooked
@@ -85,6 +85,7 @@ class Components:
     cut: Cut  # as typed; `prepare` tunes it, or takes it from the checkpoint
     layout: Layout  # what hardware, model and data ask of every cut
     total_steps: int  # of the whole run, those before a resumption included
+    stages: tuple[Stage, ...]  # of those steps; none where all have one size
     # One collated micro-batch of a single sample, the longest; packed under packing
     example: Fields
     # What the model's constructor may take from the data, such as their vocabulary
@@ -247,6 +248,7 @@ def assemble(
             layout, lockstep=(setup.sync.lockstep or coupling.joins_ranks) and world.size > 1
         ),
         total_steps=total_steps,
+        stages=order.stages(total_steps),
         example=example,
         given=given,
         tokenizer=tokenizer.built,

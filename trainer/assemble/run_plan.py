@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
-from trainer.assemble.checks import check_parts, check_sums
+from trainer.assemble.checks import check_parts, try_out
 from trainer.assemble.components import Components
-from trainer.assemble.reads import check_reads
 from trainer.assemble.resumption import SavedCut
+from trainer.assemble.stages import later_batches
 from trainer.assemble.trials import Trials
 from trainer.assemble.tuning import (
     device_cost,
@@ -129,7 +129,7 @@ def prepare(
     if components.world.is_main:
         if tuning is None:
             predicted = predict_sampled(components, work, trials.counts, plans, warnings)
-        warnings += _try_out(components)
+        warnings += try_out(components)
     begin_peak(components.world.device)
     return RunPlan(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.
@@ -163,13 +163,6 @@ def _noise_every(
     return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
 
 
-def _try_out(components: Components) -> list[str]:
-    """Run the objective and read samples twice; gives what to warn of."""
-    with components.trial_values():
-        found = check_sums(components)
-    return [*found, *check_reads(components)]
-
-
 def _with_cost(components: Components, counts: ComputeCounts | None, saved: SavedCut) -> Components:
     """Give every cut the time model that the run began with, or that of the device.
 
@@ -193,6 +186,4 @@ def _sampled(components: Components) -> list[IntArray]:
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(components.source.lengths[samples.ids])
-    if not order.sizes.is_constant:  # a later step may need more memory
-        batches.append(components.source.lengths[order.largest_batch()])
-    return batches
+    return [*batches, *later_batches(components)]  # which may need more memory

@@ -11,16 +11,16 @@ from trainer.assemble.components import Components
 from trainer.assemble.parallel import planned_device
 from trainer.assemble.precision import has_fast_bf16
 from trainer.assemble.run_plan import RunPlan
+from trainer.assemble.stages import stage_rows, stage_warnings
+from trainer.assemble.summary_data import data_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
+from trainer.assemble.summary_rates import by_job_row, group_rows, half_life_row
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
 from trainer.config.rules import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
-from trainer.core.format import duration, number, percent, plural, short, size
+from trainer.core.format import duration, number, percent, plural, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
-from trainer.data.split import OWN_PART
-from trainer.data.view import DataView
-from trainer.optim.optimizers import match_groups
 from trainer.tune.flops import PEAK_SHARE
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "average", "activations", "buffers")
@@ -47,10 +47,10 @@ def describe(run_plan: RunPlan) -> list[Row]:
         *objective.describe(facts),
         _loss(components.config.batch.normalizer),
         *model_rows(run_plan),
-        *_groups(components),
+        *group_rows(components),
         _named(components.config),
         *tokenizer_rows(components),
-        *_data(components, facts),
+        *data_rows(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
         _defaults(components),
@@ -79,6 +79,7 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
         *order.sizes.describe(facts),
+        *stage_rows(components),
         row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
         row(lockstep=components.layout.lockstep),
         row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
@@ -122,50 +123,6 @@ def _named(config: RunConfig) -> Row:
     return row("with", joined(*names), named_classes=names)
 
 
-def _data(components: Components, facts: RunFacts) -> list[Row]:
-    """Count what is trained and evaluated on, and let the data say what they are."""
-    config, lengths, parts = components.config, components.source.lengths, components.held_out
-    name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
-    num_tokens = int(lengths.sum())
-    counts = {"": 0, **{name: len(part.lengths) for name, part in parts.items()}}
-    text = joined(
-        plural(len(lengths), "sample"),
-        facts.noun == "token" and f"{short(num_tokens)} tokens",
-        cut and f"{short(cut)} more are left out",
-        *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
-    )
-    counted = row(
-        *("data", f"{name}: {text}"),
-        data=name,
-        num_samples=len(lengths),
-        num_held_out=counts.pop(""),
-        eval_sets=counts,
-        num_tokens=num_tokens,
-        num_cut_tokens=int(cut or 0),
-    )
-    return [counted, *_records(components.train_set, facts), *_other_records(components, facts)]
-
-
-def _records(view: DataView, facts: RunFacts) -> Sequence[Row]:
-    """Let data say what their records are, and which of them are left out."""
-    describe = view.optional("describe_records")
-    found: Sequence[Row] = () if describe is None else describe(facts)
-    return found
-
-
-def _other_records(components: Components, facts: RunFacts) -> list[Row]:
-    """Say the same of what is evaluated on and comes from elsewhere than what is trained on."""
-    config, parts = components.config, components.held_out
-    names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
-    return [
-        row("", f"{name or 'held out'}: {each.text}")
-        for name in names
-        if name in parts
-        for each in _records(parts[name].loader.dataset, facts)
-        if each.text
-    ]
-
-
 def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Set the predicted need beside the limit; either may be unknown."""
     predicted, limit = run_plan.predicted, run_plan.limit_bytes
@@ -189,6 +146,8 @@ def _length(components: Components) -> list[Row]:
     """Express the length of the run in steps and epochs, and give its learning rate."""
     steps, per_epoch = components.total_steps, components.source.order.steps_per_epoch
     epochs, config = steps / per_epoch, components.config
+    if stages := components.stages:
+        epochs = components.source.order.fractional_epoch(stages[-1].end)
     text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
     lr = components.spec.lr * components.lr_scale(components.source.order.start)
@@ -199,51 +158,17 @@ def _length(components: Components) -> list[Row]:
     return [
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
-        _by_job(components, optimizer),
-        _half_lives(components),
+        by_job_row(components, optimizer),
+        half_life_row(components),
     ]
-
-
-def _by_job(components: Components, optimizer: str) -> Row:
-    """Give the settings of the optimizer that nobody typed, and why they are those."""
-    chosen = components.chosen_optimizer
-    words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
-    texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
-    text = joined(*texts, chosen.why) if texts else None
-    settings = {name: getattr(chosen.reference or chosen.spec, name) for name in chosen.by_job}
-    return row(
-        *("optimizer", text and f"{optimizer} {text}"),
-        optimizer_defaults=settings,
-        optimizer_reason=chosen.why if texts else None,
-    )
-
-
-def _half_lives(components: Components) -> Row:
-    """Set what follows the global batch, as it is at the reference batch, beside what it is now."""
-    chosen = components.chosen_optimizer
-    before, now = (
-        vars(spec) | {"options": {}} | vars(spec).get("options", {})
-        for spec in (chosen.reference or chosen.spec, chosen.spec)
-    )
-    changed = {name: (before.get(name), v) for name, v in now.items() if before.get(name) != v}
-    texts = [
-        f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
-        for name, (old, new) in changed.items()
-    ]
-    return row("half-life", joined(*texts), followed_batch=changed)
-
-
-def _spaced(value: object) -> str:
-    """Write a number, or several, for a person."""
-    several = value if isinstance(value, list | tuple) else [value]
-    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in several)
 
 
 def _time(run_plan: RunPlan) -> list[Row]:
     """Give the time of a step, and what it is computed on."""
     components, seconds, note = run_plan.components, run_plan.step_seconds, _time_note(run_plan)
-    total = seconds and duration(seconds * components.total_steps)
-    text = joined(seconds and f"about {duration(seconds)} per step, {total} in all", note)
+    total = seconds and not components.stages and duration(seconds * components.total_steps)
+    each = seconds and f"about {duration(seconds)} per step"
+    text = joined(each, total and f"{total} in all", note)
     config, here = components.config, components.world.device
     is_away = planned_device(config, components.world).type != here.type
     device = f"{config.device} (not here)" if is_away else str(here)
@@ -284,7 +209,12 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     times = (f"{name} {_cadence(e, facts.total_steps)}" for name, e in cadences.items())
     return [
         row("padding", first, in_plan=True, padding=padding),
-        row("epoch", text if len(plans) > 1 else None, in_plan=True, epoch_means=means),
+        row(
+            "epoch",
+            text if len(plans) > 1 and not components.stages else None,
+            in_plan=True,
+            epoch_means=means,
+        ),
         row("cadence", joined(*times), in_plan=True, cadences=cadences),
     ]
 
@@ -343,9 +273,10 @@ def _time_note(run_plan: RunPlan) -> str | None:
 def _warnings(run_plan: RunPlan) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
     components, unit = run_plan.components, run_plan.components.config.batch.unit
-    warnings = [*components.split.warnings, *run_plan.warnings]
+    warnings = [*components.split.warnings, *run_plan.warnings, *stage_warnings(components)]
     lengths, asked = components.source.lengths, components.source.order.sizes.largest
     device = planned_device(components.config, components.world)
+    named = "a stage of " if components.stages else "batch.global="
     is_open = components.config.precision == "auto"
     if is_open and components.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(
@@ -354,8 +285,8 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         )
     if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
         warnings.append(
-            f"batch.global={asked} is more than the {there} {unit} of an epoch, so each step uses "
-            f"the whole epoch; set batch.global={there}"
+            f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses "
+            f"the whole epoch; set {named}{there}"
         )
     pieces = max(p.num_micro_batches for p in run_plan.plans)
     warnings += model_warnings(run_plan, pieces)
@@ -378,20 +309,3 @@ def _defaults(components: Components) -> Row:
     clock = {"steps", "epochs"}
     typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
     return row("defaults", joined(*typed), defaults=typed)
-
-
-def _groups(components: Components) -> list[Row]:
-    """List what every pattern of `optimizer.groups` took, and what is left to the others."""
-    spec, lines = components.spec, list[str]()
-    matched = match_groups(components.module, spec.groups)
-    taken = {id(p) for members in matched.values() for p in members}
-    rest = [p for p in components.module.parameters() if id(p) not in taken]
-    for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
-        settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * components.lr_scale(components.source.order.start)
-        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
-        count = plural(sum(p.numel() for p in members), "parameter")
-        lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
-    labels = ["groups", *[""] * len(lines)]
-    rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
-    return [row(groups=lines), *rows]

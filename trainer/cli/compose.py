@@ -264,7 +264,10 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
                 with open_dict(composed):
                     del OmegaConf.select(composed, section)[name]
             else:
-                OmegaConf.update(composed, key, override.value(), merge=True, force_add=True)
+                value = override.value()
+                # A mapping of beginnings, as of stages, is a whole; others are merged by name.
+                merge = not (isinstance(value, dict) and "0" in map(str, value))
+                OmegaConf.update(composed, key, value, merge=merge, force_add=True)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             why = str(error).splitlines()[0]
             why = "must be a mapping, {name: value}" if why.startswith("Cannot merge") else why

@@ -86,7 +86,11 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
             faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
         elif key in overrides:
             both = f"{overrides[key].input_line}, {line}"
-            faults.append(clip(f"{key}: given 2 times ({both}); type one"))
+            # What a shell makes of braces that are not quoted.
+            remedy = (
+                f"type '{key}={{...}}' with its quotes" if ":" in text(override) else "type one"
+            )
+            faults.append(clip(f"{key}: given 2 times ({both}); {remedy}"))
         else:
             overrides[key] = override
     return list(overrides.values()), faults

@@ -37,6 +37,15 @@ def parse_bytes(value: object) -> object:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
 
 
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
+
+
+def parse_count(value: object) -> object:
+    """Turn `"20k"` or `"1.5M"` into the number it is; leave all else alone."""
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return whole(float(match[1]) * 1000 ** " kMG".index(match[2]) if match else value)
+
+
 def _as_text(value: object) -> object:
     return str(value) if type(value) is int else value
 
@@ -70,6 +79,16 @@ AMOUNT = re.compile(r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?([kMG])?(samples
 Amount = Annotated[
     str,
     Field(pattern=f"^{AMOUNT.pattern}$", description="an amount such as 2000samples or 1Mtokens"),
+]
+Stages = Annotated[
+    dict[
+        Annotated[int | float, BeforeValidator(parse_count), Field(ge=0)],
+        Annotated[int, BeforeValidator(parse_count), Field(ge=1, lt=2**63)],
+    ],
+    Field(
+        min_length=1,
+        description="sizes by what batch.at counts, e.g. {0: 64, 20k: 256}",
+    ),
 ]
 Betas = Annotated[
     Sequence[Share],

@@ -6,6 +6,7 @@ Plain Python: it runs while the command line is checked, before numpy or torch a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any, final
 from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
+from trainer.config.mesh import num_replicas
 from trainer.config.messages import clip, flat, line, lookup
 from trainer.core.errors import ConfigError
 
@@ -73,6 +75,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("precision", ("tf32",), "device", ("cpu",), _TF32),
     ("sync", ("overlapped",), "parallel.mode", ("fsdp", "hsdp"), _WHOLE),
     ("sync", ("overlapped",), "deterministic", ("layout",), _WHOLE),
+    ("batch.global", ..., "batch.gives_sizes", (True,), "batch.stages has the sizes; leave it out"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("optimizer.nesterov", (True,), "optimizer.momentum", (0,), _MOMENTUM),
@@ -120,7 +123,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _place_faults(view)
     yield from _size_faults(view)
     for path in COMPONENTS:
-        section = {"steps": view["steps"], **lookup(tree, path)}
+        section = {"steps": view["steps"], "ranks": _known_ranks(view), **lookup(tree, path)}
         if fault := settings_fault(targets[path], section):
             yield clip(fault)
 
@@ -190,17 +193,22 @@ def _may_have_gpu() -> bool:
 def _size_faults(view: Tree) -> Iterator[str]:
     """Check the sizes of `accum=fixed`, where any two give the third, and of the mesh."""
     global_batch, micro, steps = sizes = [view[key] for key in _SIZES]
+    gives_sizes = view["batch.gives_sizes"]
+    stages = [size for key, size in view.items() if key.startswith("batch.stages.")]
     mesh = view["parallel.shard"], view["parallel.replicate"]
     world_size, is_fixed = _known_ranks(view), counts_samples(view)
-    if global_batch is None and (not is_fixed or micro is None or steps is None):
+    if global_batch is None and not gives_sizes and (not is_fixed or None in (micro, steps)):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
         text = "accum=fixed needs the number of samples per micro-batch, e.g. 8, or accum.steps"
         yield line("accum.micro", None, text)
-    elif is_fixed and view["batch.unit"] == "tokens" and None not in (micro, steps):
-        yield line("accum.steps", steps, "with batch.unit=tokens, set this or accum.micro")
-    elif is_fixed and world_size and all(size is None or _is_count(size) for size in sizes):
-        yield from _refusals(complete_sizes, global_batch, micro, steps, world_size)
+    elif is_fixed and (gives_sizes or view["batch.unit"] == "tokens") and None not in sizes[1:]:
+        how = "steps grow with batch.stages" if gives_sizes else "with batch.unit=tokens"
+        yield line("accum.steps", steps, f"{how}, set this or accum.micro")
+    elif is_fixed and world_size and all(s is None or _is_count(s) for s in [*sizes, *stages]):
+        for size in stages or ([] if gives_sizes else [global_batch]):
+            named = "a stage of " if stages else "batch.global="
+            yield from _refusals(complete_sizes, size, micro, steps, world_size, named)
     is_mesh = view["parallel.mode"] == "hsdp" and all(s == "auto" or _is_count(s) for s in mesh)
     if is_mesh and world_size not in (None, 1):
         yield from _refusals(num_replicas, world_size, world_size, *mesh)
@@ -222,10 +230,14 @@ def counts_samples(view: Tree) -> bool:
 def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
     """Null one of three sizes of `accum=fixed` that nobody typed and the others give, in place.
 
-    A default `batch.global` gives way first, then `accum.steps`.
+    A default `batch.global` gives way first, always to sizes of a class's own; then `accum.steps`.
     """
-    sizes = [lookup(tree, key) for key in _SIZES]
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
+    gives_sizes = declared(str(lookup(tree, "batch._target_"))).flags.get("gives_sizes", False)
+    if gives_sizes and not has_global:
+        tree["batch"] = {**tree["batch"], "global": None}
+    sizes = [gives_sizes or lookup(tree, _SIZES[0]), *(lookup(tree, key) for key in _SIZES[1:])]
+    has_global |= gives_sizes
     if not counts_samples(flat(tree)) or None in sizes or (has_global and has_micro and has_steps):
         return
     if not has_global and (sizes[0] == DEFAULT_GLOBAL or (has_micro and has_steps)):
@@ -316,8 +328,29 @@ def cadence_steps(every: float, total_steps: int) -> int:
     return max(1, math.ceil(round(every * total_steps, 6))) if every < 1 else int(every)
 
 
+def stages_fault(stages: Mapping[float, int], at: str, unit: str, ranks: int | None) -> str | None:
+    """Say why sizes by where they begin are no ramp."""
+    begins, fewest, text = [*stages], min(stages.values()), None
+    pairs = [*itertools.pairwise(begins)]
+    if begins[0] != 0:
+        text = f"the first stage has to begin at 0: {{0: {stages[begins[0]]}, ...}}"
+    elif late := [b for a, b in pairs if b < a]:
+        text = f"{late[0]} stands behind a later beginning; write stages in their order"
+    elif same := [b for a, b in pairs if stages[a] == stages[b]]:
+        text = f"the stage at {same[0]} has the size of that before; leave it out"
+    elif at != "epochs" and (odd := [b for b in begins if b % 1]):
+        text = f"no step begins at {odd[0]} {at}; of epochs: batch.at=epochs"
+    elif unit == "samples" and ranks and fewest < ranks:
+        text = f"a stage of {fewest} leaves some of {ranks} ranks without a sample; {ranks} or more"
+    return text and line("batch.stages", {str(k): v for k, v in stages.items()}, text)
+
+
 def complete_sizes(
-    global_batch: int | None, micro: int | None, steps: int | None, world_size: int
+    global_batch: int | None,
+    micro: int | None,
+    steps: int | None,
+    world_size: int,
+    named: str = "batch.global=",
 ) -> int:
     """Give the global batch of `accum=fixed`, where two of its three sizes give the third.
 
@@ -329,6 +362,7 @@ def complete_sizes(
         micro: samples of a micro-batch; the last of a rank may be short.
         steps: micro-batches of a rank, as even as they can be where `micro` is None.
         world_size: ranks of the run.
+        named: what the global batch is called in a message.
 
     Raises:
         ConfigError: the global batch neither is given nor follows, `steps` micro-batches cannot be
@@ -344,38 +378,13 @@ def complete_sizes(
     # `steps` micro-batches of up to `largest` samples hold from `fewest` to `most` of them.
     largest, even = micro or 1, -(-share // steps)
     fewest, most = (steps - 1) * largest * world_size + 1, steps * largest * world_size
-    fixes = [f"batch.global={most if micro is None or global_batch > most else fewest}"]
+    fixes = [f"{named}{most if micro is None or global_batch > most else fewest}"]
     fixes.append(f"accum.steps={-(-share // largest)}")
     if micro is not None and -(-share // even) == steps:
         fixes.append(f"accum.micro={even}")
     raise ConfigError(
-        f"accum.steps={steps}: batch.global={global_batch} gives each of {world_size} rank"
+        f"accum.steps={steps}: {named}{global_batch} gives each of {world_size} rank"
         f"{'s' * (world_size > 1)} {share} samples, which are not {steps} micro-batches"
         f"{'' if micro is None else f' of accum.micro={micro}'}. The nearest sizes that agree: "
         f"{', or '.join(fixes)}"
-    )
-
-
-def num_replicas(world_size: int, local_size: int, shard: object, replicate: object) -> int:
-    """Give the number of copies of the model; by default a machine (`local_size` ranks) holds one.
-
-    Args:
-        world_size: ranks of the run.
-        local_size: ranks of one machine, which `auto` lets share a copy.
-        shard: ranks that share a copy, or `auto`.
-        replicate: copies of the model, or `auto`.
-
-    Raises:
-        ConfigError: they do not give the number of ranks; the line names the nearest that do.
-    """
-    whole = max(1, world_size // replicate) if isinstance(replicate, int) else local_size
-    part = shard if isinstance(shard, int) else whole
-    copies = replicate if isinstance(replicate, int) else max(1, world_size // part)
-    if copies * part == world_size:
-        return copies
-    divisors = (n for n in range(1, world_size + 1) if world_size % n == 0)
-    fitting = min(divisors, key=lambda n: abs(n - part))
-    raise ConfigError(
-        f"parallel.shard={part}: times parallel.replicate={copies} must be the {world_size} ranks "
-        f"of the run; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
     )

@@ -247,6 +247,8 @@ class RunConfig(Section):
         if not {"micro", "steps"} <= params.keys() or self.batch.unit != "samples":
             return self
         micro, steps = params["micro"], params["steps"]
+        if self.batch.global_batch is None and None in (micro, steps):
+            return self  # the sizes are arguments of the batch's own class
         size = complete_sizes(self.batch.global_batch, micro, steps, world_size)
         # One of the two is enough, and leaves nothing to contradict on another number of ranks.
         cut = params | ({"steps": None} if micro is not None else {})

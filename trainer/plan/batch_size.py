@@ -39,7 +39,10 @@ class BatchSize(Described, ABC):
     reads_tokens: ClassVar[bool] = False
     """Whether sizes follow the tokens before a step, which are then counted: 10 ns a sample."""
 
-    global_batch: int  # `batch.global`
+    gives_sizes: ClassVar[bool] = False
+    """Whether sizes stand in arguments of its own, so that `batch.global` is null."""
+
+    global_batch: int = 0  # `batch.global`; 0 where the class gives the sizes
 
     @abstractmethod
     def size(self, at: Position) -> int:
@@ -53,6 +56,10 @@ class BatchSize(Described, ABC):
     def lr_factor(self, at: Position) -> float:
         """Give a factor on the learning rate of that step, beside that of the schedule."""
         return 1.0
+
+    def warnings(self, begins: Sequence[Position], end: Position) -> Sequence[str]:
+        """Say what is odd about a run whose size changes at `begins`, and which ends at `end`."""
+        return ()
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""

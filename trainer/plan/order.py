@@ -50,6 +50,21 @@ class GlobalBatch:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Steps in a row that have the same size."""
+
+    size: int  # samples, or tokens, of each
+    first: Cursor  # the position at which they begin
+    end: Cursor  # the position behind them
+
+    @property
+    def num_steps(self) -> int:
+        """How many they are."""
+        return self.end.step - self.first.step
+
+
+@final
 class Order:
     """Cuts the permutation of every epoch into global batches.
 
@@ -158,9 +173,24 @@ class Order:
             cursor = self._enter(self._behind(cursor, stop))
         yield cursor
 
-    def largest_batch(self) -> IntArray:
-        """Take the samples of the first epoch that a step of the largest size would begin with."""
-        return self._ids(0, 0, self._end_of_batch(self.start, self.sizes.largest)[0])
+    def stages(self, num_steps: int) -> tuple[Stage, ...]:
+        """Find where the size of the first steps changes.
+
+        None where it never does, or where a run decides on it.
+        """
+        found = list[Stage]()
+        if self.sizes.is_constant or isinstance(self.sizes, Stateful):
+            return ()
+        first = last = self._enter(self.start)
+        for last in self.walk(num_steps):
+            if (size := self.size_of(first)) != self.size_of(last):
+                found.append(Stage(size, first, last))
+                first = last
+        return (*found, *([Stage(self.size_of(first), first, last)] if first != last else []))
+
+    def batch_of(self, size: int) -> IntArray:
+        """Take the samples of a step of a size that the first epoch would begin with."""
+        return self._ids(0, 0, self._end_of_batch(self.start, size)[0])
 
     @property
     def most_samples(self) -> int:

@@ -1,0 +1,85 @@
+"""Check and describe the stages of a run: the steps in a row that have the same size."""
+
+from __future__ import annotations
+
+from trainer.assemble.components import Components
+from trainer.core.errors import ConfigError
+from trainer.core.format import number, plural
+from trainer.core.rows import Row, joined, row
+from trainer.plan.cut import IntArray
+from trainer.plan.order import Stage
+
+MOST_SHOWN = 16
+
+
+def check_stages(components: Components) -> None:
+    """Refuse a stage that leaves a rank, or a group of samples, without its share.
+
+    Raises:
+        ConfigError: naming its size.
+    """
+    shares = {
+        components.world.size: "ranks, each of which needs a sample",
+        components.coupling.size: "samples of a group, which is normalised together",
+    }
+    for stage in components.stages if components.config.batch.unit == "samples" else ():
+        for least, of_what in shares.items():
+            if stage.size < least:
+                text = f"a stage of {stage.size} samples is below the {least} {of_what}"
+                raise ConfigError(f"batch: {text}; type {least} or more")
+
+
+def later_batches(components: Components) -> list[IntArray]:
+    """Take the lengths behind a step of each size that the first steps do not have."""
+    order, lengths = components.source.order, components.source.lengths
+    sizes = list(dict.fromkeys(stage.size for stage in components.stages))
+    if not (0 < len(sizes) <= MOST_SHOWN):
+        sizes = [] if order.sizes.is_constant else [order.sizes.largest]
+    return [lengths[order.batch_of(size)] for size in sizes]
+
+
+def stage_rows(components: Components) -> list[Row]:
+    """Give a row for each stage; none where all steps have one size, or sizes are no stages."""
+    stages, found = components.stages, list[Row]()
+    if len(stages) > MOST_SHOWN:
+        return []
+    known = [_values(components, stage) for stage in stages]
+    for each in known:
+        lr, unit = each["lr"], components.config.batch.unit.rstrip("s")
+        before = components.spec.lr
+        rate = f"lr {lr:g}" if lr == before else f"lr {before:g} -> {lr:g}"
+        begin = f"from step {number(each['step'])} (sample {number(each['samples'])})"
+        text = joined(
+            f"{begin}: {plural(each['size'], unit)}",
+            plural(each["steps"], "step"),
+            plural(each["accum_steps"], "accumulation step"),
+            rate,
+        )
+        found.append(row("" if found else "stages", text))
+    return [*found, row(stages=known)]
+
+
+def stage_warnings(components: Components) -> list[str]:
+    """Say which sizes no step has."""
+    order, stages = components.source.order, components.stages
+    if not stages:
+        return []
+    begins = [order.position(stage.first) for stage in stages]
+    return [*order.sizes.warnings(begins, order.position(stages[-1].end))]
+
+
+def _values(components: Components, stage: Stage) -> dict[str, int | float]:
+    """Give what plan.json has of a stage; the cut is that of one of its steps, of epoch 1."""
+    order, lengths = components.source.order, components.source.lengths
+    plan = components.cut.cut(lengths[order.batch_of(stage.size)], components.layout)
+    at = order.position(stage.first)
+    return {
+        "step": at.step + 1,
+        "samples": at.samples,
+        "epoch": at.epochs,
+        "size": stage.size,
+        "steps": stage.num_steps,
+        "accum_steps": plan.accum_steps,
+        "micro_batches": plan.num_micro_batches,
+        "lr": components.spec.lr * components.lr_scale(stage.first),
+    }

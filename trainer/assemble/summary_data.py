@@ -1,0 +1,55 @@
+"""Describe what is trained and evaluated on in rows, as `summary` does the rest of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.assemble.components import Components
+from trainer.core.format import number, plural, short
+from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.split import OWN_PART
+from trainer.data.view import DataView
+
+
+def data_rows(components: Components, facts: RunFacts) -> list[Row]:
+    """Count what is trained and evaluated on, and let the data say what they are."""
+    config, lengths, parts = components.config, components.source.lengths, components.held_out
+    name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
+    num_tokens = int(lengths.sum())
+    counts = {"": 0, **{name: len(part.lengths) for name, part in parts.items()}}
+    text = joined(
+        plural(len(lengths), "sample"),
+        facts.noun == "token" and f"{short(num_tokens)} tokens",
+        cut and f"{short(cut)} more are left out",
+        *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
+    )
+    counted = row(
+        *("data", f"{name}: {text}"),
+        data=name,
+        num_samples=len(lengths),
+        num_held_out=counts.pop(""),
+        eval_sets=counts,
+        num_tokens=num_tokens,
+        num_cut_tokens=int(cut or 0),
+    )
+    return [counted, *_records(components.train_set, facts), *_other_records(components, facts)]
+
+
+def _records(view: DataView, facts: RunFacts) -> Sequence[Row]:
+    """Let data say what their records are, and which of them are left out."""
+    describe = view.optional("describe_records")
+    found: Sequence[Row] = () if describe is None else describe(facts)
+    return found
+
+
+def _other_records(components: Components, facts: RunFacts) -> list[Row]:
+    """Say the same of what is evaluated on and comes from elsewhere than what is trained on."""
+    config, parts = components.config, components.held_out
+    names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
+    return [
+        row("", f"{name or 'held out'}: {each.text}")
+        for name in names
+        if name in parts
+        for each in _records(parts[name].loader.dataset, facts)
+        if each.text
+    ]

@@ -1,0 +1,60 @@
+"""Describe learning rates and parameter groups in rows, as `summary` does the rest of a run."""
+
+from __future__ import annotations
+
+from trainer.assemble.components import Components
+from trainer.core.format import plural
+from trainer.core.rows import Row, joined, row
+from trainer.optim.optimizers import match_groups
+
+
+def by_job_row(components: Components, optimizer: str) -> Row:
+    """Give the settings of the optimizer that nobody typed, and why they are those."""
+    chosen = components.chosen_optimizer
+    words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
+    texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
+    text = joined(*texts, chosen.why) if texts else None
+    settings = {name: getattr(chosen.reference or chosen.spec, name) for name in chosen.by_job}
+    return row(
+        *("optimizer", text and f"{optimizer} {text}"),
+        optimizer_defaults=settings,
+        optimizer_reason=chosen.why if texts else None,
+    )
+
+
+def half_life_row(components: Components) -> Row:
+    """Set what follows the global batch, as it is at the reference batch, beside what it is now."""
+    chosen = components.chosen_optimizer
+    before, now = (
+        vars(spec) | {"options": {}} | vars(spec).get("options", {})
+        for spec in (chosen.reference or chosen.spec, chosen.spec)
+    )
+    changed = {name: (before.get(name), v) for name, v in now.items() if before.get(name) != v}
+    texts = [
+        f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
+        for name, (old, new) in changed.items()
+    ]
+    return row("half-life", joined(*texts), followed_batch=changed)
+
+
+def _spaced(value: object) -> str:
+    """Write a number, or several, for a person."""
+    several = value if isinstance(value, list | tuple) else [value]
+    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in several)
+
+
+def group_rows(components: Components) -> list[Row]:
+    """List what every pattern of `optimizer.groups` took, and what is left to the others."""
+    spec, lines = components.spec, list[str]()
+    matched = match_groups(components.module, spec.groups)
+    taken = {id(p) for members in matched.values() for p in members}
+    rest = [p for p in components.module.parameters() if id(p) not in taken]
+    for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
+        settings = spec.groups.get(pattern, {})
+        lr = settings.get("lr", spec.lr) * components.lr_scale(components.source.order.start)
+        rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
+        count = plural(sum(p.numel() for p in members), "parameter")
+        lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
+    labels = ["groups", *[""] * len(lines)]
+    rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
+    return [row(groups=lines), *rows]
