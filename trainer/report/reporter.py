@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -21,8 +21,9 @@ from trainer.report.journal import Entry
 from trainer.report.metrics import Means, MetricsLog
 from trainer.report.records import Record
 from trainer.report.wandb import WandbMirror
+from trainer.report.watch import EarlyWatch
 
-Ids = Iterable[int]
+Ids = Sequence[int]
 
 WATCHED = ("on_step", "on_eval", "on_checkpoint")
 
@@ -68,6 +69,8 @@ class RunReporter:
         self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
         self._plan: Record = {}
+        self._keeps_samples = keep_samples
+        self._watch = EarlyWatch(keeps_samples=keep_samples)
         self._summary: Record | None = None
         self._metrics = MetricsLog(
             folder,
@@ -82,6 +85,7 @@ class RunReporter:
     def start(self, rows: Sequence[Row], plan: Record, *, name: str | None = None) -> None:
         """Show what is about to happen, by the rows of the run, and begin to show progress."""
         self._plan, self._steps, step = plan, plan["steps"], self._resumed_step
+        self._watch = EarlyWatch(plan.get("warmup_steps", 0), keeps_samples=self._keeps_samples)
         warnings = plan["warnings"]
         block = start_block(rows, warnings, self._folder, name=name, resumed_step=step)
         self._screen.show(block)
@@ -109,6 +113,7 @@ class RunReporter:
                 f"{entry['micro_batches']} micro-batches; nothing is lost or counted twice"
             )
         self._metrics.consumed(step, ids, skipped_ids)
+        self._watch.consumed(step, ids)
         self._show(self._metrics.step(entry))
 
     def evaluation(self, step: int, means: Means, seconds: float) -> None:
@@ -171,6 +176,8 @@ class RunReporter:
                 self.warn(f"step {step} updated nothing: {entry['skipped']}")
             is_due = step % self._log_every == 0 or step in {1, self._steps}
             self._screen.step(entry, is_due=is_due)
+            if (odd := self._watch.see(entry)) is not None:
+                self._screen.line(f"{step_of(step, self._steps)}  {odd}", "yellow")
             self._call("on_step", entry)
 
     def _call(self, event: str, values: Entry) -> None:

@@ -1,0 +1,111 @@
+"""Watch losses and gradient norms for spikes, and for a loss that does not fall at the beginning.
+
+It reads what is written anyway, and says something rarely: a model that learns should never be
+spoken of. Both figures are compared with the median of the last steps and their spread, by the
+median of absolute deviations, which one odd step does not move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from statistics import median
+from typing import final
+
+from trainer.core.format import loss, plural, rate
+from trainer.report.journal import Entry
+
+WINDOW = 32  # steps that a step is compared with
+LEAST = 20  # of them, before anything is said
+QUIET_STEPS = 100  # from one spike that is spoken of to the next
+FAR = 10.0  # spreads above the median
+FAR_LOSS = 0.2  # of the median of losses, at least, and
+LEAST_JUMP = 0.5  # nats: losses near zero are small in most steps, and not in some
+FAR_NORM = 10.0  # times the median of gradient norms, at least; and above those of the beginning
+BEGINNING = 100  # steps behind the warm-up after which a loss should have fallen
+FIRST = 10  # losses that a loss should have fallen below
+FALLEN = 0.01  # by this share of them; by less, it is taken for noise
+TINY = 1e-30
+SHOWN_IDS = 3
+
+
+@final
+class EarlyWatch:
+    """Says in a line what is odd about a step.
+
+    Args:
+        warmup_steps: of the learning rate.
+        keeps_samples: whether samples.jsonl has the ids of every step.
+    """
+
+    def __init__(self, warmup_steps: int = 0, *, keeps_samples: bool = False) -> None:
+        self._beginning, self._keeps_samples = warmup_steps + BEGINNING, keeps_samples
+        self._losses, self._norms = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
+        self._first = list[tuple[float, float]]()  # losses and norms this process began with
+        self._began_at = 1
+        self._ids: dict[int, tuple[Sequence[int], int]] = {}  # of steps yet to be seen
+        self._silent_until = 0
+
+    def consumed(self, step: int, ids: Sequence[int]) -> None:
+        """Note the samples of a step, which is seen later."""
+        self._ids[step] = ids[:SHOWN_IDS], len(ids)
+
+    def see(self, entry: Entry) -> str | None:
+        """Look at a step, as metrics.jsonl has it; gives what is odd about it."""
+        step, value, norm = entry["step"], entry["loss"], entry["grad_norm"]
+        for earlier in [each for each in self._ids if each < step]:
+            del self._ids[earlier]
+        if value is None or norm is None or not (math.isfinite(value) and math.isfinite(norm)):
+            return None
+        if not self._first:
+            self._began_at = step
+        if len(self._first) < WINDOW:
+            self._first.append((value, norm))
+        found = self._spike(step, value, norm) or self._plateau(step)
+        self._losses.append(value)
+        self._norms.append(norm)
+        return found
+
+    def _spike(self, step: int, value: float, norm: float) -> str | None:
+        if len(self._losses) < LEAST or step < self._silent_until:
+            return None
+        usual = median(self._losses)
+        found = f"loss {loss(value)}", loss(usual)
+        if value <= usual + max(FAR * _spread(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP):
+            # Norms vary by factors.
+            logs = [math.log(each + TINY) for each in self._norms]
+            high = median(logs) + max(FAR * _spread(logs), math.log(FAR_NORM))
+            if norm <= max(math.exp(high), median(first for _, first in self._first)):
+                return None
+            found = f"gradient norm {rate(norm)}", rate(median(self._norms))
+        self._silent_until = step + QUIET_STEPS
+        return (
+            f"{found[0]} is far above that of the {len(self._losses)} steps before, {found[1]}: "
+            "often a learning rate too high, a warm-up too short, or bad samples; "
+            f"{self._samples(step)}"
+        )
+
+    def _plateau(self, step: int) -> str | None:
+        """Look once, behind the warm-up, whether the loss is where it began."""
+        if step != self._beginning or self._began_at != 1 or len(self._losses) < LEAST:
+            return None
+        begun, now = median(loss for loss, _ in self._first[:FIRST]), median(self._losses)
+        if now < begun - FALLEN * abs(begun):
+            return None
+        return (
+            f"the loss, {loss(now)}, has not fallen in {plural(step, 'step')}: often a learning "
+            "rate too small, labels that do not belong to their samples, or weights that are frozen"
+        )
+
+    def _samples(self, step: int) -> str:
+        ids, count = self._ids.get(step, ((), 0))
+        more = f", ... of {count}" if count > len(ids) else ""
+        where = "all in samples.jsonl" if self._keeps_samples else "log.samples=true lists all"
+        return f"samples {', '.join(map(str, ids))}{more} ({where})"
+
+
+def _spread(values: Collection[float]) -> float:
+    """Estimate a standard deviation by the median of absolute deviations (normal: 1.48 times)."""
+    middle = median(values)
+    return 1.48 * median(abs(value - middle) for value in values)
