@@ -161,7 +161,7 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(section, str):
             chosen[group.replace(".", "/")] = section
             del (tree[parents[0]] if parents else tree)[name]
-        elif section is None and tree.get(group, 0) is None:
+        elif group == "batchnorm" and tree.get(group, "") is None:
             del tree[group]  # a value of recipes from before the key was a group
         elif group in COMPONENTS and isinstance(section, Mapping) and "_target_" in section:
             chosen[group.replace(".", "/")] = OWN

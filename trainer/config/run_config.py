@@ -185,11 +185,9 @@ class RunConfig(Section):
     step: Literal["last", "ema"] | Natural
     export: Export
     trust: Words
-    # What has a default is no key of the interface: how the config came about.
-    # The option of every group by the folder's name, `accum/gradient` too
+    # Not keys of the interface. `choices`: the option of every group, `accum/gradient` too
     choices: dict[str, Any] = Field(default_factory=dict)
-    # Keys of the step whose defaults are in force, for the start of a run to show
-    unset: tuple[str, ...] = Field((), strict=False)
+    unset: tuple[str, ...] = Field((), strict=False)  # keys of the step at their defaults, to show
     config_dir: str | None = None  # folder of the user's own options; None without one
 
     @property
