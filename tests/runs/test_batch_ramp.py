@@ -61,7 +61,7 @@ def test_a_ramp_that_goes_on_in_its_middle_on_two_ranks_is_the_uninterrupted_run
 
 
 def test_the_plan_shows_every_stage_and_names_one_that_the_run_does_not_reach(capsys):
-    line = RAMP.replace("}", ", 2M: 32}").replace("epochs=2", "steps=13")
+    line = RAMP.replace("}", ", 2M: 8}").replace("epochs=2", "steps=13")
     line += " scheduler.scale=linear scheduler.reference_batch=8"
     assert shell(f"plan {shlex.join(typed(line))}") == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -114,6 +114,20 @@ def test_the_classes_of_extending_run_together(monkeypatch):
             assert shell(shlex.join(shortened(line))) == 0, line
 
 
+@pytest.mark.usefixtures("own_folder")
+def test_the_commands_on_images_and_batch_sizes_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    small_library(monkeypatch)
+    Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
+    pages = [CHECKOUT / "docs" / name for name in ("images.md", "batch_size.md")]
+    lines = [line for page in pages for line in commands(page.read_text())]
+    assert len(lines) == 6
+    for line in lines:
+        small = TINY if "batch=ramp" in line else ["steps=2"]
+        typed = [word for word in line if not (word == "steps=20" and "steps=2" in small)]
+        assert shell(shlex.join([*typed, *small, "wandb.mode=disabled"])) == 0, line
+
+
 def test_the_reference_of_keys_is_what_the_schema_gives():
     generated = runpy.run_path(str(CHECKOUT / "docs" / "generate.py"))["page"]()
     page = CHECKOUT / "docs" / "configuration.md"

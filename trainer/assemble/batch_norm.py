@@ -84,18 +84,18 @@ def couple(
 
 
 def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
-    """Refuse groups of one sample, which has no spread: the last of a step, or of an epoch."""
+    """Refuse groups of one sample, which has no variance: the last of a step, or of an epoch."""
     whole = order.sizes.largest
     if whole % size == 1:
         raise ConfigError(
             f"batchnorm.group={size}: batch.global={whole} leaves a group of one sample, which has "
-            f"no spread: type batch.global={whole - 1}, or another batchnorm.group"
+            f"no variance: type batch.global={whole - 1}, or another batchnorm.group"
         )
     is_reached = order.sizes.is_constant and order.keeps_tail
     is_reached = is_reached and total_steps >= order.steps_per_epoch
     if is_reached and order.num_samples % whole % size == 1:
         raise ConfigError(
             f"batchnorm.group={size}: the last {order.num_samples % whole} samples of an epoch "
-            "leave a group of one, which has no spread: type batch.tail=drop, or another "
+            "leave a group of one, which has no variance: type batch.tail=drop, or another "
             "batchnorm.group"
         )

@@ -57,7 +57,7 @@ Pair = Annotated[
     Whole, Field(ge=2, description="a whole number of at least 2: a token and the next")
 ]
 GroupSize = Annotated[
-    Whole, Field(ge=2, description="a whole number of at least 2: one sample has no spread")
+    Whole, Field(ge=2, description="a whole number of at least 2: one sample has no variance")
 ]
 Seed = Annotated[Whole, Field(ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
 Number = Annotated[float, Field(description="a number")]

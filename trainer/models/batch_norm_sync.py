@@ -44,9 +44,9 @@ class Sync(BatchNormMode):
         total = wide.sum(dims)
         own_mean = total / max(1, count)
         # Around the rank's own mean, so that nothing cancels in float32.
-        spread = (wide - _beside(own_mean, wide)).square().sum(dims).double()
+        deviations = (wide - _beside(own_mean, wide)).square().sum(dims).double()
         total, own_mean = total.double(), own_mean.double()
-        sums = torch.stack([torch.full_like(total, count), total, spread + total * own_mean])
+        sums = torch.stack([torch.full_like(total, count), total, deviations + total * own_mean])
         layer.note_sums(sums.detach())
         summed: Tensor = _SumOverRanks.apply(sums)  # type: ignore[no-untyped-call] # untyped in torch
         counts, totals, squares = summed

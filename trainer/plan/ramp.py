@@ -48,7 +48,7 @@ class Ramp(BatchSize):
     def warnings(self, begins: Sequence[Position], end: Position) -> Sequence[str]:
         """Name the stages without a step."""
         sizes, behind = {self.size(at) for at in begins}, getattr(end, self.at)
-        unused = [begin for begin, size in self.stages.items() if size not in sizes]
+        unused = [b for b, size in self.stages.items() if size not in sizes or b >= behind]
         text = f"the run ends after {behind:g} {self.at}, and has no step of the stage"
         return [f"batch.stages: {text} at {begin}" for begin in unused]
 

@@ -1,8 +1,8 @@
 """Watch losses and gradient norms for spikes, and for a loss that does not fall at the beginning.
 
 It reads what is written anyway, and says something rarely: a model that learns should never be
-spoken of. Both figures are compared with the median of the last steps and their spread, by the
-median of absolute deviations, which one odd step does not move.
+spoken of. Both figures are compared with the median of the last steps, in standard deviations. The
+median of absolute deviations estimates those, which one odd step does not move.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.report.journal import Entry
 WINDOW = 32  # steps that a step is compared with
 LEAST = 20  # of them, before anything is said
 QUIET_STEPS = 100  # from one spike that is spoken of to the next
-FAR = 10.0  # spreads above the median
+FAR = 10.0  # standard deviations above the median
 FAR_LOSS = 0.2  # of the median of losses, at least, and
 LEAST_JUMP = 0.5  # nats: losses near zero are small in most steps, and not in some
 FAR_NORM = 10.0  # times the median of gradient norms, at least; and above those of the beginning
@@ -72,10 +72,10 @@ class EarlyWatch:
             return None
         usual = median(self._losses)
         found = f"loss {loss(value)}", loss(usual)
-        if value <= usual + max(FAR * _spread(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP):
+        if value <= usual + max(FAR * _deviation(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP):
             # Norms vary by factors.
             logs = [math.log(each + TINY) for each in self._norms]
-            high = median(logs) + max(FAR * _spread(logs), math.log(FAR_NORM))
+            high = median(logs) + max(FAR * _deviation(logs), math.log(FAR_NORM))
             if norm <= max(math.exp(high), median(first for _, first in self._first)):
                 return None
             found = f"gradient norm {rate(norm)}", rate(median(self._norms))
@@ -105,7 +105,7 @@ class EarlyWatch:
         return f"samples {', '.join(map(str, ids))}{more} ({where})"
 
 
-def _spread(values: Collection[float]) -> float:
+def _deviation(values: Collection[float]) -> float:
     """Estimate a standard deviation by the median of absolute deviations (normal: 1.48 times)."""
     middle = median(values)
     return 1.48 * median(abs(value - middle) for value in values)

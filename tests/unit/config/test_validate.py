@@ -29,7 +29,7 @@ FAULTS = {
     "eps",
     "accum.steps=8": ": not a setting of accum=auto; type accum=fixed accum.steps=8",
     "eval=20": ": is a section, not a value; it has every",
-    "batchnorm.group=1": ": must be a whole number of at least 2: one sample has no spread",
+    "batchnorm.group=1": ": must be a whole number of at least 2: one sample has no variance",
     "batch.global=abc": ": must be a whole number of at least 1, e.g. 512",
     "batch.global=null": ": needs a whole number of at least 1, e.g. 512",
     "batch.tail=dorp": ": must be keep or drop. Did you mean drop?",
