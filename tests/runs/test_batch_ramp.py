@@ -34,7 +34,7 @@ def sizes_of(folder: Path) -> list[int]:
 
 def test_a_ramp_that_goes_on_in_its_middle_on_two_ranks_is_the_uninterrupted_run(ranks):
     """Bit for bit in ids and rates, to 1e-12 in losses and weights; a control has no ramp."""
-    rule = "scheduler.scale=sqrt scheduler.reference_batch=4"
+    rule = "scheduler.scale=sqrt scheduler.reference_batch=4 scheduler.keep_half_life=true"
     lines = shlex.join(typed(f"{RAMP} {DOUBLE} {rule}"))
     whole, part = Path("whole").absolute(), Path("part").absolute()
     assert run_as_rank(World(), prepared(lines).config, whole, {}) == {"code": 0}
@@ -78,7 +78,7 @@ def test_the_plan_shows_every_stage_and_names_one_that_the_run_does_not_reach(ca
     assert (plan["steps"], plan["epochs"], plan["steps_per_epoch"]) == (13, 2.0, 8)
     assert plan["stages"][2] == {
         **{"step": 12, "samples": 66, "epoch": 66 / 42, "size": 16, "steps": 2, "accum_steps": 6},
-        **{"micro_batches": 6, "lr": 0.024},
+        **{"micro_batches": 6, "lr": 0.024, "followed_batch": {}},
     }
 
 
@@ -124,3 +124,19 @@ def test_a_stage_below_the_group_that_the_samples_are_normalised_in_is_refused()
 def test_a_mapping_without_its_quotes_is_answered_with_them(capsys):
     assert shell("batch=ramp batch.stages=0:64 batch.stages=20k:256") == 2
     assert "type 'batch.stages={...}' with its quotes" in capsys.readouterr().err
+
+
+def test_betas_and_decay_follow_each_stage_as_they_do_a_batch_of_one_size():
+    """A ramp of one stage is the constant batch bit for bit; the control keeps no half-lives."""
+    rule = "scheduler.reference_batch=4 scheduler.keep_half_life=true scheduler.scale=sqrt"
+    one = "batch=ramp batch.stages={0:8}"
+    ramp = train(typed(f"{one} {DOUBLE} steps=3 {rule}"))
+    constant = go(f"{DOUBLE} steps=3 {rule}")
+    control = train(typed(f"{one} {DOUBLE} steps=3 {rule.replace('true', 'false')}"))
+    ends = state(constant)
+    assert all(tensor.equal(ends[name]) for name, tensor in state(ramp).items())
+    assert not all(tensor.equal(ends[name]) for name, tensor in state(control).items())
+    shown = train(typed(f"command=plan {RAMP} {DOUBLE} {rule}"))
+    stages = read_json(shown.folder / "plan.json")["stages"]
+    assert stages[0]["followed_batch"] == {}
+    assert stages[2]["followed_batch"]["betas"][1] == pytest.approx([0.9**4, 0.95**4], rel=1e-12)

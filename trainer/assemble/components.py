@@ -32,7 +32,7 @@ from trainer.assemble.parallel import (
     parallel_setup,
 )
 from trainer.assemble.precision import resolve_precision, set_matmul_precision
-from trainer.assemble.schedule import typed_schedule, with_warmup_steps
+from trainer.assemble.schedule import typed_schedule, with_length_steps
 from trainer.assemble.terms import Terms
 from trainer.assemble.tokenizer import RunTokenizer
 from trainer.checkpoint.weights import StoredWeights
@@ -199,7 +199,7 @@ def assemble(
     train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
-    schedule = with_warmup_steps(schedule, order, lengths, total_steps)
+    schedule = with_length_steps(schedule, order, lengths, total_steps)
     given = arguments_from_data(config, train_set, terms.given)
     batch_norm = resolve_batch_norm(config, order, cut, lengths)
     build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)

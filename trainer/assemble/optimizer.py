@@ -15,6 +15,7 @@ from trainer.config.components import Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
+from trainer.core.stateful import Stateful
 from trainer.models.task import task_of
 from trainer.models.transformers_classes import loaded_from, new_weights
 from trainer.optim.optimizers import Job, OptimizerSpec, OwnOptimizer
@@ -91,14 +92,16 @@ def with_half_lives(
     key, batch = "scheduler.keep_half_life=true", schedule.reference_batch
     if batch is None:
         raise ConfigError(f"{key}: needs scheduler.reference_batch")
-    if not sizes.is_constant:
-        raise ConfigError(f"{key}: needs steps of one size; type batch=samples or leave it out")
-    factor = schedule.batch_factor(sizes.global_batch)
-    spec = chosen.spec.for_batch(sizes.global_batch / batch, factor)
-    if spec == chosen.spec and sizes.global_batch != batch:
+    if isinstance(sizes, Stateful):
+        raise ConfigError(f"{key}: needs sizes that are known before the run; leave it out")
+    # Where sizes change, the optimizer is built for the reference batch, and set in each step.
+    size = sizes.global_batch if sizes.is_constant else 2 * batch
+    factor = schedule.batch_factor(size)
+    spec = chosen.spec.for_batch(size / batch, factor)
+    if spec == chosen.spec and size != batch:
         name, rule = type(spec).__name__, schedule.scale
         raise ConfigError(f"{key}: scheduler.scale={rule} changes nothing of {name}; leave it out")
-    return replace(chosen, spec=spec, reference=chosen.spec)
+    return replace(chosen, spec=spec, reference=chosen.spec) if sizes.is_constant else chosen
 
 
 def _settings(config: RunConfig, job: Job) -> Mapping[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -32,28 +35,38 @@ def typed_schedule(config: RunConfig) -> Schedule:
     return OwnScheduler(kind=kind, options=options, **shared)
 
 
-def with_warmup_steps(
+def with_length_steps(
     schedule: Schedule, order: Order, lengths: Lengths, total_steps: int
 ) -> Schedule:
-    """Turn a warm-up such as `2000samples` into the steps that have trained on as many.
+    """Turn lengths such as `warmup=2000samples` into the steps that train on as many.
 
-    The last of them is whole. They are counted in the order of the run, from its first step, so
-    that a run which goes on has the same.
+    The step that reaches the amount counts. They are counted in the order of the run, from its
+    first step on or back from its last, so that a run which goes on has the same.
 
     Raises:
         ConfigError: the run has fewer.
     """
-    match = AMOUNT.fullmatch(str(schedule.warmup))
-    if match is None:
-        return schedule
-    number, prefix, unit = match.groups()
-    wanted = round(float(number) * 1000 ** " kMG".index(prefix or " "))
-    found, steps, cursor = 0, 0, order.start
-    while found < wanted:
-        if steps == total_steps:
-            text = f"exceeds the {found} {unit} of the run's {total_steps} steps"
-            raise ConfigError(line("scheduler.warmup", schedule.warmup, text))
+    found = dict[str, Any]()
+    for name, where in schedule.lengths.items():
+        if match := AMOUNT.fullmatch(str(value := getattr(schedule, name))):
+            number, prefix, unit = match.groups()
+            counts = _counts(order, lengths, total_steps, unit)
+            passed = accumulate(counts if where == "first" else reversed([*counts]))
+            wanted, most = round(float(number) * 1000 ** " kMG".index(prefix or " ")), 0
+            for steps, most in enumerate(passed, 1):
+                if most >= wanted:
+                    found[name] = steps
+                    break
+            else:
+                text = f"exceeds the {most} {unit} of the run's {total_steps} steps"
+                raise ConfigError(line(f"scheduler.{name}", value, text))
+    return replace(schedule, **found)
+
+
+def _counts(order: Order, lengths: Lengths, total_steps: int, unit: str) -> Iterator[int]:
+    """Give the samples, or tokens, of each step of a run."""
+    cursor = order.start
+    for _ in range(total_steps):
         batch = order.next(cursor)
-        found += len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
-        steps, cursor = steps + 1, batch.after
-    return replace(schedule, warmup=steps)
+        yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
+        cursor = batch.after

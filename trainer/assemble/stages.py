@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer.assemble.components import Components
+from trainer.assemble.summary_rates import changes
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, joined, row
@@ -54,6 +57,7 @@ def stage_rows(components: Components) -> list[Row]:
             plural(each["steps"], "step"),
             plural(each["accum_steps"], "accumulation step"),
             rate,
+            each.pop("half_lives"),
         )
         found.append(row("" if found else "stages", text))
     return [*found, row(stages=known)]
@@ -68,11 +72,15 @@ def stage_warnings(components: Components) -> list[str]:
     return [*order.sizes.warnings(begins, order.position(stages[-1].end))]
 
 
-def _values(components: Components, stage: Stage) -> dict[str, int | float]:
+def _values(components: Components, stage: Stage) -> dict[str, Any]:
     """Give what plan.json has of a stage; the cut is that of one of its steps, of epoch 1."""
     order, lengths = components.source.order, components.source.lengths
     plan = components.cut.cut(lengths[order.batch_of(stage.size)], components.layout)
-    at = order.position(stage.first)
+    at, schedule, spec = order.position(stage.first), components.schedule, components.spec
+    scale, now = components.lr_scale(stage.first), spec
+    if schedule.keep_half_life and schedule.reference_batch:
+        now = spec.for_batch(stage.size / schedule.reference_batch, scale)
+    changed, text = changes(spec, now)
     return {
         "step": at.step + 1,
         "samples": at.samples,
@@ -81,5 +89,7 @@ def _values(components: Components, stage: Stage) -> dict[str, int | float]:
         "steps": stage.num_steps,
         "accum_steps": plan.accum_steps,
         "micro_batches": plan.num_micro_batches,
-        "lr": components.spec.lr * components.lr_scale(stage.first),
+        "lr": spec.lr * scale,
+        "followed_batch": changed,
+        "half_lives": text,
     }

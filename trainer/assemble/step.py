@@ -11,6 +11,7 @@ from trainer.core.stateful import Stateful
 from trainer.models.batch_norm import RunningStatistics
 from trainer.models.compilation import compile_model
 from trainer.objectives.base import weights_of
+from trainer.optim.optimizers import HalfLives
 from trainer.training.batches import PlannedBatch
 from trainer.training.parameter_norms import ParameterNorms
 from trainer.training.window import StepContext
@@ -35,6 +36,14 @@ def step_context(
     norms, every = dict[str, Any](), config.log.parameters
     if every is not None:
         norms["before_update"] = ParameterNorms(model, optimizer, every).begin
+    half_lives = None
+    if components.schedule.keep_half_life and components.stages:
+        half_lives = HalfLives(
+            spec=components.spec,
+            optimizer=optimizer,
+            reference_batch=components.schedule.reference_batch or 1,
+            decays=tuple(group["weight_decay"] for group in optimizer.param_groups),
+        )
     scale = LossScale() if components.precision == "fp16" else None
     return StepContext(
         model=model,
@@ -49,6 +58,7 @@ def step_context(
         lr=components.spec.lr,
         base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
         lr_scale=components.lr_scale,
+        follow_batch=half_lives,
         schedule=components.schedule,
         total_steps=components.total_steps,
         clip_norm=config.clip_norm,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer.assemble.components import Components
 from trainer.core.format import plural
 from trainer.core.rows import Row, joined, row
-from trainer.optim.optimizers import match_groups
+from trainer.optim.optimizers import OptimizerSpec, match_groups
 
 
 def by_job_row(components: Components, optimizer: str) -> Row:
@@ -25,16 +27,19 @@ def by_job_row(components: Components, optimizer: str) -> Row:
 def half_life_row(components: Components) -> Row:
     """Set what follows the global batch, as it is at the reference batch, beside what it is now."""
     chosen = components.chosen_optimizer
-    before, now = (
-        vars(spec) | {"options": {}} | vars(spec).get("options", {})
-        for spec in (chosen.reference or chosen.spec, chosen.spec)
-    )
+    changed, text = changes(chosen.reference or chosen.spec, chosen.spec)
+    return row("half-life", text, followed_batch=changed)
+
+
+def changes(first: OptimizerSpec, second: OptimizerSpec) -> tuple[dict[str, Any], str | None]:
+    """Give what differs between two settings of an optimizer, and the same in words."""
+    before, now = (vars(s) | {"options": {}} | vars(s).get("options", {}) for s in (first, second))
     changed = {name: (before.get(name), v) for name, v in now.items() if before.get(name) != v}
     texts = [
         f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
         for name, (old, new) in changed.items()
     ]
-    return row("half-life", joined(*texts), followed_batch=changed)
+    return changed, joined(*texts)
 
 
 def _spaced(value: object) -> str:

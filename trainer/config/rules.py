@@ -297,13 +297,14 @@ def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple
         ConfigError: they are more than the run has; the line names the largest value that fits.
     """
     # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
-    begin, end = warmup_steps(warmup, total_steps), round(decay * total_steps)
+    begin, end = warmup_steps(warmup, total_steps), warmup_steps(decay, total_steps)
     if begin > total_steps:
         text = f"exceeds the run's {total_steps} steps; the largest valid value is {total_steps}"
         raise ConfigError(line("scheduler.warmup", warmup, text))
     if begin + end > total_steps:
         text = f"{end} steps of decay and {begin} of warm-up exceed the run's {total_steps} steps"
-        fits = f"the largest valid value is {(total_steps - begin) / total_steps:.3g}"
+        most = total_steps - begin
+        fits = f"the largest valid value is {most if decay >= 1 else most / total_steps:.3g}"
         raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
     return begin, end
 
@@ -313,8 +314,9 @@ def warmup_fault(steps: object, warmup: float) -> str | None:
     return schedule_fault(steps, warmup, 0.0)
 
 
-def schedule_fault(steps: object, warmup: float, decay: float) -> str | None:
-    """Say the same of a warm-up and the share of the run that decays at its end."""
+def schedule_fault(steps: object, warmup: float, decay: float | str) -> str | None:
+    """Say the same of a warm-up and the steps, or the share, that decay at the end of a run."""
+    decay = 0.0 if isinstance(decay, str) else decay  # of samples: checked once they are counted
     faults = _refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
     return next(iter(faults), None)
 

@@ -208,6 +208,27 @@ class OwnOptimizer(OptimizerSpec):
         return self.kind(params, **options)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class HalfLives:
+    """Sets what of an optimizer follows a global batch that changes, as `for_batch` has it."""
+
+    spec: OptimizerSpec  # as it is at the reference batch
+    optimizer: Optimizer  # that was built by it
+    reference_batch: int
+    decays: tuple[float, ...]  # weight decay of each of its groups, there
+
+    def __call__(self, size: int, lr_factor: float) -> None:
+        """Set the groups for a step of so many samples, or tokens."""
+        ratio = size / self.reference_batch
+        known = vars(self.spec.for_batch(ratio, lr_factor))
+        known = {**known, **known.get("options", {})}
+        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
+            for name in {"betas", *self.spec.decay_rates} & known.keys() & group.keys():
+                group[name] = known[name]
+            group["weight_decay"] = decay * ratio / lr_factor
+
+
 def _power(rates: Any, exponent: float) -> Any:  # noqa: ANN401 - a number, or several
     """Raise a rate, or each of several, to a power."""
     is_one = isinstance(rates, int | float)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from trainer.config.components import Count, Part, Positive, Warmup
+from trainer.config.components import Amount, Count, Part, Positive, Warmup
 from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
@@ -35,6 +36,8 @@ class Schedule(Described, ABC):
     keep_half_life: bool = False
     warmup: Warmup = 0  # steps that rise linearly to 1, or a share of the run below 1
 
+    lengths: ClassVar[Mapping[str, Literal["first", "last"]]] = {"warmup": "first"}
+    """Fields that count the first, or last, steps, and may be typed in samples or tokens."""
     # Before torch is imported
     settings_fault: ClassVar[Callable[..., str | None]] = staticmethod(warmup_fault)
 
@@ -166,12 +169,14 @@ class WSD(Schedule):
     """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395)."""
 
     settings_fault = staticmethod(schedule_fault)
+    lengths = MappingProxyType({"warmup": "first", "decay": "last"})
 
-    decay: Part = 0.2  # share of all steps that decays, at the end
+    decay: Warmup | Amount = 0.2  # steps at the end that decay, or their share of the run below 1
     floor: Part = 0.0  # what it falls towards; the last step is just above it
 
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
+        assert not isinstance(self.decay, str)  # `with_length_steps` has counted them
         _, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
         # As the warm-up reaches 1 with its last step, the decay leaves it with its first.
         share = min(1.0, (total_steps - step) / (decay_steps + 1))

@@ -79,6 +79,8 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0
     scale = context.lr_scale(batch.samples.before)
     apply_factor(context.optimizer, [lr * scale for lr in context.base_lrs], factor)
+    if context.follow_batch is not None:
+        context.follow_batch(batch.samples.size, scale)
     with no_replay(AT_BEGINNING):
         context.snapshot.take()
     while True:

@@ -67,6 +67,8 @@ class StepContext:
     total_steps: int
     clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is
     loss_scale: LossScale | None = None  # of a run in fp16
+    # Sets what of the optimizer follows the size of a step; also given what scales its rates
+    follow_batch: Callable[[int, float], None] | None = None
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
     world: World
     # Called with the step before an update; what it gives is called after, and gives norms by name

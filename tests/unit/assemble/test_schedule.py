@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from trainer.assemble.schedule import with_warmup_steps
+from trainer.assemble.schedule import with_length_steps
 from trainer.core.errors import ConfigError
-from trainer.optim.schedules import Cosine
+from trainer.optim.schedules import WSD, Cosine
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
@@ -30,11 +30,13 @@ def test_the_step_that_reaches_the_amount_is_the_first_at_the_full_rate(unit, si
     for step in (1, 4, 9):
         for amount in (passed[step - 1] + 1, passed[step]):
             asked = Cosine(warmup=f"{amount}{unit}")
-            found = with_warmup_steps(asked, order, lengths, 12)
+            found = with_length_steps(asked, order, lengths, 12)
             assert found == Cosine(warmup=step)
             assert found.factor(step - 1, 12) == 1.0
-    thousand = with_warmup_steps(Cosine(warmup=f"0.009k{unit}"), order, lengths, 12)
-    assert thousand == with_warmup_steps(Cosine(warmup=f"9{unit}"), order, lengths, 12)
-    assert with_warmup_steps(Cosine(warmup=0.1), order, lengths, 12) == Cosine(warmup=0.1)
+            asked = WSD(decay=f"{passed[9] - passed[step - 1]}{unit}")  # back from the last step
+            assert with_length_steps(asked, order, lengths, 9) == WSD(decay=10 - step)
+    thousand = with_length_steps(Cosine(warmup=f"0.009k{unit}"), order, lengths, 12)
+    assert thousand == with_length_steps(Cosine(warmup=f"9{unit}"), order, lengths, 12)
+    assert with_length_steps(Cosine(warmup=0.1), order, lengths, 12) == Cosine(warmup=0.1)
     with pytest.raises(ConfigError, match=rf"^scheduler\.warmup=1M{unit}: exceeds the \d+ {unit}"):
-        with_warmup_steps(Cosine(warmup=f"1M{unit}"), order, lengths, 12)
+        with_length_steps(Cosine(warmup=f"1M{unit}"), order, lengths, 12)

@@ -10,7 +10,14 @@ from torch import nn
 from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
 from trainer.optim.muon import Muon
-from trainer.optim.optimizers import SGD, AdamW, OptimizerSpec, OwnOptimizer, param_groups
+from trainer.optim.optimizers import (
+    SGD,
+    AdamW,
+    HalfLives,
+    OptimizerSpec,
+    OwnOptimizer,
+    param_groups,
+)
 
 TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
 
@@ -220,3 +227,18 @@ def test_half_lives_in_samples_survive_another_batch_and_the_way_back(spec, rati
     for pattern, own in spec.groups.items():
         changed = there.groups[pattern]["weight_decay"] / own["weight_decay"]
         assert changed == pytest.approx(there.weight_decay / spec.weight_decay, rel=1e-12)
+
+
+def test_groups_that_follow_a_ramp_come_back_to_what_they_were():
+    model = torch.nn.Linear(3, 2)
+    spec = AdamW(lr=0.1, weight_decay=0.2, groups={"bias": {"weight_decay": 0.5}})
+    optimizer = spec.build(model)
+    before = [(group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
+    decays = tuple(group["weight_decay"] for group in optimizer.param_groups)
+    follow = HalfLives(spec=spec, optimizer=optimizer, reference_batch=64, decays=decays)
+    follow(256, 2.0)
+    for group, (betas, decay) in zip(optimizer.param_groups, before, strict=True):
+        assert group["betas"] == pytest.approx([beta**4 for beta in betas], rel=1e-12)
+        assert group["weight_decay"] == pytest.approx(2 * decay, rel=1e-12)
+    follow(64, 1.0)
+    assert before == [(group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
