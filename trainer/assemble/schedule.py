@@ -1,11 +1,11 @@
-"""Build the schedule, and count the steps of a warm-up that is typed in samples or tokens."""
+"""Build the schedule, and count the steps of its lengths that are typed in samples or tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.assemble.instantiate import arguments_of, construct, look_up
 from trainer.config.components import AMOUNT, SHARED
 from trainer.config.messages import line
+from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.optim.library_schedules import OwnScheduler
@@ -40,33 +41,35 @@ def with_length_steps(
 ) -> Schedule:
     """Turn lengths such as `warmup=2000samples` into the steps that train on as many.
 
-    The step that reaches the amount counts. They are counted in the order of the run, from its
-    first step on or back from its last, so that a run which goes on has the same.
+    The step that reaches the amount counts. They are counted in the order of the run, so that a
+    run which goes on has the same.
 
     Raises:
         ConfigError: the run has fewer.
     """
-    found = dict[str, Any]()
-    for name, where in schedule.lengths.items():
+    for name, span in schedule.lengths.items():
         if match := AMOUNT.fullmatch(str(value := getattr(schedule, name))):
             number, prefix, unit = match.groups()
-            counts = _counts(order, lengths, total_steps, unit)
-            passed = accumulate(counts if where == "first" else reversed([*counts]))
+            begin = warmup_steps(schedule.warmup, total_steps) if span == "after warm-up" else 0
+            end = None if span == "after warm-up" else total_steps
+            counts: Iterable[int] = islice(_counts(order, lengths, unit), begin, end)
+            counts = reversed([*counts]) if span == "last" else counts
             wanted, most = round(float(number) * 1000 ** " kMG".index(prefix or " ")), 0
-            for steps, most in enumerate(passed, 1):
+            for steps, most in enumerate(accumulate(counts), 1):
                 if most >= wanted:
-                    found[name] = steps
+                    changed: dict[str, Any] = {name: steps}
+                    schedule = replace(schedule, **changed)
                     break
             else:
                 text = f"exceeds the {most} {unit} of the run's {total_steps} steps"
                 raise ConfigError(line(f"scheduler.{name}", value, text))
-    return replace(schedule, **found)
+    return schedule
 
 
-def _counts(order: Order, lengths: Lengths, total_steps: int, unit: str) -> Iterator[int]:
-    """Give the samples, or tokens, of each step of a run."""
+def _counts(order: Order, lengths: Lengths, unit: str) -> Iterator[int]:
+    """Give the samples, or tokens, of each step, without an end."""
     cursor = order.start
-    for _ in range(total_steps):
+    while True:
         batch = order.next(cursor)
         yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
         cursor = batch.after

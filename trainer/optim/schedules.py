@@ -11,15 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
 
-from trainer.config.components import Amount, Count, Part, Positive, Warmup
-from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
+from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
+from trainer.config.rules import cadence_steps, schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+Span: TypeAlias = Literal["first", "last", "after warm-up"]
+"""The first or last steps of a run, or those behind its warm-up, which may be more than it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,8 @@ class Schedule(Described, ABC):
     keep_half_life: bool = False
     warmup: Warmup = 0  # steps that rise linearly to 1, or a share of the run below 1
 
-    lengths: ClassVar[Mapping[str, Literal["first", "last"]]] = {"warmup": "first"}
-    """Fields that count the first, or last, steps, and may be typed in samples or tokens."""
+    lengths: ClassVar[Mapping[str, Span]] = {"warmup": "first"}
+    """Fields that count steps, and may be typed in samples or tokens: those of which steps."""
     # Before torch is imported
     settings_fault: ClassVar[Callable[..., str | None]] = staticmethod(warmup_fault)
 
@@ -154,12 +157,18 @@ class PolynomialDecay(Decay):
 class InverseSqrt(Schedule):
     """One over the root of the step (Zhai et al. 2022, 2106.04560), for runs without an end."""
 
-    timescale: Count | None = None  # steps until the square of the factor is a half
+    lengths = MappingProxyType({"warmup": "first", "timescale": "after warm-up"})
+
+    # Steps until the square of the factor is a half, or their share of the run below 1
+    timescale: Cadence | Amount | None = None
 
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
         # As `get_inverse_sqrt_schedule` of transformers has it where nobody says.
-        timescale = self.timescale or warmup_steps or 10_000
+        timescale: float = warmup_steps or 10_000
+        if self.timescale is not None:
+            assert not isinstance(self.timescale, str)  # `with_length_steps` has counted them
+            timescale = cadence_steps(self.timescale, total_steps)
         return 1.0 / math.sqrt((step - warmup_steps + timescale) / timescale)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from trainer.assemble.schedule import with_length_steps
 from trainer.core.errors import ConfigError
-from trainer.optim.schedules import WSD, Cosine
+from trainer.optim.schedules import WSD, Cosine, InverseSqrt
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
@@ -35,6 +35,10 @@ def test_the_step_that_reaches_the_amount_is_the_first_at_the_full_rate(unit, si
             assert found.factor(step - 1, 12) == 1.0
             asked = WSD(decay=f"{passed[9] - passed[step - 1]}{unit}")  # back from the last step
             assert with_length_steps(asked, order, lengths, 9) == WSD(decay=10 - step)
+            asked = InverseSqrt(warmup=1, timescale=f"{passed[step] - passed[1]}{unit}")
+            if step > 1:  # behind the warm-up, and behind the end of the run too
+                found = with_length_steps(asked, order, lengths, 3)
+                assert found == InverseSqrt(warmup=1, timescale=step - 1)
     thousand = with_length_steps(Cosine(warmup=f"0.009k{unit}"), order, lengths, 12)
     assert thousand == with_length_steps(Cosine(warmup=f"9{unit}"), order, lengths, 12)
     assert with_length_steps(Cosine(warmup=0.1), order, lengths, 12) == Cosine(warmup=0.1)

@@ -117,6 +117,10 @@ def test_decays_are_those_of_transformers_and_of_pytorch_from_the_end_of_the_war
         ),
         (InverseSqrt(warmup=warmup), lambda o: root(o, warmup)),
         (InverseSqrt(warmup=warmup, timescale=30), lambda o: root(o, warmup, timescale=30)),
+        (
+            InverseSqrt(warmup=warmup, timescale=0.5),
+            lambda o: root(o, warmup, timescale=math.ceil(total / 2)),
+        ),
     ]
     for schedule, build in pairs:
         ours, theirs = curve(schedule, total), library_curve(build, total)
