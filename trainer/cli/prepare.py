@@ -41,8 +41,8 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
     if named is not None and resume is not None:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
     command = word_of(overrides, "command")
-    # `verify run=RUN` begins where the run is, as `verify resume=RUN` does.
-    key = "run" if named is not None and command in (*READING, "verify") else "resume"
+    # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
+    key = "run" if named is not None and command in (*READING, "plan", "verify") else "resume"
     with composer.open(overrides):
         if faults or word_of(overrides, key) is None:
             return _begin(composer.check(overrides, faults))

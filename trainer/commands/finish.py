@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.assemble.components import Components
+from trainer.assemble.noise_advice import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
@@ -14,6 +15,7 @@ from trainer.report.records import Record
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.training.loop import Run
+from trainer.training.noise import NoiseScale
 
 RESULT_FILE = "result.json"
 
@@ -40,6 +42,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     simple: dict[str, float] = {}
     if entropies is not None and components.own_part and config.data.eval_path is None:
         simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
+    noise = next((p for p in run.context.parts if isinstance(p, NoiseScale)), None)
     result = {
         "step": trained.step,
         "loss": None if trained.loss is None else float(trained.loss),
@@ -52,6 +55,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         "skipped_steps": trained.skipped_steps,
         "replays": trained.replays,
         "time": table,
+        "batch_advice": noise and advice_at(components, noise, run.feed.cursor),
         "advice": (table and advice(split(spendings), table, plan)) or [],
     }
     write_record(folder / RESULT_FILE, result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.assemble.noise_advice import advice_rows
 from trainer.assemble.reporter import PLAN_FILE
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import prepare
@@ -30,7 +31,9 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     except CannotRunFake:  # shapes do not do
         components, loaded, cut = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, cut)
-    rows = [*describe(run_plan), *shown_samples(run_plan.components)]
+    components = run_plan.components
+    advice = advice_rows(components, loaded)
+    rows = [*describe(run_plan), *advice, *shown_samples(components)]
     plan = record_of(rows)
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)

@@ -39,6 +39,7 @@ _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
 _CHOOSES = "accum.chooses_sizes"
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
+_GOES_ON = ("plan", "verify")  # commands that begin where a run is
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
 _WHOLE_STEP = "depends on the micro-batch size; type accum=fixed accum.micro=N, where N is "
@@ -48,7 +49,7 @@ _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
 _WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
 _TF32 = "needs a GPU; type precision=fp32"
-_IS_READ = "read by evaluate, export and verify; to go on with a run: resume="
+_IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
 _ALL = (
     "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
 )
@@ -146,7 +147,7 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     yield from _device_faults(view)
-    has_run = view["init"] or view["run"] or (command == "verify" and view["resume"])
+    has_run = view["init"] or view["run"] or (command in _GOES_ON and view["resume"])
     if view["step"] != "last" and not has_run:
         text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="
         yield line("step", view["step"], text)

@@ -160,6 +160,7 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
             ("held out", joined(*figures)),
+            ("noise", result["batch_advice"]),
         ]
     )
 

@@ -16,8 +16,10 @@ micro-batch, it is off by about one sample of the noise scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, final
 
@@ -34,6 +36,23 @@ NOISE = "noise"
 """Name of the part of a checkpoint that holds the estimate."""
 
 RECENT = 4  # an average reaches over the last quarter of what it is of
+LEAST_MEASUREMENTS = 5  # below which nothing is concluded
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseEstimate:
+    """The noise scale on the host, in what `batch.global` counts, with its uncertainty."""
+
+    scale: float  # infinite where the true gradient cannot be told from noise
+    low: float  # two standard errors below
+    high: float  # two standard errors above; may be infinite
+    measurements: int  # behind it
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known within a factor of two."""
+        return self.measurements >= LEAST_MEASUREMENTS and self.high <= 2 * self.low
 
 
 @final
@@ -47,54 +66,111 @@ class NoiseScale(Stateful):
 
     def __init__(self, unit: Literal["samples", "tokens"]) -> None:
         self._unit = unit
-        self._steps = self._measurements = 0
+        self._square, self._noise = _RecentMean(), _RecentMean()  # of |g|^2 and of S
         self._inverse_size = 0.0  # mean of 1 / B
-        self._square = self._noise = torch.zeros((), dtype=torch.float64)  # means of |g|^2 and S
         self._is_new = False  # whether the last step measured S
 
     def begin(self, module: nn.Module) -> None:
         """See the base class."""
         device = next(module.parameters()).device
-        self._square, self._noise = (torch.zeros_like(self._square, device=device) for _ in "gS")
+        self._square.begin(device)
+        self._noise.begin(device)
 
     def see_gradient(self, gradient: StepGradient) -> None:
         """See the base class; nothing here waits for a device."""
         size = gradient.num_samples if self._unit == "samples" else gradient.num_tokens
-        square, self._steps = gradient.norm.double().square(), self._steps + 1
-        self._square.lerp_(square, _rate(self._steps))
-        self._inverse_size += _rate(self._steps) * (1 / size - self._inverse_size)
+        square = gradient.norm.double().square()
+        self._square.add(square)
+        self._inverse_size += _rate(self._square.count) * (1 / size - self._inverse_size)
         groups = gradient.groups
         self._is_new = groups is not None and groups.count > 1
         if groups is not None and self._is_new:
-            self._measurements += 1
             of_step = (groups.squares - groups.weight * square) / (groups.count - groups.weight)
-            self._noise.lerp_(size * of_step, _rate(self._measurements))
+            self._noise.add(size * of_step)
 
     def metrics(self) -> dict[str, Tensor]:
         """See the base class: infinite where the true gradient cannot be told from noise yet."""
         if not self._is_new:
             return {}
         self._is_new = False
-        signal = self._square - self._noise * self._inverse_size
-        scale = self._noise.clamp(min=0.0) / signal
+        signal = self._square.mean - self._noise.mean * self._inverse_size
+        scale = self._noise.mean.clamp(min=0.0) / signal
         return {"noise_scale": torch.where(signal > 0, scale, float("inf"))}
+
+    def estimate(self) -> NoiseEstimate:
+        """Give the noise scale with its uncertainty; waits for the device.
+
+        The standard errors of S and of |G|^2 are taken for independent.
+        """
+        count, (noise, noise_error) = self._noise.count, self._noise.with_error()
+        square, square_error = self._square.with_error()
+        signal = square - noise * self._inverse_size
+        signal_error = math.hypot(square_error, noise_error * self._inverse_size)
+        known = max(noise, 0.0), noise_error, signal, signal_error
+        return NoiseEstimate(measurements=count, **_interval(*known))
 
     def state(self) -> State:
         """See the base class."""
-        return {
-            "steps": self._steps,
-            "measurements": self._measurements,
-            "inverse_size": self._inverse_size,
-            "square": self._square,
-            "noise": self._noise,
-        }
+        means = {"square": self._square.state(), "noise": self._noise.state()}
+        return {"inverse_size": self._inverse_size, **means}
 
     def load(self, state: State) -> None:
         """See the base class."""
-        self._steps, self._measurements = int(state["steps"]), int(state["measurements"])
         self._inverse_size = float(state["inverse_size"])
-        self._square.copy_(state["square"])
-        self._noise.copy_(state["noise"])
+        self._square.load(state["square"])
+        self._noise.load(state["noise"])
+
+
+@final
+class _RecentMean:
+    """A mean over about the last quarter of the values so far, and how far they lie apart."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.variance = torch.zeros((), dtype=torch.float64)
+
+    def begin(self, device: torch.device) -> None:
+        """Begin on a device."""
+        self.mean, self.variance = (torch.zeros_like(self.mean, device=device) for _ in range(2))
+
+    def add(self, value: Tensor) -> None:
+        """Add a value; nothing here waits for a device."""
+        self.count += 1
+        rate, change = _rate(self.count), value - self.mean
+        self.mean += rate * change
+        self.variance = (1 - rate) * (self.variance + rate * change.square())
+
+    def with_error(self) -> tuple[float, float]:
+        """Give the mean and its standard error, which is infinite below two values.
+
+        The i-th of n values has a weight of nearly 4 i^3 / n^4, whose squares add up to 16 / 7n.
+        """
+        if self.count <= 1:
+            return float(self.mean), math.inf
+        squares = 16 / (7 * self.count + 9)  # exact for one value, and a few percent off for few
+        error = math.sqrt(float(self.variance) * squares / (1 - squares))
+        return float(self.mean), error
+
+    def state(self) -> dict[str, Any]:
+        """Give what the next values are added to."""
+        return {"count": self.count, "mean": self.mean, "variance": self.variance}
+
+    def load(self, state: State) -> None:
+        """Take over what `state` gave before."""
+        self.count = int(state["count"])
+        self.mean, self.variance = (self.mean.clone().copy_(state[n]) for n in ("mean", "variance"))
+
+
+def _interval(
+    noise: float, noise_error: float, signal: float, signal_error: float
+) -> dict[str, float]:
+    """Divide S by |G|^2, of which each has a standard error; give also two errors off."""
+    least = max(0.0, noise - 2 * noise_error)
+    if not signal > 2 * signal_error:  # nobody knows how small it is
+        low = least / (max(signal, 0.0) + 2 * signal_error) if signal_error < math.inf else 0.0
+        return {"scale": noise / signal if signal > 0 else math.inf, "low": low, "high": math.inf}
+    scale, apart = noise / signal, math.hypot(noise_error / (noise or 1.0), signal_error / signal)
+    return {"scale": scale, "low": scale / (1 + 2 * apart), "high": scale * (1 + 2 * apart)}
 
 
 def _rate(count: int) -> float:

@@ -91,7 +91,7 @@ FAULTS = {
     "model.num_heads=5": "model.width, model.num_heads: width 96 cannot be split over 5 heads "
     "of even size, as rotary positions need; nearest: model.width=100 or model.num_heads=4",
     "command=evaluate": ": needs run=outputs/... or run=auto",
-    "run=a": ": read by evaluate, export and verify; to go on with a run: resume=",
+    "run=a": ": read by evaluate, export, plan and verify; to go on with a run: resume=",
     "export.to=a": ": used only by train export run=RUN; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
     "step=3": ": picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps=",

@@ -67,6 +67,7 @@ RESULT: dict[str, Any] = {
     "metrics": {"loss": 2.4862, "accuracy": 0.31}, "peak_bytes": None, "skipped_steps": 0,
     "baselines": {"byte unigram": 3.3121, "byte bigram": 2.4101}, "replays": 0, "time": None,
     "advice": [],
+    "batch_advice": None,
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_the_estimate_is_unbiased_where_it_covers_a_part_of_the_batch_and_sizes_
     size, part = 100, NoiseScale("samples")
     true = torch.zeros(32, dtype=torch.float64)
     true[0] = 1.0
-    part._square, part._noise = part._square.clone(), part._noise.clone()
+    part.begin(torch.nn.Linear(1, 1))
     for _ in range(4000):
         noise = torch.randn(5, 32, dtype=torch.float64) * (0.5 / size * shares[:, None]).sqrt()
         added = shares[:, None] * true + noise
@@ -43,6 +43,29 @@ def test_the_estimate_is_unbiased_where_it_covers_a_part_of_the_batch_and_sizes_
         norm = added.sum(0).norm()
         part.see_gradient(StepGradient(norm=norm, num_samples=size, num_tokens=1, groups=groups))
     assert float(part.metrics()["noise_scale"]) == pytest.approx(16.0, rel=0.05)
+
+
+def test_the_true_noise_scale_lies_within_the_interval_that_shrinks_as_a_run_goes_on():
+    torch.manual_seed(0)
+    known, widths = [], []
+    for num_steps in (30, 300):
+        part = NoiseScale("samples")
+        part.begin(torch.nn.Linear(1, 1))
+        assert part.estimate().low == 0.0
+        assert not part.estimate().is_settled
+        for _ in range(num_steps):
+            added = torch.full((8, 64), 1 / 64, dtype=torch.float64)
+            added += torch.randn_like(added) / 16  # S / B = 8 x 64 / 256 = 2, and |G|^2 = 1
+            groups = GroupNorms(count=8, weight=1.0, squares=8 * added.square().sum())
+            step = {"norm": added.sum(0).norm(), "num_samples": 64, "num_tokens": 1}
+            part.see_gradient(StepGradient(**step, groups=groups))
+        found = part.estimate()
+        assert found.scale == pytest.approx(float(part.metrics()["noise_scale"]))
+        known.append(found.low < 128.0 < found.high)
+        widths.append(found.high / found.low)
+    assert known == [True, True]
+    assert widths[1] - 1 < (widths[0] - 1) / 2
+    assert found.is_settled
 
 
 def test_what_is_not_measured_is_not_shown_and_a_signal_below_the_noise_is_infinite():

@@ -1,0 +1,54 @@
+"""Advise on the global batch of a run: of one that ends, and of one that is planned on."""
+
+from __future__ import annotations
+
+from trainer.assemble.components import Components
+from trainer.assemble.resumption import SIZES
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import Loaded
+from trainer.core.rows import Row, row
+from trainer.core.stateful import Stateful, as_part
+from trainer.plan.order import Cursor
+from trainer.training.batch_advice import batch_advice
+from trainer.training.noise import NOISE, NoiseScale
+
+NOT_MEASURED = (
+    "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
+    "train with log.noise_scale=auto"
+)
+TOO_EARLY = (
+    "the gradient noise scale was measured too few times to advise on the batch; a lower "
+    "log.noise_scale=N, every N steps, measures more often"
+)
+
+
+def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | None:
+    """Say whether another global batch would pay than at a position of a run."""
+    batch, order = components.config.batch, components.source.order
+    size, by_samples = order.size_of(at), batch.unit == "samples"
+    remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
+    if components.schedule.scale == "none":
+        remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
+    return batch_advice(
+        noise.estimate(),
+        size,
+        batch.unit,
+        least=max(components.world.size, components.coupling.size) if by_samples else 1,
+        most=len(components.source.lengths) if by_samples else int(components.source.lengths.sum()),
+        remedy=remedy,
+    )
+
+
+def advice_rows(components: Components, loaded: Loaded | None) -> list[Row]:
+    """Give the advice of a checkpoint that a plan goes on from; nothing of a new run."""
+    if loaded is None or components.config.resume is None:
+        return []
+    if NOISE not in loaded.parts:
+        return [row("noise", NOT_MEASURED, batch_advice=None)]
+    noise, feed = NoiseScale(components.config.batch.unit), components.feed(components.world)
+    parts: dict[str, Stateful] = {NOISE: noise, "data": feed}
+    if isinstance(sizes := components.source.order.sizes, Stateful):
+        parts[SIZES] = as_part(sizes)
+    restore(loaded, parts)
+    text = advice_at(components, noise, feed.cursor)
+    return [row("noise", text or TOO_EARLY, batch_advice=text)]

@@ -1,0 +1,81 @@
+"""Say in words whether a larger or a smaller global batch would pay, by the gradient noise scale.
+
+To the same loss, at a noise scale N and a batch of B (McCandlish et al. 2018, 1812.06162, eq. 2.7):
+
+    steps = fewest steps x (1 + N / B)          samples = fewest samples x (1 + B / N)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from trainer.core.format import short
+from trainer.training.noise import LEAST_MEASUREMENTS, NoiseEstimate
+
+LARGEST_CHANGE = 8  # times the batch of now: the law is no better than that
+
+
+def trade(noise_scale: float, batch: int, other: int) -> tuple[float, float]:
+    """Give the steps and the samples that another batch needs to the same loss, as multiples."""
+    steps = (1 + noise_scale / other) / (1 + noise_scale / batch)
+    return steps, steps * other / batch
+
+
+def batch_advice(
+    noise: NoiseEstimate,
+    batch: int,
+    unit: Literal["samples", "tokens"],
+    *,
+    least: int,
+    most: int,
+    remedy: str,
+) -> str | None:
+    """Say whether another global batch would pay, and what to type; None where too little is known.
+
+    Args:
+        noise: the noise scale as it was measured near the end.
+        batch: the global batch there.
+        unit: what both count.
+        least: below which no batch is advised, such as the number of ranks.
+        most: above which none is, such as the samples of an epoch.
+        remedy: what to type, with `{}` for the batch.
+    """
+    if noise.measurements < LEAST_MEASUREMENTS or not noise.high:
+        return None
+    first = f"{_known(noise, unit)}; the global batch is {batch:,}"
+    scale = _safe(noise, batch)
+    if scale is None:
+        return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
+    factor = min(LARGEST_CHANGE, 2 ** int(abs(math.log2(scale / batch))))
+    other = batch * factor if scale > batch else batch // factor
+    is_odd = other == batch or not least <= other <= most
+    other = 2 * batch if is_odd else other
+    steps, samples = trade(scale, batch, other)
+    needs = f"{other:,} would need about {_times(steps, 'steps')} and {_times(samples, unit)}"
+    if is_odd:
+        return f"{first}, which is a fair one: {needs}"
+    pays = "where more ranks share a step" if other > batch else f"where {unit} take the time"
+    return f"{first}. {needs}, which pays {pays}: try {remedy.format(other)}"
+
+
+def _known(noise: NoiseEstimate, unit: str) -> str:
+    """Write the estimate, and how far it may be off."""
+    low, high = short(noise.low), short(noise.high)
+    around = f"{low} to {high}" if noise.high < math.inf else f"{low} or more"
+    value = f"{around} {unit}, not settled"
+    if noise.is_settled:
+        value = f"about {short(noise.scale)} {unit} ({around})"
+    return f"the gradient noise scale was {value}"
+
+
+def _safe(noise: NoiseEstimate, batch: int) -> float | None:
+    """Take the estimate, or the end of what it may be that is nearer to the batch."""
+    if noise.is_settled:
+        return noise.scale
+    return noise.low if noise.low > batch else noise.high if noise.high < batch else None
+
+
+def _times(multiple: float, what: str) -> str:
+    """Write a multiple: `2.2x fewer steps`."""
+    return f"{max(multiple, 1 / multiple):.1f}x {'fewer' if multiple < 1 else 'more'} {what}"
