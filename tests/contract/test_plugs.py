@@ -59,6 +59,7 @@ NEEDED = {
     "objective/multi_label": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores "
     "data.whole=true",
     "model/hf": "model.config=llama.json",
+    "batch/noise_ramp": "batch.max=16",
     "batch/ramp": "batch.stages={0:4,8:8}",
     "data/hf": "data.path=corpus.jsonl",
     "data/image_text": "data.image_size=4",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.lib.support import Bench
 from trainer.core.micro_batch import Fields
+from trainer.core.stateful import GroupNorms, MainDecides, State, Stateful, StepGradient
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Cost, Layout
@@ -77,6 +78,14 @@ class LinearModel(nn.Module):
         return sum(block(part) for block, part in zip(self.blocks, x.chunk(2, 1), strict=True))
 
 
+class DoubleLinear(LinearModel):
+    """Keeps its weights in double precision, as the data of `Gaussian` are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
 class Linear(Objective):
     """Sums what the model gives, over tokens."""
 
@@ -127,3 +136,26 @@ def measure_each(world: World, ways: list[tuple[str, str]], num_steps: int) -> l
         )
         for mode, sync in ways
     ]
+
+
+def seen_norms(world: World) -> list[float]:
+    """Let a part see gradients that differ from rank to rank; gives the norms that it saw."""
+    seen = list[float]()
+
+    class Recorder(Stateful):
+        def state(self) -> State:
+            return {}
+
+        def load(self, state: State) -> None:
+            pass
+
+        def see_gradient(self, gradient: StepGradient) -> None:
+            seen.append(float(gradient.norm))
+            seen.extend([] if gradient.groups is None else [float(gradient.groups.squares)])
+
+    part, size = MainDecides(Recorder(), world), {"num_samples": 1, "num_tokens": 1}
+    own = torch.tensor(float(world.rank))
+    groups = GroupNorms(count=2, weight=1.0, squares=own + 5.0)
+    part.see_gradient(StepGradient(norm=own + 1.0, groups=groups, **size))
+    part.see_gradient(StepGradient(norm=own + 1.0, **size))
+    return seen

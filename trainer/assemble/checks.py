@@ -18,7 +18,8 @@ from trainer.core.micro_batch import to_device
 from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
-from trainer.plan.cut import IntArray
+from trainer.plan.cut import Cut, IntArray, Plan
+from trainer.plan.random_slots import with_random_slots
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
@@ -162,3 +163,17 @@ def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: in
     weights = weights_of(objective, fields)
     found = sums_of(objective, components.call, to_device(fields, components.world.device), weights)
     return float(sum(map(float, found.losses.values())))
+
+
+def check_noise(components: Components, plan: Plan, cut: Cut) -> None:
+    """Refuse sizes that follow the noise scale where a step, such as that of a plan, has none.
+
+    Raises:
+        ConfigError: saying what it needs.
+    """
+    measured = with_random_slots(plan, cut, components.layout, "").random_slots
+    if not (components.adds_up and measured):
+        raise ConfigError(
+            "batch: sizes follow the noise scale, which needs two micro-batches of a step, each of "
+            "one backward: type accum=auto or a larger batch.global, or see docs/batch_size.md"
+        )

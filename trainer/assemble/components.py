@@ -188,7 +188,7 @@ def assemble(
     tokenizer = RunTokenizer(config)
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
     # `batch.global` is given by accum.micro and accum.steps where it is null.
-    size = {"global_batch": batch.global_batch}
+    size = {"global_batch": batch.global_batch, "unit": batch.unit}
     sizes, schedule, strategy, cut = (
         construct(batch, "batch", BatchSize, trust, size),
         typed_schedule(config),

@@ -18,7 +18,7 @@ from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, Checkpoi
 from trainer.checkpoint.weights import ModelPart, StoredWeights
 from trainer.config.rules import parse_time
 from trainer.config.run_config import contract_diff
-from trainer.core.stateful import Stateful, as_part
+from trainer.core.stateful import MainDecides, Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
 from trainer.training.checkpointing import Checkpointer
@@ -58,7 +58,7 @@ def open_run(
     folder = store.folder.parent
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
     if isinstance(sizes := components.source.order.sizes, Stateful):
-        own = {**own, SIZES: as_part(sizes)}
+        own = {**own, SIZES: MainDecides(as_part(sizes), world)}
     context = step_context(components, on_out_of_memory=failed, parts=[*own.values()])
     feed = components.feed(world)
     # More steps change no setting of the optimizer, and its groups may hold state.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
-from trainer.assemble.checks import check_parts, try_out
+from trainer.assemble.checks import check_noise, check_parts, try_out
 from trainer.assemble.components import Components
 from trainer.assemble.resumption import SavedCut
 from trainer.assemble.stages import later_batches
@@ -158,6 +158,9 @@ def _noise_every(
 ) -> int | None:
     """Choose the steps between measurements of the noise scale; None where it is not measured."""
     every, layout = components.config.log.noise_scale, components.layout
+    if components.source.order.sizes.measures_noise:
+        check_noise(components, plans[0], cut)
+        every = every or "auto"
     if not components.adds_up or every != "auto":
         return every if components.adds_up and every != "auto" else None
     return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)

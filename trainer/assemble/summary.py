@@ -276,7 +276,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     warnings = [*components.split.warnings, *run_plan.warnings, *stage_warnings(components)]
     lengths, asked = components.source.lengths, components.source.order.sizes.largest
     device = planned_device(components.config, components.world)
-    named = "a stage of " if components.stages else "batch.global="
+    named = "batch.global=" if components.source.order.sizes.is_constant else "a stage of "
     is_open = components.config.precision == "auto"
     if is_open and components.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(

@@ -123,8 +123,9 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             yield line(key, view[key], text)
     yield from _place_faults(view)
     yield from _size_faults(view)
+    run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
     for path in COMPONENTS:
-        section = {"steps": view["steps"], "ranks": _known_ranks(view), **lookup(tree, path)}
+        section = {**run, **lookup(tree, path)}
         if fault := settings_fault(targets[path], section):
             yield clip(fault)
 
@@ -346,6 +347,12 @@ def stages_fault(stages: Mapping[float, int], at: str, unit: str, ranks: int | N
     elif unit == "samples" and ranks and fewest < ranks:
         text = f"a stage of {fewest} leaves some of {ranks} ranks without a sample; {ranks} or more"
     return text and line("batch.stages", {str(k): v for k, v in stages.items()}, text)
+
+
+def noise_ramp_fault(global_batch: int | None, max: int) -> str | None:
+    """Say why the largest batch is no multiple of the first."""
+    text = f"must be a multiple of batch.global={global_batch}"
+    return line("batch.max", max, text) if max % (global_batch or 1) else None
 
 
 def complete_sizes(

@@ -71,6 +71,7 @@ class RunReporter:
         self._plan: Record = {}
         self._keeps_samples = keep_samples
         self._watch = EarlyWatch(keeps_samples=keep_samples)
+        self._batch_size: int | None = None  # of the last step, where sizes change
         self._summary: Record | None = None
         self._metrics = MetricsLog(
             folder,
@@ -112,6 +113,10 @@ class RunReporter:
                 f"{step_of(step, self._steps)}  out of memory: computed again, in "
                 f"{entry['micro_batches']} micro-batches; nothing is lost or counted twice"
             )
+        size, before = entry.get("batch_size"), self._batch_size
+        if before is not None and size != before:
+            self.line(f"{step_of(step, self._steps)}  the global batch is {size:,} from here on")
+        self._batch_size = size
         self._metrics.consumed(step, ids, skipped_ids)
         self._watch.consumed(step, ids)
         self._show(self._metrics.step(entry))

@@ -244,4 +244,5 @@ def record_of(
     if report.skipped is not None:
         entry["skipped"] = report.skipped
     entry |= {"replays": report.replays} if report.replays else {}
+    entry |= {} if order.sizes.is_constant else {"batch_size": batch.samples.size}
     return {**entry, **report.metrics, **report.norms}

@@ -38,7 +38,7 @@ OPTIONS = {
         "accum": "auto budget fixed own",
         "accum/gradient": "auto own sum",
         "adapter": "lora none own",
-        "batch": "own ramp samples tokens",
+        "batch": "noise_ramp own ramp samples tokens",
         "batchnorm": "auto frozen ghost micro own pooled sync",
         "data": "digits hf image_text mixture own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
@@ -57,6 +57,7 @@ OPTIONS = {
 NEEDS = {
     "accum=budget": {"accum.max_tokens": 4096},
     "accum=fixed": {"accum.micro": 8},
+    "batch=noise_ramp": {"batch.max": 1024},
     "batch=ramp": {"batch.stages": {0: 64, 20000: 256}},
     "data=hf": {"data.path": "notes.jsonl"},
     "data=mixture": {"data.sources": {"code": {"path": "code.jsonl", "weight": 3}}},
@@ -69,6 +70,7 @@ NEEDS = {
 GIVEN = {
     "ImageText": {"tokenizer"},
     "ConstantSize": {"global_batch"},
+    "NoiseRamp": {"global_batch", "unit"},
     "Ramp": {"global_batch"},
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},

@@ -1,0 +1,84 @@
+"""`batch=noise_ramp`: the batch grows with the measured noise scale, and decisions are saved."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import curve, entries, go, overrides, read_json, saved, state
+from tests.reliability.rank_work import run_as_rank
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.world import World
+
+OWN = "tests.lib.noise_toys"  # of a noise scale of 24 samples
+TOY = f"model._target_={OWN}.DoubleLinear data._target_={OWN}.Gaussian data.holdout=0"
+TOY += f" objective._target_={OWN}.Linear scheduler=constant"
+TOY += " accum.micro=1 optimizer.lr=1e-4 batch=noise_ramp"
+RAMP = f"{TOY} batch.global=4 batch.max=12 batch.every=10 log.noise_scale=1 steps=50"
+SIZES = [4] * 30 + [8] * 10 + [12] * 10
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def config_of(line: str) -> RunConfig:
+    return prepared(shlex.join(overrides(line))).config
+
+
+def test_a_run_that_goes_on_on_one_or_two_ranks_decides_as_the_uninterrupted_one(ranks):
+    """Bit for bit on one rank; on two to 1e-12, from a checkpoint before the first decision."""
+    line = f"{RAMP} scheduler.scale=sqrt scheduler.reference_batch=4"
+    whole, same, wide = (Path(name).absolute() for name in ("whole", "same", "wide"))
+    assert run_as_rank(World(), config_of(line), whole, {}) == {"code": 0}
+    assert curve(whole, "batch_size") == SIZES
+    assert [len(entry["ids"]) for entry in entries(whole, "samples.jsonl")] == SIZES
+    expected = [1e-4 * math.sqrt(size / 4) for size in SIZES]
+    assert curve(whole, "lr") == pytest.approx(expected, rel=1e-12)
+    log = (whole / "train.log").read_text()
+    assert "step 31/50  the global batch is 8 from here on" in log
+    assert saved(whole, "batch")["decisions"] == [[0, 4], [30, 8], [40, 12]]
+
+    for folder, at in ((same, 33), (wide, 15)):
+        assert run_as_rank(World(), config_of(line), folder, {"stop_after": at})["code"] == 75
+    assert run_as_rank(World(), config_of(line), same, {"resume": True}) == {"code": 0}
+    for name, tensor in state(whole).items():
+        assert tensor.equal(state(same)[name]), name
+    two = config_of(f"{line} parallel.ranks=2")
+    assert ranks.run(2, run_as_rank, two, wide, {"resume": True}) == [{"code": 0}] * 2
+    for folder in (same, wide):
+        assert entries(folder, "samples.jsonl") == entries(whole, "samples.jsonl")
+        assert curve(folder, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-12)
+
+
+def test_the_batch_stays_below_the_noise_scale_which_is_measured_unasked(capsys):
+    line = RAMP.replace("batch.max=12", "batch.max=96")
+    sizes = curve(go(f"{line} steps=120"), "batch_size")
+    assert sizes == sorted(sizes)
+    assert 16 <= sizes[-1] <= 24
+    run = go(f"{line} log.noise_scale=null steps=20")
+    assert saved(run, "batch")["noise"]["noise"]["count"] == 2
+    capsys.readouterr()
+    plan = read_json(go(f"command=plan {line}").folder / "plan.json")
+    assert plan["largest_batch"] == 96
+    grows = "grows from 4 to 96 samples at most with the noise scale, asked every 10 steps"
+    assert grows in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    {
+        "batch.max=10": r"^batch\.max=10: must be a multiple of batch\.global=4$",
+        "batch.max=2": r"^batch\.max=2: must be a multiple of batch\.global=4$",
+        "batch.max=null": r"^batch\.max=null: must be a whole number of at least 1",
+        "batch.every=0": r"^batch\.every=0: must be a whole number",
+        "accum.micro=4": r"^batch: sizes follow the noise scale, .* type accum=auto or a larger",
+        "steps=null epochs=1": r"^batch: NoiseRamp decides on sizes .*; type steps=N$",
+    }.items(),
+)
+def test_what_cannot_grow_or_be_measured_is_refused_in_a_line(line, fault):
+    with pytest.raises(ConfigError, match=fault):
+        go(f"{RAMP} {line}")

@@ -1,0 +1,94 @@
+"""Let the global batch grow with the gradient noise scale that a run measures.
+
+What a batch may be grows while a run learns (McCandlish et al. 2018, 1812.06162, section 2.3;
+Merrill et al. 2025, 2505.23971), and where it ends up is not known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from torch import nn
+
+from trainer.config.components import Count
+from trainer.config.rules import noise_ramp_fault
+from trainer.core.format import number
+from trainer.core.rows import Row, RunFacts, row
+from trainer.core.stateful import State, StepGradient
+from trainer.plan.batch_size import BatchSize, Position
+from trainer.training.noise import LEAST_MEASUREMENTS, NoiseScale
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NoiseRamp(BatchSize):
+    """A multiple of `batch.global` that the noise scale is above, by two standard errors.
+
+    It begins with `batch.global`, never shrinks, and at most doubles in a decision.
+    """
+
+    measures_noise = True
+    settings_fault = staticmethod(noise_ramp_fault)
+
+    max: Count  # a multiple of `batch.global`
+    every: Count = 50  # steps between decisions
+    unit: Literal["samples", "tokens"] = "samples"  # `batch.unit`
+
+    # The steps behind which a size begins to count, each with that size
+    _decisions: list[list[int]] = field(init=False)
+    _noise: NoiseScale = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with `batch.global`."""
+        object.__setattr__(self, "_decisions", [[0, self.smallest]])
+        object.__setattr__(self, "_noise", NoiseScale(self.unit))
+
+    @property
+    def smallest(self) -> int:
+        """The first size, of which all are multiples."""
+        return super().largest
+
+    @property
+    def largest(self) -> int:
+        """See the base class."""
+        return self.max
+
+    def size(self, at: Position) -> int:
+        """See the base class."""
+        return [size for step, size in self._decisions if step <= at.step][-1]
+
+    def begin(self, module: nn.Module) -> None:
+        """See `Stateful`."""
+        self._noise.begin(module)
+
+    def see_gradient(self, gradient: StepGradient) -> None:
+        """See `Stateful`."""
+        self._noise.see_gradient(gradient)
+
+    def after_update(self, step: int) -> None:
+        """Decide on the size of the steps that follow; waits for the device then."""
+        size = self._decisions[-1][1]
+        if step % self.every or size == self.max:
+            return
+        noise = self._noise.estimate()
+        carried = int(noise.low) // self.smallest * self.smallest
+        larger = min(carried, 2 * size, self.max)
+        if larger > size and noise.measurements >= LEAST_MEASUREMENTS:
+            self._decisions.append([step, larger])
+
+    def state(self) -> State:
+        """See `Stateful`."""
+        return {"decisions": self._decisions, "noise": self._noise.state()}
+
+    def load(self, state: State) -> None:
+        """See `Stateful`."""
+        self._decisions[:] = [[int(step), int(size)] for step, size in state["decisions"]]
+        self._noise.load(state["noise"])
+
+    def describe(self, facts: RunFacts) -> Sequence[Row]:
+        """See the base class."""
+        grows = f"grows from {number(self.smallest)} to {number(self.max)} {self.unit} at most"
+        text = f"{grows} with the noise scale, asked every {number(self.every)} steps"
+        return [row("", text, largest_batch=self.max)]
