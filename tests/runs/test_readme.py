@@ -121,9 +121,9 @@ def test_the_commands_on_images_and_batch_sizes_run(monkeypatch):
     Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
     pages = [CHECKOUT / "docs" / name for name in ("images.md", "batch_size.md")]
     lines = [line for page in pages for line in commands(page.read_text())]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
-        small = TINY if "batch=ramp" in line else ["steps=2"]
+        small = TINY if {"batch=ramp", "batch=noise_ramp"} & {*line} else ["steps=2"]
         typed = [word for word in line if not (word == "steps=20" and "steps=2" in small)]
         assert shell(shlex.join([*typed, *small, "wandb.mode=disabled"])) == 0, line
 
