@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tests.lib.support import Bench
+from trainer.accumulate.base import GradientStrategy
+from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields
 from trainer.core.stateful import GroupNorms, MainDecides, State, Stateful, StepGradient
 from trainer.core.world import World
@@ -94,6 +96,20 @@ class Linear(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         return {"linear": float((fields["labels"] > 0).sum())}
+
+
+class FullOnce(GradientStrategy):
+    """Runs out of memory once in a process, behind the micro-batch at which `left` is 0."""
+
+    single_backward = True
+    left: ClassVar[int] = -1
+
+    def micro_batch(self, *given: Any) -> Any:
+        found = Sum().micro_batch(*given)
+        FullOnce.left -= 1
+        if FullOnce.left == 0:
+            raise torch.OutOfMemoryError("none left")
+        return found
 
 
 def bench_of(cut: Any, dataset: Any = None, world: World | None = None, **how: Any) -> Bench:
