@@ -24,17 +24,18 @@ TOO_EARLY = (
 
 def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | None:
     """Say whether another global batch would pay than at a position of a run."""
-    batch, order = components.config.batch, components.source.order
-    size, by_samples = order.size_of(at), batch.unit == "samples"
+    order, lengths = components.source.order, components.source.lengths
+    size, unit = order.size_of(at), components.config.batch.unit
+    by_samples = unit == "samples"
     remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
     if components.schedule.scale == "none":
         remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
     return batch_advice(
         noise.estimate(),
         size,
-        batch.unit,
+        unit,
         least=max(components.world.size, components.coupling.size) if by_samples else 1,
-        most=len(components.source.lengths) if by_samples else int(components.source.lengths.sum()),
+        most=(len(lengths) if by_samples else int(lengths.sum())) // 2,
         remedy=remedy,
     )
 

@@ -48,12 +48,13 @@ def batch_advice(
     if scale is None:
         return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
     factor = min(LARGEST_CHANGE, 2 ** int(abs(math.log2(scale / batch))))
-    other = batch * factor if scale > batch else batch // factor
-    is_odd = other == batch or not least <= other <= most
-    other = 2 * batch if is_odd else other
+    larger, smaller = max(batch, min(batch * factor, most)), min(batch, max(batch // factor, least))
+    other = larger if scale > batch else smaller
+    is_fair = other == batch
+    other = 2 * batch if is_fair else other
     steps, samples = trade(scale, batch, other)
-    needs = f"{other:,} would need about {_times(steps, 'steps')} and {_times(samples, unit)}"
-    if is_odd:
+    needs = f"{other:,} would by estimate need {_times(steps, 'steps')} and {_times(samples, unit)}"
+    if is_fair:
         return f"{first}, which is a fair one: {needs}"
     pays = "where more ranks share a step" if other > batch else f"where {unit} take the time"
     return f"{first}. {needs}, which pays {pays}: try {remedy.format(other)}"

@@ -30,11 +30,11 @@ def test_steps_and_samples_follow_the_law():
 def test_a_larger_and_a_smaller_batch_are_advised_with_what_to_type():
     assert advice(310.0, 260.0, 370.0) == (
         "the gradient noise scale was about 310 samples (260 to 370); the global batch is 64. 256 "
-        "would need about 2.6x fewer steps and 1.5x more samples, which pays where more ranks "
-        "share a step: try batch.global=256 scheduler.reference_batch=64 scheduler.scale=sqrt"
+        "would by estimate need 2.6x fewer steps and 1.5x more samples, which pays where more "
+        "ranks share a step: try batch.global=256 scheduler.reference_batch=64 scheduler.scale=sqrt"
     )
     text = advice(20.0, 17.0, 24.0) or ""
-    assert "32 would need about 1.2x more steps and 1.6x fewer samples" in text
+    assert "32 would by estimate need 1.2x more steps and 1.6x fewer samples" in text
     assert "where samples take the time: try batch.global=32 " in text
     assert "try batch.global=512 " in (advice(1e6, 9e5, 1.1e6) or ""), "no more than 8 times"
 
@@ -42,7 +42,7 @@ def test_a_larger_and_a_smaller_batch_are_advised_with_what_to_type():
 @pytest.mark.parametrize(
     ("known", "words"),
     [
-        ((80.0, 70.0, 90.0), "the global batch is 64, which is a fair one: 128 would need"),
+        ((80.0, 70.0, 90.0), "the global batch is 64, which is a fair one: 128 would by"),
         ((310.0, 130.0, 900.0), "was 130 to 900 samples, not settled; the global batch is 64. 128"),
         ((math.inf, 300.0, math.inf), "was 300 or more samples, not settled"),
         ((100.0, 30.0, 400.0), "too uncertain to advise another batch"),
@@ -56,4 +56,5 @@ def test_it_is_said_how_uncertain_the_estimate_is(known, words):
 def test_nothing_is_said_of_too_few_measurements_or_beyond_the_bounds():
     assert advice(310.0, 260.0, 370.0, count=4) is None
     assert "which is a fair one" in (advice(1.0, 0.9, 1.1, batch=2) or ""), "ranks need a sample"
-    assert "which is a fair one" in (advice(9e3, 8e3, 9.9e3, batch=600) or ""), "an epoch has 1000"
+    assert "try batch.global=1000 " in (advice(9e3, 8e3, 9.9e3, batch=300) or ""), "of 1000 at most"
+    assert "which is a fair one" in (advice(9e3, 8e3, 9.9e3, batch=1200) or "")
