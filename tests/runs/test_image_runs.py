@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import read_json, shell
+from tests.lib.picture_toys import draw_pictures
+from tests.lib.run_support import TOYS, curve, read_json, shell
+from tests.lib.run_toys import Stop
 from trainer import train
 
 MINE = """
@@ -23,6 +27,17 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.body(x)
+
+
+class Flip:
+    # Mirrors every second image; with `apart`, by draws of its own.
+
+    def __init__(self, apart=False):
+        self.draws = torch.Generator() if apart else None
+
+    def __call__(self, image):
+        is_mirrored = int(torch.randint(2, (), generator=self.draws))
+        return image.flip(-1) if is_mirrored else image
 
 
 class Rings:
@@ -65,6 +80,54 @@ def test_digits_are_learned_by_a_small_resnet(line):
 def test_models_and_images_of_one_s_own_meet_the_built_in_ones_whatever_their_names(line):
     run = train([*line.split(), "optimizer.lr=2e-2", "steps=12", *QUICK])
     assert run.result["metrics"]["accuracy"] > 0.8
+
+
+def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys):
+    draw_pictures(Path("pictures"))
+    line = "data=images data.path=pictures data.size=16 model=vit batch.global=16 seed=3 steps=8 "
+    line += f"accum=fixed precision=fp32 hooks=[{TOYS}.Stop] optimizer.lr=3e-3 "
+
+    def losses(typed: str, stop: int | None = None) -> list[float]:
+        Stop.at = stop
+        assert shell(f"{line} {typed} {' '.join(QUICK)}") == (75 if stop else 0)
+        Stop.at = None
+        folder = max(Path().glob("outputs/*/*"), key=lambda path: path.name)
+        if stop:
+            train([f"resume={folder}", "trust=[tests,painting]"])
+        return curve(folder, "loss")
+
+    def cut_and_resumed(augment: str) -> list[list[float]]:
+        typed = f"data.augment=[{augment}]"
+        ways = [
+            ("accum.micro=16", None),
+            ("accum.micro=3 num_workers=2", None),
+            ("accum.micro=16", 4),
+        ]
+        return [losses(f"{typed} {micro}", stop) for micro, stop in ways]
+
+    whole, *others = cut_and_resumed("{_target_:painting.Flip}")
+    assert all(other == pytest.approx(whole, rel=1e-4) for other in others)
+    assert whole != pytest.approx(losses("accum.micro=16"), rel=1e-2), "it changes what is learned"
+    # The control, which the start warns of: draws that go on from sample to sample.
+    whole, *others = cut_and_resumed("{_target_:painting.Flip,apart:true}")
+    assert not any(other == pytest.approx(whole, rel=1e-3) for other in others)
+    assert "let `augment` draw with torch" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "data", ["data=images data.path=pictures data.size=32", "data._target_=painting.Rings"]
+)
+def test_a_plan_draws_images_and_names_the_picture(data, capsys):
+    draw_pictures(Path("pictures"))
+    assert shell(f"plan {data} model=resnet model.num_classes=10 batch.global=32 data.show=5") == 0
+    (path,) = Path("outputs").glob("*/*/samples.png")
+    assert str(path) in capsys.readouterr().out.replace("\n", "")
+    with Image.open(path) as image:
+        assert image.size == (3 * 132, 2 * 148)
+        tile = np.asarray(image)[:128, :128]
+    # A tile is the image itself, scaled by a whole number.
+    assert (tile[::4, ::4] == tile[3::4, 3::4]).all()
+    assert tile.std() > 0
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_the_commands_on_images_and_batch_sizes_run(monkeypatch):
     Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
     pages = [CHECKOUT / "docs" / name for name in ("images.md", "batch_size.md")]
     lines = [line for page in pages for line in commands(page.read_text())]
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         small = TINY if {"batch=ramp", "batch=noise_ramp"} & {*line} else ["steps=2"]
         typed = [word for word in line if not (word == "steps=20" and "steps=2" in small)]

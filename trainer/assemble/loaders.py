@@ -40,6 +40,7 @@ def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module
         pin_memory=is_gpu,
         unaligned={LABELS} if has_targets else (),
     )
+    loader.augment_with(data.optional("augment"))
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
     _check_positions("data", loader, module)

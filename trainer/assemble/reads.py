@@ -53,7 +53,9 @@ def _untied_draws(components: Components) -> list[str]:
         )
         if changed := [n for n in first if n not in again or not _is_same(first[n], again[n])]:
             remedy = "keep its generator as an attribute, or draw with torch, np.random or random"
-            if not data.draws_randomness:
+            if data.optional("augment"):
+                remedy = "let `augment` draw with torch, np.random or random"
+            elif not data.draws_randomness:
                 remedy = "leave out draws_randomness=False"
             return [
                 f"data: {data.name_of(i)} differs between two reads with the same seed "

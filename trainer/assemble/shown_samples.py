@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
 from trainer.assemble.components import Components
-from trainer.core.format import plural, printable_lines
+from trainer.assemble.shown_images import IMAGES_FILE, draw_images
+from trainer.core.format import plural, printable_lines, shown_path
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Row, joined, row
 from trainer.data.collate import LABELS
@@ -22,12 +24,16 @@ from trainer.objectives.base import IGNORED, Objective, weights_of
 Decode = Callable[[Sequence[int]], str]
 
 
-def shown_samples(components: Components) -> list[Row]:
-    """Describe the first `data.show` samples of step 1, for a person and for plan.json."""
+def shown_samples(components: Components, folder: Path) -> list[Row]:
+    """Describe the first `data.show` samples of step 1, for a person and for plan.json.
+
+    Images are drawn in one picture in a folder, that of the run.
+    """
     count, source = components.config.data.show, components.source
     if not count:
         return []
     view, rows, records = components.train_set, list[Row](), list[dict[str, Any]]()
+    drawn = list[tuple[Fields, str]]()
     has_targets = task_of(components.module) == "seq2seq_lm"
     for i in source.order.next(source.order.start).ids[:count].tolist():
         request = Request(ids=(i,), epoch=0, pad_to=int(source.lengths[i]))
@@ -44,7 +50,11 @@ def shown_samples(components: Components) -> list[Row]:
         terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
         name = joined(view.name_of(i), shown.terms is not None and tokens, terms)
         rows.append(row("sample", f"{name}\n{text}", in_plan=True))
+        drawn.append((fields, shown.learned(fields.get(LABELS)) or ""))
         records.append({"id": int(view.original_ids([i])[0]), "text": text})
+    picture = folder / IMAGES_FILE
+    if records and draw_images(drawn, picture):
+        rows.append(row("images", shown_path(picture), in_plan=True, shown_images=str(picture)))
     return [*rows, row(shown_samples=records)]
 
 
@@ -80,7 +90,7 @@ class _Shown:
         ids, labels = self.fields.get(INPUT_IDS), self.fields.get(LABELS)
         if self.terms is not None and ids is not None and labels is not None:
             return "".join(self._marked(ids.flatten().tolist(), labels.flatten().tolist()))
-        return " -> ".join(filter(None, [self._given(ids), self._learned(labels)]))
+        return " -> ".join(filter(None, [self._given(ids), self.learned(labels)]))
 
     def _marked(self, ids: list[int], labels: list[int]) -> Iterator[str]:
         """Give runs of tokens; of tokens with classes of their own each one with its class."""
@@ -102,7 +112,7 @@ class _Shown:
         # One row, or one for each of several choices.
         return "\n".join(map(self.decode, ids.reshape(-1, ids.shape[-1]).tolist()))
 
-    def _learned(self, labels: Tensor | None) -> str | None:
+    def learned(self, labels: Tensor | None) -> str | None:
         """Give the class by its name, the target of an encoder-decoder, or numbers."""
         if labels is None:
             return self._span()

@@ -33,7 +33,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         run_plan = prepare(components, cut)
     components = run_plan.components
     advice = advice_rows(components, loaded)
-    rows = [*describe(run_plan), *advice, *shown_samples(components)]
+    rows = [*describe(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)

@@ -142,6 +142,14 @@ TemplateVariables = Annotated[
     Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
 ]
 ConfigFields = Annotated[dict[str, Any], Field(description="what a config.json holds")]
+Augmentations = Annotated[
+    Sequence[Any],
+    Field(description="a list, e.g. [{_target_: torchvision.transforms.v2.RandomCrop, size: 8}]"),
+]
+"""Callables that change an image, given built."""
+PerChannel = Annotated[
+    Sequence[Number], Field(min_length=1, description="a list of numbers, one per channel")
+]
 ModuleNames = Annotated[
     str | Sequence[Text],
     Field(description="a list of names, e.g. [q_proj,v_proj], or a pattern"),
@@ -214,6 +222,7 @@ OWN = "own"
 
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
+    "data.augment": {"torchvision.transforms.v2": "Transform"},
     "optimizer": {"torch.optim": "Optimizer"},
     "scheduler": {"torch.optim.lr_scheduler": "LRScheduler"},
 }

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from trainer.config.components import Augmentations
+from trainer.data.augment import Augment
 from trainer.data.collate import LABELS
 from trainer.data.samples import PIXEL_VALUES
 
@@ -25,9 +27,10 @@ class Digits(Dataset[dict[str, Tensor]]):
     num_classes = 10
     label_names = tuple("0123456789")
 
-    def __init__(self) -> None:
+    def __init__(self, augment: Augmentations = ()) -> None:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped] # noqa: PLC0415 - for this data alone
 
+        self.augment = Augment(augment) if augment else None
         digits = load_digits()
         self._images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
         self._labels = torch.tensor(digits.target)

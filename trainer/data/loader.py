@@ -73,9 +73,9 @@ class Loader:
     """Loads micro-batches of one data set, in this process or ahead in workers.
 
     What a request gives depends on (data set, seed, request) alone: a sample that may draw random
-    numbers is read, and one that an objective changes is changed, under generators seeded by (seed,
-    epoch, id), a `collate` of the data set's own under ones seeded by all ids. The generators of
-    this process stay as they were.
+    numbers is read, and one that the data set's `augment` or an objective changes is changed, under
+    generators seeded by (seed, epoch, id), a `collate` of the data set's own under ones seeded by
+    all ids. The generators of this process stay as they were.
 
     Args:
         dataset: to read from.
@@ -128,12 +128,19 @@ class Loader:
     @property
     def draws_randomness(self) -> bool:
         """Whether loading seeds the generators that training draws from."""
-        return self.dataset.draws_randomness or self._assemble.prepare is not None
+        return self.dataset.draws_randomness or bool(self._assemble.changes)
 
     @property
     def loads_in_thread(self) -> bool:
         """Whether `load` may run in a thread beside training."""
         return self.num_workers == 0 and not self.draws_randomness
+
+    def augment_with(self, augment: Prepare | None) -> None:
+        """Change every sample before an objective does; before a stream begins.
+
+        Loaders that are made `of` this one do not: they load what is evaluated.
+        """
+        self._assemble = replace(self._assemble, augment=augment)
 
     def prepare_with(self, prepare: Prepare | None) -> None:
         """Change every sample before collation; before a stream begins."""
@@ -265,7 +272,14 @@ class _Assembler(Dataset[Any]):
     seed: int
     limits: Limits
     unaligned: frozenset[str] = frozenset()
+    augment: Prepare | None = None
     prepare: Prepare | None = None
+
+    @property
+    def changes(self) -> dict[str, Prepare]:
+        """What changes a sample once it is read, in order, by who asks for it."""
+        named = {"`augment` of the data": self.augment, "`prepare` of the objective": self.prepare}
+        return {name: change for name, change in named.items() if change is not None}
 
     def __call__(self, request: Request) -> Fields:
         if not request.ids:
@@ -330,23 +344,22 @@ class _Assembler(Dataset[Any]):
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """Restore the global generators in the end, where anything here seeds them."""
-        with preserve_generators() if self.prepare else nullcontext(), self.dataset.isolated_rng():
+        with preserve_generators() if self.changes else nullcontext(), self.dataset.isolated_rng():
             yield
 
     def _prepared(self, ids: Sequence[int], epoch: int) -> list[dict[str, Tensor]]:
-        """Read samples, and change them as the objective asks."""
+        """Read samples, and change them as augmentations and the objective ask."""
         samples = self.dataset.read_each(ids, seed=self.seed, epoch=epoch)
         return [self._as_prepared(*each, epoch) for each in zip(ids, samples, strict=True)]
 
     def _as_prepared(self, i: int, sample: dict[str, Tensor], epoch: int) -> dict[str, Tensor]:
-        if self.prepare is None:
-            return sample
-        place = f"`prepare` of the objective, on {self.dataset.name_of(i)}"
-        # Draws of its own, and not once more those that the data set had.
-        seed_draws(rng_key(self.seed, epoch, i, "prepare"))
-        with faults_of(place):
-            fields = dict(self.prepare(sample))
-        return as_tensors(fields, lambda: place)
+        for owner, change in self.changes.items():
+            place = f"{owner}, on {self.dataset.name_of(i)}"
+            # Draws of its own, and not once more those that the data set had.
+            seed_draws(rng_key(self.seed, epoch, i, owner.split("`")[1]))
+            with faults_of(place):
+                sample = as_tensors(dict(change(sample)), lambda place=place: place)  # type: ignore[misc] # mypy infers no lambda with a default
+        return sample
 
     def _collated(
         self, collate: Callable[[Sequence[Sample]], Any], samples: list[Any], request: Request

@@ -59,6 +59,9 @@ class Mixture:
         weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
         self.counts = counts_by_weight(sizes, weights, stopping)
         for name, count in self.counts.items():
+            if self._sources[name].train.optional("augment"):
+                text = "a mixture changes no samples; leave it out"
+                raise ConfigError(f"data.sources.{name}.augment: {text}")
             if count == 0:
                 text = f"none of its samples is in an epoch of {sum(self.counts.values())}"
                 remedy = "raise it, or type data.stopping=all_exhausted"

@@ -24,8 +24,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
 from trainer.data.files import files_at, reading
-from trainer.data.samples import TRAIN
-from trainer.data.source import HELD_OUT_NAMES
+from trainer.data.samples import HELD_OUT_NAMES, TRAIN
 from trainer.models.transformers_classes import quiet
 from trainer.plan.cut import IntArray
 

@@ -30,6 +30,8 @@ KeyArray = npt.NDArray[np.uint64]
 
 TRAIN = "train"
 HELD_OUT = "held_out"
+HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
+"""What a held-out part may be called, the first one first, beside one called `train`."""
 
 
 class Samples(Protocol):
@@ -44,6 +46,8 @@ class Samples(Protocol):
     * `vocab_size`, `num_classes`: token ids, and labels, are below them.
     * `pad_token_id`: what `input_ids` are padded with, in place of 0.
     * `special_tokens`: of the class; tokens that the run's tokenizer is given where it lacks them.
+    * `augment`: `augment(sample) -> sample`, what changes a sample that is trained on, with draws
+      of its own for each sample and epoch.
     * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
     * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
     * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.

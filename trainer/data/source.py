@@ -11,7 +11,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
 from trainer.data.joined import Joined
-from trainer.data.samples import HELD_OUT, TRAIN
+from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.data.split import (
     OWN_PART,
     Overlap,
@@ -23,9 +23,6 @@ from trainer.data.split import (
 )
 from trainer.data.view import DataView, split_by_seed
 from trainer.plan.lengths import picked
-
-HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
-"""What a held-out part may be called, the first one first, beside one called `train`."""
 
 
 @final

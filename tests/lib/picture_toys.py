@@ -1,0 +1,19 @@
+"""Draw digits into a folder with a folder for each class, as PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
+
+def draw_pictures(folder: Path, count: int = 60) -> None:
+    """Write the first digits of scikit-learn, enlarged to 16 x 16: `folder/7/7-13.png`."""
+    digits = load_digits()
+    for i in range(count):
+        path = folder / str(digits.target[i]) / f"{digits.target[i]}-{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = (digits.images[i] * (255 / 16)).astype(np.uint8).repeat(2, 0).repeat(2, 1)
+        Image.fromarray(pixels).save(path)

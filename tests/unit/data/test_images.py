@@ -1,0 +1,127 @@
+"""A folder with a folder for each class is a data set, and augmentations follow id and epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainer.core.errors import ConfigError, DataError
+from trainer.data.augment import Augment
+from trainer.data.digits import Digits
+from trainer.data.images import ImageFolders
+from trainer.data.loader import Loader, Request
+from trainer.data.mixture import Mixture, MixtureSource
+from trainer.data.view import DataView
+
+
+class Shift:
+    """Rolls an image by a number of pixels that it draws."""
+
+    def __call__(self, image):
+        return image.roll(int(torch.randint(1, 8, ())), -1)
+
+
+def write(path: Path, value: int = 100, size: tuple[int, int] = (12, 8)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((size[1], size[0]), value, dtype=np.uint8)).save(path)
+
+
+def test_a_folder_per_class_gives_images_of_one_size_with_the_mean_taken_off(tmp_path):
+    pixels = np.zeros((8, 16, 3), dtype=np.uint8)
+    pixels[:, 4:12] = (255, 51, 0)  # the centre, which is not cut off
+    (tmp_path / "dog").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "dog/a.png")
+    write(tmp_path / "cat/deep/b.JPG")
+    write(tmp_path / ".hidden/c.png")
+    (tmp_path / "cat/notes.txt").write_text("no image")
+    data = ImageFolders(str(tmp_path), size=4, mean=(0.5, 0.0, 0.0), std=(1.0, 2.0, 1.0))
+    (train,) = data.splits().values()
+    assert (len(train), train.num_classes, train.label_names) == (2, 2, ["cat", "dog"])
+    assert train.name_of(1).endswith("dog/a.png")
+    image = train[1]["pixel_values"]
+    assert image.shape == (3, 4, 4)
+    assert image[:, 2, 2].tolist() == pytest.approx([0.5, 0.1, 0.0])
+    assert [int(train[i]["labels"]) for i in range(2)] == [0, 1]
+    again = ImageFolders(str(tmp_path)).splits()["train"]
+    assert again.fingerprint == train.fingerprint
+    write(tmp_path / "cat/new.png")
+    assert ImageFolders(str(tmp_path)).splits()["train"].fingerprint != train.fingerprint
+
+
+def test_folders_train_and_val_are_parts_and_a_class_may_be_called_train(tmp_path):
+    for name in ("train/cat", "train/dog", "val/dog", "test/dog"):
+        write(tmp_path / "parted" / name / "a.png")
+    parts = ImageFolders(str(tmp_path / "parted"), size=4).splits()
+    assert {name: len(part) for name, part in parts.items()} == {"train": 2, "held_out": 1}
+    assert int(parts["held_out"][0]["labels"]) == 1
+    for name in ("plane", "train"):
+        write(tmp_path / "flat" / name / "a.png")
+    assert ImageFolders(str(tmp_path / "flat")).splits()["train"].label_names == ["plane", "train"]
+
+
+def test_bad_folders_are_named(tmp_path):
+    with pytest.raises(DataError, match="holds no folder for each class"):
+        ImageFolders(str(tmp_path))
+    write(tmp_path / "train/cat/a.png")
+    write(tmp_path / "val/cow/a.png")
+    with pytest.raises(DataError, match=r"val/cow: no class of the training data \(cat\)"):
+        ImageFolders(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"data.std=\[0, 1, 1\]: needs a number each"):
+        ImageFolders(str(tmp_path), std=(0, 1, 1))
+    with pytest.raises(ConfigError, match=r"data\.augment: .flip. is not callable"):
+        Digits(augment=["flip"])
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path):
+    write(tmp_path / "cat/a.png")
+    (tmp_path / "cat/b.png").write_bytes(b"no image")
+    (part,) = ImageFolders(str(tmp_path)).splits().values()
+    view = DataView(part)
+    assert view.lengths.sum() == 2, "no file is read for it"
+    with pytest.raises(DataError, match=r"cat/b.png: UnidentifiedImageError"):
+        view.read(1, seed=0, epoch=0)
+
+
+def images(loader: Loader, ids: tuple[int, ...], epoch: int = 0) -> torch.Tensor:
+    return loader.load(Request(ids, epoch, 1))["pixel_values"]
+
+
+def test_augmentations_follow_seed_sample_and_epoch_alone_and_spare_what_is_evaluated():
+    data = DataView(Digits(augment=[Shift()]))
+    loader = Loader(data, num_workers=0, seed=0)
+    loader.augment_with(data.optional("augment"))
+    before = torch.random.get_rng_state()
+    whole = images(loader, (3, 1, 2))
+    assert torch.random.get_rng_state().equal(before)
+    assert torch.cat([images(loader, (i,)) for i in (3, 1, 2)]).equal(whole), "whatever the cut"
+    with_workers = Loader(data, num_workers=1, seed=0)
+    with_workers.augment_with(data.optional("augment"))
+    (loaded,) = with_workers.stream(iter([Request((3, 1, 2), 0, 1)]))
+    with_workers.close()
+    assert loaded["pixel_values"].equal(whole)
+    assert not images(loader, (3, 1, 2), epoch=1).equal(whole)
+    other = Loader(data, num_workers=0, seed=1)
+    other.augment_with(data.optional("augment"))
+    assert not images(other, (3, 1, 2)).equal(whole)
+    plain = torch.stack([data.dataset[i]["pixel_values"] for i in (3, 1, 2)])
+    assert images(loader.of(data, 0), (3, 1, 2)).equal(plain)
+    assert not whole.equal(plain)
+
+
+def test_an_augmentation_sees_pixels_from_0_to_1_whatever_is_taken_off_them():
+    seen = []
+    augment = Augment([lambda image: seen.append(image) or image], (0.5,), (0.25,))
+    sample = {"pixel_values": torch.tensor([[[-2.0, 2.0]]]), "labels": torch.tensor(1)}
+    found = augment(sample)
+    assert seen[0].flatten().tolist() == [0.0, 1.0]
+    assert found["pixel_values"].equal(sample["pixel_values"])
+
+
+def test_a_mixture_refuses_what_it_would_not_change():
+    source = MixtureSource(train=DataView(Digits(augment=[Shift()])), held_out=None, weight=1.0)
+    with pytest.raises(ConfigError, match=r"data\.sources\.code\.augment: a mixture changes no"):
+        Mixture({"code": source})
