@@ -51,17 +51,16 @@ def assert_close(found: Path, expected: Path, about: str) -> None:
             assert float(error) <= EXACT, f"{about}: {name} differs by {float(error):.1e}"
 
 
-TORCH = "optimizer._target_=torch.optim"
 # Without Rprop, which PyTorch does not step in shards.
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.05"),
     "sgd without momentum": ("optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0"),
-    "AMSGrad": (f"{TORCH}.Adam", "optimizer.lr=0.01", "optimizer.amsgrad=true"),
-    "centered RMSprop": (f"{TORCH}.RMSprop", "optimizer.momentum=0.9", "optimizer.centered=true"),
+    "AMSGrad": ("optimizer=adam", "optimizer.lr=0.01", "optimizer.amsgrad=true"),
+    "centered RMSprop": ("optimizer=rmsprop", "optimizer.momentum=0.9", "optimizer.centered=true"),
     **{
-        name: (f"{TORCH}.{name}", "optimizer.lr=0.01")
-        for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam")
+        name: (f"optimizer={name}", "optimizer.lr=0.01")
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam")
     },
 }
 MODES = ("none", "ddp", "fsdp", "hsdp")

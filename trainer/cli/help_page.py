@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.argv import COMMANDS
+from trainer.config import torch_optimizers
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir, default_options
 from trainer.config.messages import show as show_value
@@ -69,7 +70,8 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
     groups = {GROUP: [*available(), "path/to/file.yaml"]}
     for group in GROUPS:
         files = [f for folder in folders for f in (folder / group.replace(".", "/")).glob("*.yaml")]
-        names = sorted({file.stem for file in files} - {OWN})
+        more = torch_optimizers.names() if group == torch_optimizers.GROUP else ()
+        names = sorted({*(file.stem for file in files), *more} - {OWN})
         groups[group] = sorted(names, key=lambda name: name != defaults.get(group))
     yield "groups  (the default first)", ((name, "  ".join(row)) for name, row in groups.items())
     sections: dict[str, list[tuple[str, str]]] = {}

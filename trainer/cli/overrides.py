@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config import recipes
+from trainer.config import recipes, torch_optimizers
 from trainer.config.components import COMPONENTS, OWN
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
@@ -173,7 +173,7 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     """The values an override stands for, each in Hydra's grammar.
 
     Of an interval, which no list can hold, its two ends; of a glob, which Hydra would also match
-    with the empty option for classes typed, those of `options`.
+    with the empty option for classes typed, those of `options`. Their names may be in any case.
     """
     swept: object = override.value()
     if isinstance(swept, IntervalSweep):
@@ -181,7 +181,9 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     if isinstance(swept, Glob):
         return swept.filter(list(options)) or [quote(",".join(swept.include))]
     is_swept = override.is_sweep_override()
-    return list(override.sweep_string_iterator()) if is_swept else [text(override)]
+    values = list(override.sweep_string_iterator()) if is_swept else [text(override)]
+    lower = set(options) - set(values)
+    return [value.lower() if value.lower() in lower else value for value in values]
 
 
 def expand(lines: Iterable[str]) -> list[list[str]]:
@@ -230,6 +232,8 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
 
 def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
     """Say in a line which options there are."""
+    if group == torch_optimizers.GROUP and (why := torch_optimizers.why_unfit(name)):
+        return clip(f"{group}={name}: {why}")
     near = did_you_mean(name, options)
     if "." in name and group in COMPONENTS:
         near = f" For a class of your own: {group}.{TARGET}={name}."

@@ -24,6 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config import torch_optimizers
 from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.keys import data_dir
 from trainer.config.messages import ancestors, clip, flat, lookup, show
@@ -98,6 +99,7 @@ def register(own_folder: Path | None = None) -> None:
     """Make Hydra read recipes, the user's options, and `${or:a,b}` and `${unless:a,b}` in ours."""
     OptionFolders.own_folder = own_folder
     Plugins.instance().register(RecipeSource)
+    Plugins.instance().register(TorchOptimizers)
     Plugins.instance().register(OptionFolders)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
     OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
@@ -262,8 +264,48 @@ class RecipeSource(ConfigSource):
 
 
 @final
+class TorchOptimizers(ConfigSource):
+    """Shows the optimizers of PyTorch to Hydra as options; those of files come first."""
+
+    @staticmethod
+    def scheme() -> str:
+        """See the base class."""
+        return torch_optimizers.LIBRARY
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """See the base class."""
+        option = torch_optimizers.option(config_path.rpartition("/")[2])
+        return ConfigResult(
+            provider=self.provider,
+            path=self.full_path(),
+            config=OmegaConf.create(option),
+            header={"package": None},
+        )
+
+    def available(self) -> bool:
+        """See the base class."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """See the base class."""
+        return config_path in ("", torch_optimizers.GROUP)
+
+    def is_config(self, config_path: str) -> bool:
+        """See the base class."""
+        group, _, name = config_path.partition("/")
+        return group == torch_optimizers.GROUP and name in torch_optimizers.names()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """See the base class."""
+        if config_path == "" and results_filter in (None, ObjectType.GROUP):
+            return [torch_optimizers.GROUP]
+        is_asked = config_path == torch_optimizers.GROUP and results_filter != ObjectType.GROUP
+        return torch_optimizers.names() if is_asked else []
+
+
+@final
 class OptionFolders(SearchPathPlugin):
-    """Puts the folders of recipes, and the user's `--config-dir`, on Hydra's search path."""
+    """Puts recipes, PyTorch's optimizers and the user's `--config-dir` on Hydra's search path."""
 
     own_folder: ClassVar[Path | None] = None
 
@@ -271,5 +313,7 @@ class OptionFolders(SearchPathPlugin):
         """See the base class."""
         for folder in folders():
             search_path.append(SCHEME, f"{SCHEME}://{folder}")
+        library = torch_optimizers.LIBRARY
+        search_path.append(library, f"{library}://")
         if self.own_folder is not None:
             search_path.append("command-line", f"file://{self.own_folder}")

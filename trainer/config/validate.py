@@ -51,6 +51,7 @@ from trainer.config.messages import (
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import is_secret, leaked
+from trainer.config.torch_optimizers import why_unfit
 from trainer.core.errors import ConfigError
 
 # Keys whose values the start of a run shows as defaults where nobody set them.
@@ -95,6 +96,8 @@ def validate(
     faults = [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
     faults += rule_faults(tree, named)
+    if why := why_unfit(kind := str(lookup(tree, "optimizer._target_"))):
+        faults.append(line("optimizer._target_", kind, why))
 
     def is_default(key: str) -> bool:  # nobody set it, or the other way to state it
         same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}

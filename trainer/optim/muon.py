@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from trainer.config.components import Betas, Count, NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, RunFacts, row
-from trainer.optim.optimizers import AdamW, Job, OptimizerSpec, all_fuse, without_compiler
+from trainer.optim.optimizers import (
+    AdamW,
+    Job,
+    OptimizerSpec,
+    all_fuse,
+    in_shards,
+    without_compiler,
+)
 
 Groups = list[dict[str, Any]]
 _TABLES = nn.Embedding, nn.EmbeddingBag
@@ -61,10 +68,10 @@ class Muon(OptimizerSpec):
         Raises:
             ConfigError: a matrix is in shards, or there is none.
         """
-        matrices = [p for group in params if group[_USE_MUON] for p in group["params"]]
+        matrices = [group for group in params if group[_USE_MUON]]
         if not matrices:
             raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
-        if any(hasattr(p, "placements") for p in matrices):
+        if in_shards(matrices):
             text = "needs whole matrices, and parallel=fsdp and hsdp hold shards of them"
             raise ConfigError(f"optimizer=muon: {text}; type parallel=ddp or optimizer=adamw")
         muon = partial(

@@ -33,6 +33,7 @@ Job: TypeAlias = Literal["scratch", "pretrained", "new head", "adapter"]
 """What is done with a model: its weights are drawn, or loaded, or loaded but for its head, or few
 new ones are trained beside them."""
 
+_OF_WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)
 _LOADED: Mapping[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.01}
 
 
@@ -151,9 +152,8 @@ class SGD(OptimizerSpec):
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
-        # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters: DTensors, by
-        # their attribute, since the import alone is slow.
-        shards = any(hasattr(p, "placements") for group in params for p in group["params"])
+        # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters.
+        shards = in_shards(params)
         # Nor momenta that begin at different steps, as of parameters without a gradient in some.
         fused = all_fuse(params) and not shards and not self.momentum
         return without_compiler(torch.optim.SGD)(
@@ -201,7 +201,16 @@ class OwnOptimizer(OptimizerSpec):
         return replace(spec, options={**self.options, "betas": known})
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            ConfigError: weights are in shards, which PyTorch's class does not take.
+        """
+        if issubclass(self.kind, _OF_WHOLE_WEIGHTS) and in_shards(params):
+            text = (
+                f"{self.kind.__name__} needs whole weights, and fsdp and hsdp hold shards of them"
+            )
+            raise ConfigError(f"optimizer: {text}; type parallel=ddp or optimizer=adamw")
         named = inspect.signature(self.kind).parameters
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         options = {name: value for name, value in own.items() if name in named} | dict(self.options)
@@ -306,6 +315,11 @@ def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Paramete
             )
         taken |= matching.keys()
     return found
+
+
+def in_shards(params: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether parameters are DTensors, by their attribute, since the import alone is slow."""
+    return any(hasattr(p, "placements") for group in params for p in group["params"])
 
 
 def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:

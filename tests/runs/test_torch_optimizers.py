@@ -1,0 +1,74 @@
+"""`optimizer=NAME` for the optimizers of PyTorch: the same as by `_target_`, and mistakes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lib.cli_support import prepared
+from tests.lib.nightly import nightly
+from tests.lib.run_support import TOYS, go, on, overrides, shell, state
+from tests.reliability.rank_work import run_as_rank
+from trainer.config.torch_optimizers import names
+
+TORCH = {"adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam"}
+TORCH |= {"adamax": "Adamax", "asgd": "ASGD", "nadam": "NAdam", "radam": "RAdam"}
+TORCH |= {"rmsprop": "RMSprop", "rprop": "Rprop"}
+OURS = {"adamw", "sgd", "muon"}  # files of conf/ come first
+GROUPS = "'optimizer.groups={*bias: {lr: 0.03}}'"
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def test_every_optimizer_of_torch_is_an_option_or_is_refused():
+    unfit = {"lbfgs", "optimizer", "sparseadam"}
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    there = {kind.__name__.lower() for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
+    assert {*names()} == there - unfit == TORCH.keys() | OURS
+
+
+@pytest.mark.parametrize("name", ["adafactor", *map(nightly, sorted(TORCH.keys() - {"adafactor"}))])
+def test_an_option_is_the_class_that_it_names_bit_for_bit(name):
+    spelt = name if name != "adafactor" else "Adafactor"
+    ends = state(go(f"optimizer={spelt} {GROUPS} steps=2"))
+    same = state(go(f"optimizer._target_=torch.optim.{TORCH[name]} {GROUPS} steps=2"))
+    control = state(go(f"optimizer={name} steps=2"))
+    assert all(tensor.equal(ends[key]) for key, tensor in same.items())
+    assert name == "rprop" or not all(tensor.equal(ends[key]) for key, tensor in control.items())
+
+
+def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
+    more = "scheduler.warmup=2 scheduler.reference_batch=16 scheduler.keep_half_life=true"
+    whole = go(f"optimizer=nadam optimizer.momentum_decay=0.01 {more}")
+    part = on(go(f"optimizer=nadam optimizer.momentum_decay=0.01 {more} steps=3"), "steps=6")
+    assert all(tensor.equal(state(part)[key]) for key, tensor in state(whole).items())
+    settings = shlex.join(overrides("optimizer=RAdam,rprop steps=1"))
+    assert shell(f"-m {settings}") == 0
+    assert "optimizer=radam" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("optimizer=LBFGS", "optimizer=LBFGS: evaluates the loss many times in a step"),
+        ("optimizer._target_=torch.optim.SparseAdam", "takes sparse gradients alone"),
+        ("optimizer=radan", "Did you mean radam? Choices: adadelta, adafactor"),
+        ("optimizer=radam optimizer.betaz=1", "Did you mean optimizer.betas?"),
+        ("optimizer=Rprop optimizer.weight_decay=1", "not a setting of optimizer=rprop"),
+        ("optimizer=adam optimizer.lr=fast", "optimizer.lr=fast: must be a number, 0 or more"),
+    ],
+)
+def test_a_mistake_is_one_line_before_torch_is_needed(typed, line, capsys):
+    assert shell(typed) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_what_takes_no_shards_is_refused_under_them(ranks):
+    own = f"model._target_={TOYS}.Net optimizer=rprop parallel=fsdp parallel.ranks=2"
+    config = prepared(shlex.join(overrides(own))).config
+    for each in ranks.run(2, run_as_rank, config, Path("run").absolute(), {}):
+        assert each["code"] == 2
+        assert "Rprop needs whole weights" in str(each)
