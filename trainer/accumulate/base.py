@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast, final
 import torch
 from torch import Tensor
 
+from trainer.accumulate.rows import Rows
 from trainer.core.coupling import Kind
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import MicroBatch, to_device
@@ -50,10 +51,6 @@ class StepDivisors:
             for part in (self.whole, *self.each)
         )
         return StepDivisors(weights=self.weights, whole=whole, each=each)
-
-
-Rows = Mapping[str, Tensor]
-"""Tensors by name whose first dimension is samples."""
 
 
 @final
@@ -236,19 +233,6 @@ def _joined(found: Sequence[Computed]) -> Rows:
     for name, value in (item for each in found for item in each.rows.items()):
         rows[name].append(value.detach())
     return {name: torch.cat(values) for name, values in rows.items()}
-
-
-def at_positions(rows: Rows, micro_batches: Sequence[MicroBatch], num_samples: int) -> Rows:
-    """Put the rows of a rank's samples to their places in the global batch, among zeros.
-
-    So that a plain sum over ranks gathers them, however many each rank has, and their order does
-    not depend on the cut. It sends twice what a gathering would.
-    """
-    places = torch.tensor([i for m in micro_batches for i in m.positions])
-    whole = {name: own.new_zeros((num_samples, *own.shape[1:])) for name, own in rows.items()}
-    for name, tensor in whole.items():
-        tensor[places] = rows[name]
-    return whole
 
 
 def _checked(given: object, each: Pass, method: str, num_samples: int | None = None) -> Computed:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import torch
 
+from trainer.accumulate.two_pass import too_few
 from trainer.assemble.components import Components
 from trainer.assemble.reads import check_reads
 from trainer.assemble.stages import check_stages
@@ -18,6 +19,7 @@ from trainer.core.micro_batch import to_device
 from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cut import Cut, IntArray, Plan
 from trainer.plan.random_slots import with_random_slots
 from trainer.tune.workload import restoring
@@ -46,10 +48,10 @@ def check_parts(components: Components) -> None:
         # What a micro-batch's own samples share is the same under every strategy.
         if each.kind not in {*strategy.couplings, "micro_batch"}:
             text = f"is wrong for {type(part).__name__}, whose coupling is {each.kind}"
-            raise ConfigError(
-                f"accum.gradient: {type(strategy).__name__} {text}: use a strategy that lists "
-                f"{each.kind} in its `couplings`"
-            )
+            remedy = f"use a strategy that lists {each.kind} in its `couplings`"
+            if isinstance(part, CoupledObjective):
+                remedy = "type accum.gradient=auto"
+            raise ConfigError(f"accum.gradient: {type(strategy).__name__} {text}: {remedy}")
     if components.parallel.sync.overlaps and strategy.before and components.world.size > 1:
         # Ranks that fail, and that do not, in an earlier pass would send in another order.
         raise ConfigError(
@@ -59,6 +61,7 @@ def check_parts(components: Components) -> None:
     if kind == "batch" and config.batch.normalizer == "micro_batches":
         text = "a loss over the whole batch has no means of micro-batches"
         raise ConfigError(f"batch.normalizer=micro_batches: {text}: type batch.normalizer=tokens")
+    _check_samples(components)
     if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
         cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
     if coupling.kind not in cut.couplings:
@@ -69,6 +72,21 @@ def check_parts(components: Components) -> None:
             f"(N={components.source.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
+
+
+def _check_samples(components: Components) -> None:
+    """Refuse steps with too few samples for an objective that compares them."""
+    objective, order, config = components.objective, components.source.order, components.config
+    if not isinstance(objective, CoupledObjective) or config.batch.unit != "samples":
+        return
+    size, least = order.size_of(0), objective.min_samples
+    if min(size, order.num_samples) < least:
+        raise ConfigError(too_few(objective, f"batch.global={size}: a step of 1 sample"))
+    rest = order.num_samples % size
+    reached = order.keeps_tail and components.total_steps >= order.steps_per_epoch
+    if reached and order.sizes.is_constant and 0 < rest < least:
+        text = too_few(objective, f"batch.tail=keep: the last step of an epoch has {rest} sample")
+        raise ConfigError(f"{text}: type batch.tail=drop, or another batch.global")
 
 
 def try_out(components: Components) -> list[str]:

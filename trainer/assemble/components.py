@@ -189,10 +189,9 @@ def assemble(
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
     # `batch.global` is given by accum.micro and accum.steps where it is null.
     size = {"global_batch": batch.global_batch, "unit": batch.unit}
-    sizes, schedule, strategy, cut = (
+    sizes, schedule, cut = (
         construct(batch, "batch", BatchSize, trust, size),
         typed_schedule(config),
-        construct(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
         _cut(config),
     )
     data = open_data(config, world, tokenizer, terms.given.get("label_names"))
@@ -213,6 +212,10 @@ def assemble(
         chosen = _choose(config, world, typed, module, loader, tokenizer)
         objective = chosen.objective
         tokenizer.refuse_unused()
+        strategy = construct(
+            *(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+            given={"objective": objective},
+        )
         batch_norm.check(config, module, order, total_steps)
         coupling = couple(config, batch_norm, module, objective.coupling)
         layout, example = find_layout(config, world, loader, coupling, module, precision)

@@ -292,9 +292,10 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     warnings += model_warnings(run_plan, pieces)
     if components.coupling.warning and pieces > 1:
         warnings.append(components.coupling.warning)
-    if components.objective.coupling.kind == "batch" and components.held_out:
+    objective = components.objective
+    if objective.coupling.kind == "batch" and components.held_out and not objective.gives_rows:
         warnings.append(
-            f"objective: {type(components.objective).__name__} couples all samples of a step, but "
+            f"objective: {type(objective).__name__} couples all samples of a step, but "
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"
         )
     return warnings

@@ -126,6 +126,9 @@ class Objective(Described, ABC):
     named_metrics: Sequence[str] = ()
     """Those that `objective.metrics` names, set for a run."""
 
+    gives_rows: bool = False
+    """Whether it couples samples by rows of them, of which an evaluation brings all together."""
+
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
 
@@ -217,6 +220,16 @@ def sums_of(
 ) -> Sums:
     """Run an objective on a micro-batch; `weights` are None where they do not matter."""
     sums, by_source = _run(objective, model, fields, weights)
+    return checked(objective, sums, weights, by_source)
+
+
+def checked(
+    objective: Objective,
+    sums: Sums,
+    weights: Mapping[str, float] | None,
+    by_source: Mapping[str, Tensor] | None = None,
+) -> Sums:
+    """Refuse sums that are none, and names without a weight; metrics become 0-d float64."""
     method = f"sums of {type(objective).__name__}"
     losses: object = getattr(sums, "losses", None)
     if not isinstance(losses, Mapping) or not losses:
@@ -226,7 +239,7 @@ def sums_of(
             remedy = "return the sum over its terms, a 0-d float tensor"
             _refuse(f"{method}, {name}", loss, remedy)
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
-    metrics |= by_source
+    metrics |= by_source or {}
     named = {*metrics, *(losses.keys() - {"loss"} if len(losses) > 1 else ())}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
         raise ConfigError(f"objective: {method}: {taken[0]} is a built-in metric; rename it")

@@ -21,7 +21,8 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.batch_norm import BatchNormLayer, layers_of, taken_sums
 from trainer.models.bind import Casts
-from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.base import Objective, Sums, sums_of, weights_of
+from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import figures_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray, Layout
@@ -29,6 +30,7 @@ from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
 from trainer.plan.partition import pad
 from trainer.training.batches import Feed
+from trainer.training.coupled_evaluation import CollectedRows
 
 DOUBLE = torch.float64
 CHUNK = 8192  # samples planned at once
@@ -141,8 +143,13 @@ def _sums(
 ) -> list[_Found]:
     """Sum over the held-out data; what each rank found. Collective."""
     world.note("evaluation")
-    found: list[_Found]
-    while None in (found := world.collect(_attempt(model, objective, held_out, world, was_asked))):
+    coupled, found = None, list[_Found]()
+    if isinstance(objective, CoupledObjective):
+        chosen = held_out.chosen(0, held_out.num_samples).tolist()
+        coupled = CollectedRows(objective, {i: place for place, i in enumerate(chosen)})
+    while None in (
+        found := world.collect(_attempt(model, objective, held_out, world, was_asked, coupled))
+    ):
         release_memory()
         longest = int(held_out.lengths.max())
         if held_out.max_tokens <= longest:
@@ -152,7 +159,16 @@ def _sums(
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
     if any(asked for *_, asked in found):
         raise Preempted("stopped during an evaluation")
-    return found
+    return found if coupled is None else _of_all(coupled.sums(world, [f[1] for f in found]), found)
+
+
+def _of_all(sums: Sums, found: Sequence[_Found]) -> list[_Found]:
+    """Put the sums of all samples in place of the first rank's, and none in place of others'."""
+    totals = {n: total.double() for n, total in chain(sums.losses.items(), sums.metrics.items())}
+    values = torch.stack([*totals.values()]).tolist()
+    whole = {name: [value] for name, value in zip(totals, values, strict=True)}
+    terms = tuple(sums.losses)
+    return [(whole if not i else {}, each[1], terms, {}, False) for i, each in enumerate(found)]
 
 
 def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
@@ -178,10 +194,12 @@ def _attempt(
     held_out: HeldOut,
     world: World,
     was_asked: Callable[[], bool],
+    coupled: CollectedRows | None = None,
 ) -> _Found | None:
     """Sum over this rank's samples; None when an allocation failed.
 
-    The next micro-batches are loaded meanwhile. Sums stay on the device until the last.
+    The next micro-batches are loaded meanwhile. Sums stay on the device until the last. Those of
+    an objective that couples samples are none yet, and its rows are collected.
     """
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
@@ -189,10 +207,16 @@ def _attempt(
     losses: tuple[str, ...] = ()
     model.gather()
     guard, requests = AllocationGuard(), held_out.requests(world.rank)
+    if coupled is not None:
+        requests = coupled.noted(requests)
     with guard, forward_passes(model, held_out.loader, requests, world) as loaded:
         for fields in loaded:
             counted = weights_of(objective, fields)
-            found = sums_of(objective, model.call, to_device(fields, world.device), counted)
+            given = to_device(fields, world.device)
+            if coupled is None:
+                found = sums_of(objective, model.call, given, counted)
+            else:
+                found = coupled.add(model.call, given)
             losses = tuple(found.losses)
             for name, weight in counted.items():
                 _add(weights[name], weight, apart=held_out.is_ordered)

@@ -17,17 +17,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import (
-    GradientStrategy,
-    Pass,
-    Rows,
-    StepDivisors,
-    at_positions,
-)
+from trainer.accumulate.base import GradientStrategy, Pass, StepDivisors
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import Snapshot
+from trainer.accumulate.rows import Rows, at_positions, summed
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
@@ -213,30 +208,10 @@ def exchange(context: StepContext, mine: Outcome) -> Rows:
     """
     # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
     context.snapshot.restore()
-    world = context.world
-    world.note("reduce")
-    forms = [
-        [name, list(rows.shape), str(rows.dtype).removeprefix("torch.")]
-        for name, rows in sorted(mine.rows.items())
-    ]
-    given = [each for each in world.collect(forms) if each]  # a rank may have no micro-batch
-    if not given:
-        return {}
-    if any(each != given[0] for each in given):
-        raise ConfigError(
-            f"accum.gradient: {type(context.strategy).__name__}: ranks gave rows of different "
-            f"names, shapes or dtypes: {given}"
-        )
+    context.world.note("reduce")
     with no_replay("between two passes: set a smaller accum.micro=N"):
-        whole = {
-            name: mine.rows[name]
-            if mine.rows
-            else torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
-            for name, shape, dtype in given[0]
-        }
-        for rows in whole.values():
-            world.sum(rows)
-    return whole
+        name = f"accum.gradient: {type(context.strategy).__name__}"
+        return summed(mine.rows, context.world, name)
 
 
 def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcome:

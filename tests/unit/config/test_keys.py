@@ -36,13 +36,13 @@ OPTIONS = {
     group: names.split()
     for group, names in {
         "accum": "auto budget fixed own",
-        "accum/gradient": "auto own sum",
+        "accum/gradient": "auto own sum two_pass",
         "adapter": "lora none own",
         "batch": "noise_ramp own ramp samples tokens",
         "batchnorm": "auto frozen ghost micro own pooled sync",
         "data": "digits hf image_text images mixture own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
-        "objective": "auto classify masked_lm model_loss multi_label multiple_choice "
+        "objective": "auto classify contrastive masked_lm model_loss multi_label multiple_choice "
         "next_token own question_answering regression seq2seq token_classify",
         "optimizer": "adamw muon own sgd",
         "parallel": "auto ddp fsdp hsdp none",
@@ -73,6 +73,8 @@ GIVEN = {
     "ConstantSize": {"global_batch"},
     "NoiseRamp": {"global_batch", "unit"},
     "Ramp": {"global_batch"},
+    "TwoPass": {"objective"},
+    "by_coupling": {"objective"},
     "Auto": {"max_tokens", "single_sample_cap", "cost", "cap_after_failure"},
     "Budget": {"cap_after_failure"},
     "MaskedLM": {"tokenizer"},

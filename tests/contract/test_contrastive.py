@@ -1,0 +1,134 @@
+"""A contrastive loss over the whole global batch has the gradient of one piece for every cut."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lib.nightly import nightly
+from tests.lib.pair_toys import as_open_clip, by_hand, evaluated, gradient_of, whole
+from tests.lib.ranks_support import Ranks
+from tests.lib.ranks_work import error
+from trainer.accumulate.sum import Sum
+from trainer.accumulate.two_pass import TwoPass
+from trainer.core.world import World
+from trainer.objectives import contrastive
+from trainer.objectives.contrastive import Contrastive
+from trainer.plan.cuts import Budget, Fixed
+
+EXACT, WRONG = 1e-12, 1e-2
+CUTS = [Fixed(micro=1), Fixed(micro=3), Budget(max_tokens=60)]
+INFONCE, SIGLIP = Contrastive(), Contrastive(loss="siglip")
+TWO = TwoPass(INFONCE)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("objective", [INFONCE, SIGLIP], ids=["infonce", "siglip"])
+def test_every_cut_gives_the_gradient_of_the_whole_batch_dropout_replayed(objective):
+    bias = objective is SIGLIP
+    one, loss, _ = gradient_of(World(), Fixed(steps=1), objective, Sum(), bias=bias)
+    assert float(np.abs(one["logit_scale"]).max()) > WRONG
+    assert not bias or float(np.abs(one["logit_bias"]).max()) > WRONG
+    for cut in CUTS:
+        found, total, _ = gradient_of(World(), cut, objective, TWO, bias=bias)
+        assert error(found, one) <= EXACT, cut
+        assert total == pytest.approx(loss, rel=EXACT)
+        naive, *_ = gradient_of(World(), cut, objective, Sum(), bias=bias)
+        assert error(naive, one) > WRONG
+        dropped, *_ = gradient_of(World(), cut, objective, TWO, bias=bias, dropout=0.3)
+        same = by_hand(whole, 1, cut, objective, bias=bias, dropout=0.3)
+        assert error(dropped, same) <= EXACT, cut
+        assert error(dropped, one) > WRONG
+
+
+def test_the_scale_counts_once_where_accumulation_in_open_clips_way_counts_it_each_time():
+    cut = Fixed(micro=4)
+    found, *_ = gradient_of(World(), cut, INFONCE, TWO)
+    wrong = by_hand(as_open_clip, 1, cut, INFONCE)
+    scale, scaled = found.pop("logit_scale"), wrong.pop("logit_scale")
+    assert error(found, wrong) <= EXACT  # the towers
+    np.testing.assert_allclose(4 * scale, scaled, rtol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sync"),
+    [
+        ("ddp", "deferred"),
+        ("fsdp", "immediate"),
+        nightly("ddp", "immediate"),
+        nightly("fsdp", "deferred"),
+    ],
+)
+def test_so_it_is_on_two_ranks(mode, sync, ranks):
+    for objective in (INFONCE, SIGLIP):
+        how = {"bias": objective is SIGLIP, "dropout": 0.3}
+        work = partial(gradient_of, mode=mode, sync=sync, **how)
+        for cut in CUTS:
+            same = by_hand(whole, 2, cut, objective, sync, **how)
+            for found, *_ in ranks.run(2, work, cut, objective, TWO):
+                assert error(found, same) <= EXACT, cut
+
+
+@pytest.mark.parametrize("sync", [*map(nightly, ("deferred", "hierarchical", "immediate"))])
+def test_so_it_is_on_copies_of_shards(sync, ranks):
+    same = by_hand(whole, 4, Fixed(micro=3), INFONCE, sync, dropout=0.3)
+    work = partial(gradient_of, mode="hsdp", sync=sync, dropout=0.3)
+    for found, *_ in ranks.run(4, work, Fixed(micro=3), INFONCE, TWO):
+        assert error(found, same) <= EXACT
+
+
+def test_memory_that_runs_out_in_the_second_pass_is_replayed():
+    how = {"objective": INFONCE, "strategy": TWO, "dropout": 0.2}
+    found, loss, replays = gradient_of(World(), Fixed(micro=8), at=4, **how)
+    expected, right, _ = gradient_of(World(), Fixed(micro=4), **how)
+    assert (replays, loss) == (1, right)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_evaluation_ranks_all_that_is_held_out_whatever_the_cut(ranks):
+    figures, rows = evaluated(World(), 10**9, INFONCE)
+    scores = rows["query"] @ rows["document"].T
+    better = (scores > scores.diagonal()[:, None]).sum(1)
+    for k in (1, 5, 10):
+        assert figures[f"recall_at_{k}"] == (better < k).mean()
+    logits = torch.from_numpy(scores * figures["scale"])
+    own = torch.arange(len(logits))
+    both = [torch.nn.functional.cross_entropy(each, own) for each in (logits, logits.T)]
+    assert figures["loss"] == pytest.approx(float(sum(both)) / 2, rel=EXACT)
+    assert figures["scale"] == pytest.approx(np.exp(1.5), rel=EXACT)
+    for cap in (1, 60):
+        assert evaluated(World(), cap, INFONCE)[0] == pytest.approx(figures, rel=EXACT)
+    some, _ = evaluated(World(), 60, INFONCE, 7)
+    assert some["recall_at_10"] == 1
+    for mine, _ in ranks.run(2, evaluated, 60, INFONCE):
+        assert mine == pytest.approx(figures, rel=EXACT)
+    for mine, _ in ranks.run(2, evaluated, 10**9, INFONCE, 1):  # one rank has nothing
+        assert mine["recall_at_1"] == 1
+
+
+@pytest.mark.parametrize("objective", [INFONCE, SIGLIP], ids=["infonce", "siglip"])
+def test_scores_by_chunks_are_those_of_all_at_once(objective, monkeypatch):
+    rows = {n: torch.randn(50, 4).double().requires_grad_() for n in ("query", "document")}
+    rows |= {"logit_scale": torch.full((50,), 2.0, dtype=torch.float64, requires_grad=True)}
+    rows |= {"logit_bias": torch.full((50,), -1.0, dtype=torch.float64, requires_grad=True)}
+
+    def found():
+        (loss,) = objective.sums_of_rows(rows).losses.values()
+        with torch.no_grad():
+            recalls = objective.sums_of_rows(rows).metrics
+        gradients = torch.autograd.grad(loss, [*rows.values()], materialize_grads=True)
+        return [loss, *gradients, *map(recalls.get, sorted(recalls))]
+
+    expected = found()
+    monkeypatch.setattr(contrastive, "CHUNK", 16)
+    for one, other in zip(found(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)

@@ -1,0 +1,173 @@
+"""Compare the two embeddings of every sample with those of all others of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.config.components import Positive
+from trainer.core.coupling import Coupling
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import ModelCall, Sums, at_least_single
+from trainer.objectives.coupled import CoupledObjective
+
+SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
+"""Names of the two embeddings in what a model gives."""
+SCALE, BIAS = "logit_scale", "logit_bias"
+"""Of the model, as in CLIP and SigLIP: the logarithm of what cosines are multiplied by, and what is
+added to them then."""
+FIXED = 0.05  # temperature of a model without a scale
+LARGEST = math.log(100)  # of the scale, as in CLIP; beyond it training is unstable
+RECALLED = (1, 5, 10)
+CHUNK = 1024  # rows of the matrix of scores that are there at once
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contrastive(CoupledObjective):
+    """InfoNCE in both directions (Radford et al. 2021, 2103.00020), or SigLIP's loss (2303.15343).
+
+    Scores are cosines times a scale, in fp32 at least. InfoNCE is the mean of two cross entropies,
+    each query's document among all documents and each document's query among all queries. SigLIP's
+    is the binary cross entropy of all pairs. Both are divided by the number of samples.
+
+    Metrics of an evaluation are `recall_at_1`, `_5` and `_10`: the share of queries whose document
+    is among so many with the highest scores, of all documents that are held out. A tie counts
+    against it. `scale` is that of the step.
+    """
+
+    coupling = Coupling("batch", why="it compares all samples of a step")
+    metric_names = ("scale", *(f"recall_at_{k}" for k in RECALLED))
+    min_samples = 2
+
+    loss: Literal["infonce", "siglip"] | None = None
+    temperature: Positive | None = None
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count samples."""
+        count = float(len(next(iter(fields.values()))))
+        return dict.fromkeys(("contrastive", *self.metric_names), count)
+
+    def rows(self, model: ModelCall, fields: Fields) -> Mapping[str, Tensor]:
+        """Embed the samples of a micro-batch.
+
+        Returns:
+            `query` and `document`, `(samples, width)` of length 1, and the model's scale and bias
+            once for each sample.
+
+        Raises:
+            ConfigError: the model gives no two embeddings.
+        """
+        output = model(fields)
+        sides = embeddings_of(output)
+        rows = {
+            name: F.normalize(at_least_single(side), dim=-1)
+            for name, side in zip(SIDES[0], sides, strict=True)
+        }
+        for name in (SCALE, BIAS):
+            value = _get(output, name)
+            if value is None:  # a root's own parameters are there after its forward, sharded or not
+                value = getattr(getattr(model, "module", None), name, None)
+            if isinstance(value, Tensor):
+                rows[name] = at_least_single(value).reshape(()).expand(len(sides[0]))
+        return rows
+
+    def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
+        """See the base class.
+
+        Raises:
+            ConfigError: SigLIP's loss, and the model has no scale and bias to learn.
+        """
+        query, document, count = rows["query"], rows["document"], len(rows["query"])
+        loss = self.loss or ("siglip" if BIAS in rows else "infonce")
+        if loss == "siglip" and (BIAS not in rows or (SCALE not in rows and not self.temperature)):
+            raise ConfigError(
+                f"objective.loss=siglip: needs {SCALE} and {BIAS}, parameters of the model of "
+                "shape (1,): add them, or type objective.loss=infonce"
+            )
+        scale = self._scale(rows, bounds=loss == "infonce").to(query.dtype)
+        bias = rows[BIAS].mean() if loss == "siglip" else scale.new_zeros(())
+        own = (query * document).sum(1) * scale + bias
+        if loss == "siglip":  # softplus(-x) = softplus(x) - x for each sample's own pair
+            (sums,) = _by_chunks(_softplus, query, document, scale, bias)
+            total = torch.cat(sums).sum() - own.sum()
+        else:
+            queries, documents = _by_chunks(_log_sums, query, document, scale, bias)
+            both = torch.cat(queries) + torch.stack(documents).logsumexp(0)
+            total = (both / 2 - own).sum()
+        metrics = {"scale": scale.detach() * count}
+        if not torch.is_grad_enabled():
+            metrics |= _recalls(query, document)
+        return Sums(losses={"contrastive": total}, metrics=metrics)
+
+    def _scale(self, rows: Mapping[str, Tensor], *, bounds: bool) -> Tensor:
+        """Give what cosines are multiplied by, 0-d."""
+        if self.temperature is not None or SCALE not in rows:
+            return torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
+        scale = rows[SCALE].mean()
+        if bounds:  # the gradient is that at the bound, so that it can come back
+            scale = scale + (LARGEST - scale).clamp(max=0).detach()
+        return scale.exp()
+
+
+def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like
+    """Take the two embeddings out of what a model gives, `(samples, width)` each.
+
+    Raises:
+        ConfigError: there are none, or one alone.
+    """
+    for names in SIDES:
+        found = [_get(output, name) for name in names]
+        one, other = (each if isinstance(each, Tensor) else None for each in found)
+        if one is not None and other is not None and one.shape == other.shape and one.ndim == 2:  # noqa: PLR2004
+            return one, other
+    given = [name for names in SIDES for name in names if isinstance(_get(output, name), Tensor)]
+    kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
+    shapes = ", ".join(f"{name} {tuple(_get(output, name).shape)}" for name in given)
+    raise ConfigError(
+        f"model: forward gives {shapes or 'no embeddings'} in a {kind}: "
+        "objective=contrastive needs two of one shape (samples, width); return a mapping with "
+        "query and document, or text_embeds and image_embeds"
+    )
+
+
+def _get(output: Any, name: str) -> Any:  # noqa: ANN401 - models return what they like
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _by_chunks(
+    compute: Callable[..., Sequence[Tensor]], query: Tensor, *others: Tensor
+) -> list[tuple[Tensor, ...]]:
+    """Compute for some queries at a time; of several chunks no scores are left for the backward."""
+    chunks = torch.split(query, CHUNK)
+    if len(chunks) > 1:
+        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return [*zip(*(compute(chunk, *others) for chunk in chunks), strict=True)]
+
+
+def _log_sums(query: Tensor, document: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+    """Sum exponentials: of each query over documents, and of each document over these queries."""
+    scores = query @ document.T * scale + bias
+    return scores.logsumexp(1), scores.logsumexp(0)
+
+
+def _softplus(query: Tensor, document: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+    return (F.softplus(query @ document.T * scale + bias).sum(1),)
+
+
+def _recalls(query: Tensor, document: Tensor) -> dict[str, Tensor]:
+    """Count the queries whose own document is among the first by score."""
+    ranks = []
+    for start, some in zip(range(0, len(query), CHUNK), torch.split(query, CHUNK), strict=True):
+        scores = some @ document.T
+        ranks.append((scores >= scores.diagonal(start)[:, None]).sum(1))
+    return {f"recall_at_{k}": (torch.cat(ranks) <= k).sum() for k in RECALLED}
