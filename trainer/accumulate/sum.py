@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from trainer.accumulate.base import Computed, Divisors, GradientStrategy, divided
-from trainer.accumulate.rows import Rows
+from trainer.accumulate.base import Computed, Divisors, GradientStrategy, Rows, divided
 from trainer.core.micro_batch import MicroBatch
 from trainer.objectives.base import Objective, sums_of
 from trainer.parallel.base import Parallel

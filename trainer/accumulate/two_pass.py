@@ -18,10 +18,10 @@ from trainer.accumulate.base import (
     Divisors,
     GradientStrategy,
     Pass,
+    Rows,
     divided,
     sum_of,
 )
-from trainer.accumulate.rows import Rows
 from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import MicroBatch

@@ -79,7 +79,7 @@ def _check_samples(components: Components) -> None:
     objective, order, config = components.objective, components.source.order, components.config
     if not isinstance(objective, CoupledObjective) or config.batch.unit != "samples":
         return
-    size, least = order.size_of(0), objective.min_samples
+    size, least = order.size_of(order.start), objective.min_samples
     if min(size, order.num_samples) < least:
         raise ConfigError(too_few(objective, f"batch.global={size}: a step of 1 sample"))
     rest = order.num_samples % size

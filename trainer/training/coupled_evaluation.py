@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.rows import at_places, summed
+from trainer.accumulate.base import at_places, summed
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import no_replay
 from trainer.core.world import World

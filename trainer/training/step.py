@@ -22,8 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import StepDivisors
-from trainer.accumulate.rows import Rows
+from trainer.accumulate.base import Rows, StepDivisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.optim.schedules import apply_factor

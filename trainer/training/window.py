@@ -17,12 +17,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import GradientStrategy, Pass, StepDivisors
+from trainer.accumulate.base import GradientStrategy, Pass, Rows, StepDivisors, at_positions, summed
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
 from trainer.accumulate.normalizer import Kind, divisors
 from trainer.accumulate.rollback import Snapshot
-from trainer.accumulate.rows import Rows, at_positions, summed
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.accumulate.base import GradientStrategy, StepDivisors
+from trainer.accumulate.base import GradientStrategy, Rows, StepDivisors, at_positions
 from trainer.accumulate.normalizer import Kind, divisors, reference_kind
 from trainer.accumulate.rollback import own_generators
-from trainer.accumulate.rows import Rows, at_positions
 from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
 from trainer.core.world import World

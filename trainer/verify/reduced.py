@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.accumulate.base import Rows, at_positions
 from trainer.accumulate.normalizer import divisors
-from trainer.accumulate.rows import Rows, at_positions
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World, rng_key
