@@ -2,8 +2,8 @@
 
 As GradCache (Gao et al. 2021, 2101.06983): `F(r_1, ..., r_B)` has the gradient
 `sum_i <dF/dr_i, dr_i/dw>`, so that a micro-batch needs no more than `dF/dr_i` of its own samples.
-The forward runs twice, a third more computation. Activations are those of one micro-batch; the rows
-of the whole global batch are on every rank.
+The forward runs twice, which where a backward counts as two forwards is a third more computation.
+Activations are those of one micro-batch; the rows of the whole global batch are on every rank.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
-from trainer.training.evaluation import HeldOut, evaluate_parts, precise_statistics
+from trainer.training.evaluation import HeldOut, evaluate_parts
+from trainer.training.precise_statistics import precise_statistics
 from trainer.training.predictions import predict
 
 

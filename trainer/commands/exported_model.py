@@ -22,7 +22,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.report.console import Screen
-from trainer.training.evaluation import precise_statistics
+from trainer.training.precise_statistics import precise_statistics
 
 
 def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:

@@ -16,12 +16,12 @@ from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, State, Stateful
-from trainer.plan.order import Order
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.checkpointing import Checkpointer
-from trainer.training.evaluation import HeldOut, evaluate_parts, precise_statistics
+from trainer.training.evaluation import HeldOut, evaluate_parts
 from trainer.training.model_flops import ModelFlops
+from trainer.training.precise_statistics import precise_statistics
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
 from trainer.training.window import StepContext
 
@@ -131,7 +131,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     progress.add(report, seconds)
     here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
-    record = record_of(run.feed.source.order, report, tokens, seconds, run.flops)
+    record = record_of(run.feed, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
     _add_metrics(record, run.context.parts)
     ids = batch.sample_ids
@@ -219,13 +219,13 @@ def _evaluate(run: Run, progress: Progress) -> None:
 
 
 def record_of(
-    order: Order, report: StepReport, tokens: int, seconds: float, flops: ModelFlops | None = None
+    feed: Feed, report: StepReport, tokens: int, seconds: float, flops: ModelFlops | None = None
 ) -> dict[str, Any]:
     """Give what metrics.jsonl holds of a step, of whose numbers 0-d tensors may take the place.
 
     `tokens` are those consumed from the start of the run.
     """
-    batch = report.batch
+    batch, order = report.batch, feed.source.order
     entry: dict[str, Any] = {
         "step": batch.step,
         "epoch": order.fractional_epoch(batch.samples.after),
