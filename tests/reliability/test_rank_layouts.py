@@ -54,6 +54,7 @@ def assert_close(found: Path, expected: Path, about: str) -> None:
 # Without Rprop, which PyTorch does not step in shards.
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
+    "layer decay": ("optimizer.layer_decay=0.5",),
     "sgd": ("optimizer=sgd", "optimizer.lr=0.05"),
     "sgd without momentum": ("optimizer=sgd", "optimizer.lr=0.05", "optimizer.momentum=0"),
     "AMSGrad": ("optimizer=adam", "optimizer.lr=0.01", "optimizer.amsgrad=true"),
@@ -69,6 +70,7 @@ MODES = ("none", "ddp", "fsdp", "hsdp")
 @pytest.mark.parametrize(
     ("name", "pairs"),
     [
+        ("layer decay", [("none", "fsdp")]),
         *(nightly(name, [*product(MODES, repeat=2)]) for name in OPTIMIZERS),
     ],
     ids=str,

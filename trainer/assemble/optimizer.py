@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.assemble.instantiate import arguments_of, check_names, construct, look_up
-from trainer.config.components import Component
+from trainer.config.components import SHARED, Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -49,7 +49,7 @@ def typed_optimizer(config: RunConfig, given: Mapping[str, Any] | None = None) -
     """
     kind = look_up(config.optimizer, "optimizer", config.trust)
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
-        own = config.optimizer.params.keys() - {"groups", "lr", "weight_decay"}
+        own = config.optimizer.params.keys() - SHARED["optimizer"].keys()
         check_names(kind, "optimizer", sorted(own))
         return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
     given = _settings(config, "scratch") if given is None else given

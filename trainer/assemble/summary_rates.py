@@ -7,6 +7,7 @@ from typing import Any
 from trainer.assemble.components import Components
 from trainer.core.format import plural
 from trainer.core.rows import Row, joined, row
+from trainer.optim.depth import depth_scales
 from trainer.optim.optimizers import OptimizerSpec, match_groups
 
 
@@ -62,4 +63,16 @@ def group_rows(components: Components) -> list[Row]:
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
     labels = ["groups", *[""] * len(lines)]
     rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
-    return [row(groups=lines), *rows]
+    return [row(groups=lines), *rows, *_depth_row(components)]
+
+
+def _depth_row(components: Components) -> list[Row]:
+    """Give the rates that fall with the depth of a weight, from the lowest to the highest."""
+    spec = components.spec
+    if spec.layer_decay is None:
+        return []
+    scales = {*depth_scales(components.module, spec.layer_decay).values()}
+    lr = spec.lr * components.lr_scale(components.source.order.start)
+    rates = [lr * scale for scale in sorted(scales)]
+    shown = " ".join(f"{rate:.3g}" for rate in rates)
+    return [row("layers", f"lr {shown}, from input to output", layer_rates=rates)]

@@ -244,7 +244,11 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
         "overlong": Overlong,
         "holdout": Share | Literal["all"],
     },
-    "optimizer": {"lr": NonNegative, "weight_decay": NonNegative, "groups": ParameterGroups},
+    "optimizer": {
+        **dict.fromkeys(("lr", "weight_decay"), NonNegative),
+        "groups": ParameterGroups,
+        "layer_decay": Decay | None,
+    },
     "scheduler": {
         "warmup": Warmup | Amount,
         "reference_batch": Count | None,

@@ -56,7 +56,8 @@ def option(name: str) -> dict[str, Any]:
     found = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == kind)
     inits = (each for node in found for each in node.body if isinstance(each, ast.FunctionDef))
     arguments = next(each.args for each in inits if each.name == "__init__")
-    return {"_target_": f"{LIBRARY}.{kind}", "groups": {}, **dict(_defaults(arguments))}
+    shared: dict[str, Any] = {"groups": {}, "layer_decay": None}
+    return {"_target_": f"{LIBRARY}.{kind}", **shared, **dict(_defaults(arguments))}
 
 
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:

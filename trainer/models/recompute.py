@@ -18,11 +18,20 @@ SIGNIFICANT = 0.2
 
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the repeated blocks of a model that can be computed twice.
+
+    A block whose forward moves running statistics is left out: to compute it twice would move them
+    twice.
+    """
+    blocks = repeated_blocks(model)
+    return tuple(block for block in blocks if not any(map(moves_in_forward, block.modules())))
+
+
+def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks of a model: the children of its largest lists of modules.
 
     A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their
-    own, and counts only outside of other such lists. A block whose forward moves running
-    statistics is left out: to compute it twice would move them twice.
+    own, and counts only outside of other such lists.
 
     Returns:
         The blocks, in the order of `model.modules()`; empty when the model has none.
@@ -35,7 +44,6 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
         for stack, size in zip(stacks, sizes, strict=True)
         if size and size >= least
         for block in stack.children()
-        if not any(map(moves_in_forward, block.modules()))
     )
 
 

@@ -14,16 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.config.components import Betas, NonNegative
+from trainer.config.components import Betas, Decay, NonNegative
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
 from trainer.core.rows import Described
+from trainer.optim.depth import depth_scales
 from trainer.optim.masters import MasterWeights, widen_gradients
 
 Groups = Mapping[str, Mapping[str, Any]]
@@ -46,6 +48,8 @@ class OptimizerSpec(Described, ABC):
     weight_decay: NonNegative = 0.0
     # Settings by name pattern: `lr`, `weight_decay`, `frozen`
     groups: Groups = field(default_factory=dict)
+    # Share of the rate that each block has of that of the block behind it; None: all have the same
+    layer_decay: Decay | None = None
 
     # What a job gives the arguments that the config leaves out or null
     by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {}
@@ -100,7 +104,8 @@ class OptimizerSpec(Described, ABC):
         return MasterWeights(model).build(model, partial(self._build, model))
 
     def _build(self, model: nn.Module) -> Optimizer:
-        groups = param_groups(model, self.lr, self.weight_decay, self.groups)
+        scales = {} if self.layer_decay is None else depth_scales(model, self.layer_decay)
+        groups = param_groups(model, self.lr, self.weight_decay, self.groups, scales)
         try:
             return self.construct(self.split(model, groups))
         except (TypeError, ValueError) as error:
@@ -179,7 +184,8 @@ class OwnOptimizer(OptimizerSpec):
             ConfigError: neither a value nor a default for the learning rate.
         """
         options = dict(params)
-        groups = options.pop("groups", None) or {}
+        shared: dict[str, Any] = {"groups": options.pop("groups", None) or {}}
+        shared["layer_decay"] = options.pop("layer_decay", None)
         defaults = {
             name: parameter.default
             for name, parameter in inspect.signature(kind).parameters.items()
@@ -189,7 +195,7 @@ class OwnOptimizer(OptimizerSpec):
         if lr is None:
             raise ConfigError(f"optimizer.lr: {kind.__name__} has no default; type optimizer.lr=")
         weight_decay = options.pop("weight_decay", defaults.get("weight_decay", 0.0))
-        return cls(kind=kind, lr=lr, weight_decay=weight_decay, groups=groups, options=options)
+        return cls(kind=kind, lr=lr, weight_decay=weight_decay, options=options, **shared)
 
     def for_batch(self, ratio: float, lr_factor: float) -> Self:
         """See the base class; of other arguments only `betas` are known for what they are."""
@@ -245,7 +251,11 @@ def _power(rates: Any, exponent: float) -> Any:  # noqa: ANN401 - a number, or s
 
 
 def param_groups(
-    model: nn.Module, lr: float, weight_decay: float, groups: Groups
+    model: nn.Module,
+    lr: float,
+    weight_decay: float,
+    groups: Groups,
+    scales: Mapping[int, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups, each parameter once.
 
@@ -259,6 +269,7 @@ def param_groups(
         lr: learning rate outside the groups.
         weight_decay: outside the groups.
         groups: settings by name pattern; of several that match, the first counts.
+        scales: factors on rates that no group names, by the id of a parameter.
 
     Returns:
         Groups with `name`, `params`, `lr` and `weight_decay`; frozen parameters are in none.
@@ -285,12 +296,13 @@ def param_groups(
         }
         if "weight_decay" in settings:
             parts = {pattern: (trained, settings["weight_decay"])}
-        rate = settings.get("lr", lr)
-        found += [
-            {"name": name.strip(), "params": part, "lr": rate, "weight_decay": decay}
-            for name, (part, decay) in parts.items()
-            if part
-        ]
+        rate, own = settings.get("lr", lr), {} if "lr" in settings else scales
+        for name, (part, decay) in parts.items():
+            for scale in sorted({own.get(id(p), 1.0) for p in part}):
+                title = f"{name} at {scale:.6g}" if own else name
+                of_scale = [p for p in part if own.get(id(p), 1.0) == scale]
+                group = {"name": title.strip(), "params": of_scale, "lr": rate * scale}
+                found.append({**group, "weight_decay": decay})
     if not found:
         raise ConfigError("optimizer.groups: every parameter is frozen, nothing is left to train")
     return found

@@ -25,8 +25,8 @@ clip_norm command compile data data.eval_path data.holdout data.max_length data.
 data.show data.split_seed deterministic device ema.decay epochs eval.at_start eval.every
 eval.predictions eval.samples eval.sets export.merge export.to hooks init log.every log.noise_scale
 log.parameters log.samples model name nonfinite.limit num_workers objective objective.metrics
-optimizer optimizer.groups optimizer.lr optimizer.weight_decay outputs parallel
-parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
+optimizer optimizer.groups optimizer.layer_decay optimizer.lr optimizer.weight_decay outputs
+parallel parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
 parallel.timeout_s parts precision profile resume resume_allow run scheduler
 scheduler.keep_half_life scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps
 sync tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags

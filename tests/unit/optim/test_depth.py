@@ -1,0 +1,74 @@
+"""Layer-wise decay is what groups written by hand give, for any model with a list of blocks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.core.errors import ConfigError
+from trainer.models.gpt import GPT
+from trainer.optim.muon import Muon
+from trainer.optim.optimizers import AdamW, OptimizerSpec, OwnOptimizer, param_groups
+
+TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
+
+
+def rates(model: nn.Module, spec: OptimizerSpec) -> dict[str, float]:
+    """Learning rate of each parameter by its name."""
+    of = {id(p): g["lr"] for g in spec.build(model).param_groups for p in g["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters()}
+
+
+def test_blocks_have_falling_rates_as_groups_by_hand_have_bit_for_bit():
+    torch.manual_seed(0)
+    model = GPT(**TINY)
+    by_hand = {"embedding*": 0.125, "blocks.0.*": 0.25, "blocks.1.*": 0.5, "*": 1.0}
+    groups = {pattern: {"lr": 0.01 * scale} for pattern, scale in by_hand.items()}
+    ends = []
+    for spec in (
+        AdamW(lr=0.01, weight_decay=0.1, layer_decay=0.5),
+        AdamW(lr=0.01, weight_decay=0.1, groups=groups),
+        AdamW(lr=0.01, weight_decay=0.1),
+    ):
+        trained = copy.deepcopy(model)
+        optimizer = spec.build(trained)
+        for step in range(3):
+            torch.manual_seed(step)
+            trained(torch.randint(0, 11, (2, 8))).logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach() for p in trained.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(ends[0], ends[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(ends[0], ends[2], strict=True)), "a control"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AdamW(lr=1.0, layer_decay=0.5, groups={"classifier.bias": {"lr": 3.0}}),
+        Muon(lr=1.0, layer_decay=0.5, groups={"classifier.bias": {"lr": 3.0}}),
+        OwnOptimizer.of(
+            torch.optim.RAdam,
+            {"lr": 1.0, "layer_decay": 0.5, "groups": {"classifier.bias": {"lr": 3.0}}},
+        ),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_a_model_of_transformers_has_its_rates_and_those_of_groups_stay(spec):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 20}
+    config = transformers.BertConfig(num_hidden_layers=3, **small)
+    found = rates(transformers.BertForSequenceClassification(config), spec)
+    for name, rate in found.items():
+        parts = name.split(".")
+        depth = 1 + int(parts[3]) if "layer" in parts else 0
+        behind = parts[0] == "classifier" or "pooler" in parts
+        expected = 3.0 if name == "classifier.bias" else 1.0 if behind else 0.5 ** (4 - depth)
+        assert rate == expected, name
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ConfigError, match=r"^optimizer\.layer_decay=0\.5: the model has no list"):
+        AdamW(lr=1.0, layer_decay=0.5).build(nn.Linear(2, 2))
+    assert param_groups(nn.Linear(2, 2), 1.0, 0.0, {})[0]["lr"] == 1.0

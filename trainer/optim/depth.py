@@ -1,0 +1,39 @@
+"""Lower the learning rate with the distance of a weight from the output of a model.
+
+Layer-wise decay as BEiT has it (Bao et al. 2022, 2106.08254): of n blocks, block i from 0 has
+`decay ** (n - i)` of the rate, what stands ahead of them `decay ** (n + 1)`, what follows them 1.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.core.errors import ConfigError
+from trainer.models.recompute import repeated_blocks
+
+
+def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
+    """Give the share of the learning rate of each parameter, by its id.
+
+    Modules count in the order in which the model names them; what lies between two blocks is of
+    the one ahead of it. A tied parameter goes by the first of its names.
+
+    Raises:
+        ConfigError: the model has no list of blocks.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        text = "the model has no list of repeated blocks; give rates by optimizer.groups"
+        raise ConfigError(f"optimizer.layer_decay={decay:g}: {text}")
+    of_block = dict[int, int]()
+    for place, block in enumerate(blocks, 1):
+        for parameter in block.parameters():
+            of_block.setdefault(id(parameter), place)
+    scales, place, left = dict[int, float](), 0, len(of_block)
+    for parameter in model.parameters():
+        if id(parameter) in of_block:
+            place, left = of_block[id(parameter)], left - 1
+            scales[id(parameter)] = decay ** (len(blocks) + 1 - place)
+        else:
+            scales[id(parameter)] = decay ** (len(blocks) + 1 - place) if left else 1.0
+    return scales
