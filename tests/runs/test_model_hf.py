@@ -129,7 +129,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_cannot_be_built_is_one_line(typed, fault, faulty, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(faulty)
     with pytest.raises(ConfigError) as caught:
         go(f"{LINE} {typed} steps=1")
