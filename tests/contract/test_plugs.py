@@ -53,6 +53,8 @@ NEEDED = {
         f"model._target_={TOYS}.Vision data._target_={TOYS}.Images",
     ),
     "objective/contrastive": f"model._target_={PAIRS}.DoubleTowers data._target_={PAIRS}.Pairs",
+    "objective/next_token_balanced": f"model._target_={PAIRS}.DoubleExperts "
+    "objective.experts_per_token=1",
     "objective/model_loss": f"model._target_={TOYS}.LossNet",
     "objective/masked_lm": f"tokenizer._target_={HEADS}.Tokens objective.mlm_probability=0.5",
     "objective/seq2seq": f"model._target_={HEADS}.Translator data._target_={HEADS}.Translations",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +56,35 @@ class DoubleTowers(Towers):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
+        self.double()
+
+
+class Experts(nn.Module):
+    """Three experts of one vector each, of which a token takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.router, self.head = (
+            nn.Embedding(300, 8),
+            nn.Linear(8, 3),
+            nn.Linear(8, 300),
+        )
+        self.experts = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        x = self.words(input_ids)
+        routed = self.router(x)
+        taken = routed.argmax(-1)
+        gate = routed.softmax(-1).gather(-1, taken[..., None])
+        logits = self.head(x + gate * self.experts[taken] * x)
+        return SimpleNamespace(logits=logits, router_logits=(routed.flatten(0, 1),))
+
+
+class DoubleExperts(Experts):
+    """In double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.double()
 
 

@@ -43,7 +43,7 @@ OPTIONS = {
         "data": "digits hf image_text images mixture own stdlib text tokens",
         "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
         "objective": "auto classify contrastive masked_lm model_loss multi_label multiple_choice "
-        "next_token own question_answering regression seq2seq token_classify",
+        "next_token next_token_balanced own question_answering regression seq2seq token_classify",
         "optimizer": "adamw muon own sgd",
         "parallel": "auto ddp fsdp hsdp none",
         "preset": "gpt_tiny_stdlib gpt_tiny_stdlib_adamw resnet_digits resnet_digits_adamw "

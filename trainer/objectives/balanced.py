@@ -1,0 +1,109 @@
+"""Predict tokens, and balance the experts of a mixture over the whole global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.config.components import Count, NonNegative
+from trainer.core.coupling import Coupling
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import Fields
+from trainer.objectives.base import IGNORED, ModelCall, Sums, at_least_single, logits_of
+from trainer.objectives.coupled import CoupledObjective
+from trainer.objectives.next_token import shifted_labels
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class BalancedNextToken(CoupledObjective):
+    """Cross entropy of the next token, plus the balance loss of Switch Transformers (2101.03961).
+
+    The balance loss is `E * sum_e f_e P_e` as `load_balancing_loss_func` of transformers has it:
+    `f_e` is how many of the experts that a token takes are `e`, and `P_e` the probability of `e`,
+    both a mean over all tokens of the global batch and all layers. Padding is left out.
+    """
+
+    coupling = Coupling("batch", why="its balance of experts is over all tokens of a step")
+
+    coefficient: NonNegative = 0.01
+    experts_per_token: Count | None = None
+
+    def weights(self, fields: Fields) -> Mapping[str, float]:
+        """Count the tokens that have a next one, and all of them."""
+        num_targets = torch.count_nonzero(shifted_labels(fields) != IGNORED)
+        return {"cross_entropy": float(num_targets), "balance": float(_real(fields).sum())}
+
+    def rows(self, model: ModelCall, fields: Fields) -> Mapping[str, Tensor]:
+        """Sum over the tokens of each sample.
+
+        Returns:
+            `cross_entropy` and `tokens`, `(samples,)`; `taken` and `probability` of each expert,
+            a mean over layers, `(samples, experts)`.
+
+        Raises:
+            ConfigError: the model gives no `router_logits`, or documents are packed.
+        """
+        if "cu_seqlens" in fields:
+            raise ConfigError(
+                "objective: BalancedNextToken sums by sample: type accum.packed=false"
+            )
+        targets = shifted_labels(fields)
+        output = model({name: value for name, value in fields.items() if name != "labels"})
+        logits = at_least_single(logits_of(output))
+        entropy = F.cross_entropy(
+            logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
+        )
+        real = _real(fields)[..., None]
+        taken, probability = [], []
+        for layer in _routers(output):
+            routed = at_least_single(layer).view(*targets.shape, -1).softmax(-1)
+            chosen = routed.topk(self._num_taken(model), -1).indices
+            counts = torch.zeros_like(routed).scatter_(-1, chosen, 1.0)
+            taken.append((counts * real).sum(1))
+            probability.append((routed * real).sum(1))
+        return {
+            "cross_entropy": entropy.sum(1),
+            "tokens": real.sum((1, 2)).to(logits.dtype),
+            "taken": torch.stack(taken).mean(0),
+            "probability": torch.stack(probability).mean(0),
+        }
+
+    def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
+        """See the base class; the balance is times the tokens, by which it is divided."""
+        taken, probability = rows["taken"].sum(0), rows["probability"].sum(0)
+        shares = taken.detach() / rows["tokens"].detach().sum()
+        balance = self.coefficient * len(shares) * (shares * probability).sum()
+        return Sums(losses={"cross_entropy": rows["cross_entropy"].sum(), "balance": balance})
+
+    def _num_taken(self, model: ModelCall) -> int:
+        config = getattr(getattr(model, "module", None), "config", None)
+        found = self.experts_per_token or getattr(config, "num_experts_per_tok", None)
+        if found is None:
+            raise ConfigError(
+                "objective.experts_per_token=null: the model's config has no num_experts_per_tok: "
+                "type how many experts each token takes"
+            )
+        return int(found)
+
+
+def _real(fields: Fields) -> Tensor:
+    """Mark the tokens that are no padding, `(samples, time)`."""
+    mask = fields.get("attention_mask")
+    return torch.ones_like(fields["labels"]) if mask is None else mask
+
+
+def _routers(output: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - models return what they like
+    """Take the router's logits of each layer, `(samples * time, experts)`."""
+    found = getattr(output, "router_logits", None)
+    if not found:
+        raise ConfigError(
+            "model: forward gives no router_logits, which BalancedNextToken needs: set "
+            "output_router_logits to true in its config, or return a tensor for each layer"
+        )
+    return tuple(found)
