@@ -50,7 +50,7 @@ def shown_samples(components: Components, folder: Path) -> list[Row]:
         terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
         name = joined(view.name_of(i), shown.terms is not None and tokens, terms)
         rows.append(row("sample", f"{name}\n{text}", in_plan=True))
-        drawn.append((fields, shown.learned(fields.get(LABELS)) or ""))
+        drawn.append((fields, (shown.learned(fields.get(LABELS)) or "").strip("[]")))
         records.append({"id": int(view.original_ids([i])[0]), "text": text})
     picture = folder / IMAGES_FILE
     if records and draw_images(drawn, picture):

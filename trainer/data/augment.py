@@ -31,6 +31,8 @@ class Augment:
     def __init__(
         self, transforms: Sequence[Any], mean: Sequence[float] = (0,), std: Sequence[float] = (1,)
     ) -> None:
+        if isinstance(transforms, str):
+            transforms = [transforms]
         if odd := [each for each in transforms if not callable(each)]:
             raise ConfigError(
                 f"data.augment: {odd[0]!r} is not callable; name a class, e.g. "

@@ -97,6 +97,9 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
             raise DataError(f"data.path={folder}: {text}")
         self.label_names = [*(label_names or found)]
         self.num_classes = len(self.label_names)
+        if self.num_classes == 1:
+            text = "the only class; name the folder that has a folder for each"
+            raise DataError(f"data.path={folder}: {found[0]} is {text}")
         if odd := [name for name in found if name not in self.label_names]:
             known = ", ".join(self.label_names[:20])
             raise DataError(f"data: {folder / odd[0]}: no class of the training data ({known})")

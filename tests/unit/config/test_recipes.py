@@ -13,6 +13,7 @@ from trainer.core.errors import ConfigError
 
 SHIPPED = sorted(data_dir("recipes").glob("*.yaml"))
 NEEDS = {
+    "cifar10_resnet": ["data.path=cifar10"],
     "chat_lora": ["model.path=base", "data.path=chat.jsonl"],
     "gpt2_124m": ["data.path=tokens.bin"],
 }

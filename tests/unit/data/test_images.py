@@ -67,21 +67,25 @@ def test_bad_folders_are_named(tmp_path):
     with pytest.raises(DataError, match="holds no folder for each class"):
         ImageFolders(str(tmp_path))
     write(tmp_path / "train/cat/a.png")
+    with pytest.raises(DataError, match="train: cat is the only class"):
+        ImageFolders(str(tmp_path))
+    write(tmp_path / "train/dog/a.png")
     write(tmp_path / "val/cow/a.png")
-    with pytest.raises(DataError, match=r"val/cow: no class of the training data \(cat\)"):
+    with pytest.raises(DataError, match=r"val/cow: no class of the training data \(cat, dog\)"):
         ImageFolders(str(tmp_path))
     with pytest.raises(ConfigError, match=r"data.std=\[0, 1, 1\]: needs a number each"):
         ImageFolders(str(tmp_path), std=(0, 1, 1))
     with pytest.raises(ConfigError, match=r"data\.augment: .flip. is not callable"):
-        Digits(augment=["flip"])
+        Digits(augment="flip")
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path):
     write(tmp_path / "cat/a.png")
+    write(tmp_path / "dog/a.png")
     (tmp_path / "cat/b.png").write_bytes(b"no image")
     (part,) = ImageFolders(str(tmp_path)).splits().values()
     view = DataView(part)
-    assert view.lengths.sum() == 2, "no file is read for it"
+    assert view.lengths.sum() == 3, "no file is read for it"
     with pytest.raises(DataError, match=r"cat/b.png: UnidentifiedImageError"):
         view.read(1, seed=0, epoch=0)
 
