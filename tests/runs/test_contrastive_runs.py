@@ -44,6 +44,8 @@ def test_verify_says_exact_and_what_cannot_be_is_refused():
     refused = {
         "batch.global=1": r"batch.global=1: a step of 1 sample, .* compares at least 2",
         "batch.global=9 steps=9": r"batch.tail=keep: the last step of an epoch has 1 sample",
+        "batch=ramp batch.stages={0:4,8:1} steps=6 batch.global=null": r"a stage of 1 samples is "
+        "below the 2 samples that Contrastive compares",
         "accum.gradient=sum": r"Sum is wrong for Contrastive, .*: type accum.gradient=auto",
         "objective.loss=siglip": r"objective.loss=siglip: needs logit_scale and logit_bias",
         "model._target_=tests.lib.run_toys.DoubleNet": r"gives no embeddings in a Tensor",

@@ -9,6 +9,7 @@ from trainer.assemble.summary_rates import changes
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, joined, row
+from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cut import IntArray
 from trainer.plan.order import Stage
 
@@ -25,6 +26,9 @@ def check_stages(components: Components) -> None:
         components.world.size: "ranks, each of which needs a sample",
         components.coupling.size: "samples of a group, which is normalised together",
     }
+    objective = components.objective
+    if isinstance(objective, CoupledObjective):
+        shares[objective.min_samples] = f"samples that {type(objective).__name__} compares"
     for stage in components.stages if components.config.batch.unit == "samples" else ():
         for least, of_what in shares.items():
             if stage.size < least:
