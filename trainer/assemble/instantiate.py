@@ -45,6 +45,7 @@ Built = TypeVar("Built")
 _EXTRAS = {
     **dict.fromkeys(("datasets", "peft", "tokenizers", "transformers"), "hf"),
     **dict.fromkeys(("PIL", "sklearn"), "images"),
+    "torchvision": "vision",
 }
 """Extras of pyproject.toml by what they bring."""
 PASSES_ON = "passes_on"

@@ -244,6 +244,7 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
     "accum.micro": ["micro_batch_size", "per_device_train_batch_size"],
     "accum.steps": ["gradient_accumulation_steps", "accumulate_grad_batches"],
     "batch.global": ["batch_size", "global_batch_size", "train_batch_size"],
+    "batchnorm=sync": ["sync_bn", "sync_batchnorm", "convert_sync_batchnorm"],
     "checkpoint.every": ["save_steps", "save_interval"],
     "checkpoint.keep": ["save_total_limit", "save_top_k"],
     "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
