@@ -16,6 +16,7 @@ NEEDS = {
     "cifar10_resnet": ["data.path=cifar10"],
     "chat_lora": ["model.path=base", "data.path=chat.jsonl"],
     "gpt2_124m": ["data.path=tokens.bin"],
+    "squad_lora": ["model.path=base", "data.path=squad.jsonl"],
 }
 
 
