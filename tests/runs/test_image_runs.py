@@ -84,8 +84,9 @@ def test_models_and_images_of_one_s_own_meet_the_built_in_ones_whatever_their_na
 
 def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys):
     draw_pictures(Path("pictures"))
-    line = "data=images data.path=pictures data.size=16 model=vit batch.global=16 seed=3 steps=8 "
-    line += f"accum=fixed precision=fp32 hooks=[{TOYS}.Stop] optimizer.lr=3e-3 "
+    line = "data=images data.path=pictures data.size=16 model=vit model.depth=1 model.width=16 "
+    line += "model.num_heads=2 batch.global=16 seed=3 steps=8 accum=fixed precision=fp32 "
+    line += f"optimizer.lr=3e-2 hooks=[{TOYS}.Stop]"
 
     def losses(typed: str, stop: int | None = None) -> list[float]:
         Stop.at = stop
