@@ -17,6 +17,7 @@ from tests.lib.ranks_work import MODES, error, plain
 from tests.lib.support import Bench, RaggedText, replicated
 from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
+from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.objectives.balanced import BalancedNextToken
 from trainer.plan.cuts import Budget, Fixed
@@ -111,3 +112,10 @@ def test_it_is_the_balance_of_transformers():
     assert float(sums.losses["cross_entropy"].detach()) / weights["cross_entropy"] == pytest.approx(
         float(own.detach()), rel=EXACT
     )
+
+
+def test_a_router_that_corrects_its_scores_is_refused():
+    experts = Experts()
+    experts.register_buffer("e_score_correction_bias", torch.zeros(4))
+    with pytest.raises(ConfigError, match="corrects its scores by e_score_correction_bias"):
+        gradient_of(World(), Fixed(steps=1), TwoPass(OBJECTIVE), build=lambda: experts)

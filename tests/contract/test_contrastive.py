@@ -86,6 +86,14 @@ def test_so_it_is_on_copies_of_shards(sync, ranks):
         assert error(found, same) <= EXACT
 
 
+def test_what_is_not_a_number_is_found_by_no_query():
+    sides = torch.full((8, 4), float("nan")), torch.randn(8, 4)
+    found = {"query": sides[0], "document": sides[1], "logit_scale": torch.zeros(8)}
+    with torch.no_grad():
+        metrics = Contrastive().sums_of_rows(found).metrics
+    assert [float(metrics[f"recall_at_{k}"]) for k in (1, 5)] == [0.0, 0.0]
+
+
 def test_memory_that_runs_out_in_the_second_pass_is_replayed():
     how = {"objective": INFONCE, "strategy": TWO, "dropout": 0.2}
     found, loss, replays = gradient_of(World(), Fixed(micro=8), at=4, **how)

@@ -14,6 +14,7 @@ from tests.reliability.rank_work import run_as_rank
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
+from trainer.training.noise_ramp import NoiseRamp
 
 OWN = "tests.lib.noise_toys"  # of a noise scale of 24 samples
 TOY = f"model._target_={OWN}.DoubleLinear data._target_={OWN}.Gaussian data.holdout=0"
@@ -52,6 +53,16 @@ def test_a_run_that_goes_on_on_one_or_two_ranks_decides_as_the_uninterrupted_one
     for folder in (same, wide):
         assert entries(folder, "samples.jsonl") == entries(whole, "samples.jsonl")
         assert curve(folder, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-12)
+
+
+def test_what_a_run_has_grown_to_is_within_the_bounds_of_the_one_that_goes_on():
+    ramp = NoiseRamp(global_batch=4, max=12)
+    state = ramp.state() | {"decisions": [[0, 4], [30, 8]]}
+    ramp.load(state)
+    with pytest.raises(ConfigError, match=r"^batch\.max=4: .* has grown to 8 already"):
+        NoiseRamp(global_batch=4, max=4).load(state)
+    with pytest.raises(ConfigError, match=r"^batch\.global=2: type 4, as the run began"):
+        NoiseRamp(global_batch=2, max=12).load(state)
 
 
 def test_the_batch_stays_below_the_noise_scale_which_is_measured_unasked(capsys):

@@ -13,6 +13,7 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, on, overrides, shell, state
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.torch_optimizers import names
+from trainer.core.errors import ConfigError
 
 TORCH = {"adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam"}
 TORCH |= {"adamax": "Adamax", "asgd": "ASGD", "nadam": "NAdam", "radam": "RAdam"}
@@ -64,6 +65,11 @@ def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
 def test_a_mistake_is_one_line_before_torch_is_needed(typed, line, capsys):
     assert shell(typed) == 2
     assert line in capsys.readouterr().err
+
+
+def test_decay_in_groups_is_refused_where_the_class_has_none():
+    with pytest.raises(ConfigError, match=r"^optimizer\.groups: Rprop has no weight_decay"):
+        go("optimizer=rprop 'optimizer.groups={\"*\": {weight_decay: 0.5}}'")
 
 
 def test_what_takes_no_shards_is_refused_under_them(ranks):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from itertools import pairwise
 
 import torch
 
@@ -15,7 +16,9 @@ from trainer.assemble.components import Components
 from trainer.assemble.reads import check_reads
 from trainer.assemble.stages import check_stages
 from trainer.core.errors import ConfigError
+from trainer.core.format import plural
 from trainer.core.micro_batch import to_device
+from trainer.core.stateful import Stateful
 from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
@@ -77,16 +80,19 @@ def check_parts(components: Components) -> None:
 def _check_samples(components: Components) -> None:
     """Refuse steps with too few samples for an objective that compares them."""
     objective, order, config = components.objective, components.source.order, components.config
-    if not isinstance(objective, CoupledObjective) or config.batch.unit != "samples":
+    if not isinstance(objective, CoupledObjective) or isinstance(order.sizes, Stateful):
         return
     size, least = order.size_of(order.start), objective.min_samples
-    if min(size, order.num_samples) < least:
+    if config.batch.unit == "samples" and min(size, order.num_samples) < least:
         raise ConfigError(too_few(objective, f"batch.global={size}: a step of 1 sample"))
-    rest = order.num_samples % size
-    reached = order.keeps_tail and components.total_steps >= order.steps_per_epoch
-    if reached and order.sizes.is_constant and 0 < rest < least:
-        text = too_few(objective, f"batch.tail=keep: the last step of an epoch has {rest} sample")
-        raise ConfigError(f"{text}: type batch.tail=drop, or another batch.global")
+    # Of steps of one size all but the last of an epoch have as many samples.
+    first = order.steps_per_epoch if order.sizes.is_constant else components.total_steps
+    for begin, end in pairwise(order.walk(min(first, components.total_steps))):
+        if (count := end.samples - begin.samples) < least:
+            key = "batch.tail=keep" if order.keeps_tail else "batch"
+            what = f"{key}: step {begin.step + 1} has {plural(count, 'sample')}"
+            text = "type batch.tail=drop, or a larger batch.global or stage"
+            raise ConfigError(f"{too_few(objective, what)}: {text}")
 
 
 def try_out(components: Components) -> list[str]:

@@ -65,6 +65,8 @@ class ImageFolders:
             inner = _folders(folder)
             names = [name for name in (TRAIN, *HELD_OUT_NAMES) if name in inner]
             is_parted = TRAIN in names and bool(_folders(folder / TRAIN))
+            if not is_parted:
+                _refuse_parts(folder, inner)
             self._parts = dict[str, ImageFiles]()
             for name in names[:2] if is_parted else [""]:
                 part = ImageFiles(folder / name, size, mean, std, augment, label_names)
@@ -130,6 +132,10 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
 
         with Image.open(self._paths[i]) as image:
+            if image.mode[0] in "IF":  # which becomes white beyond 255 in RGB
+                raise ValueError(
+                    f"its pixels have more than 8 bits (mode {image.mode}); convert it"
+                )
             upright = ImageOps.exif_transpose(image).convert("RGB")
         pixels = np.array(
             ImageOps.fit(upright, (self._size, self._size), Image.Resampling.BILINEAR)
@@ -140,6 +146,15 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
     def name_of(self, i: int) -> str:
         """Name an image by its file."""
         return str(self._paths[i])
+
+
+def _refuse_parts(folder: Path, classes: Sequence[str]) -> None:
+    """Refuse classes that are parts by their names, and hold classes themselves."""
+    parts = {TRAIN, "training", *HELD_OUT_NAMES}
+    for name in classes:
+        if name.lower() in parts and _folders(folder / name):
+            text = f"{name} looks like a part and would be a class: rename it, as to"
+            raise DataError(f"data.path={folder}: {text} train and val")
 
 
 def _folders(folder: Path) -> list[str]:

@@ -36,15 +36,15 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     Returns:
         The blocks, in the order of `model.modules()`; empty when the model has none.
     """
+    return tuple(block for stack in repeated_stacks(model) for block in stack.children())
+
+
+def repeated_stacks(model: nn.Module) -> list[nn.Module]:
+    """Find the lists that `repeated_blocks` takes the blocks of."""
     stacks = _outermost(model)
     sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
     least = SIGNIFICANT * max(sizes, default=0)
-    return tuple(
-        block
-        for stack, size in zip(stacks, sizes, strict=True)
-        if size and size >= least
-        for block in stack.children()
-    )
+    return [s for s, size in zip(stacks, sizes, strict=True) if size and size >= least]
 
 
 def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:

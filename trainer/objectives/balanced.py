@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.config.components import Count, NonNegative
 from trainer.core.coupling import Coupling
@@ -17,6 +18,9 @@ from trainer.core.micro_batch import Fields
 from trainer.objectives.base import IGNORED, ModelCall, Sums, at_least_single, logits_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.next_token import shifted_labels
+
+CORRECTION = "e_score_correction_bias"
+"""Of routers that take a sigmoid of their scores and correct it, as DeepSeek-V3 and GLM-4 do."""
 
 
 @final
@@ -59,11 +63,11 @@ class BalancedNextToken(CoupledObjective):
         entropy = F.cross_entropy(
             logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
         )
-        real = _real(fields)[..., None]
+        real, num_taken = _real(fields)[..., None], self._num_taken(model)
         taken, probability = [], []
         for layer in _routers(output):
             routed = at_least_single(layer).view(*targets.shape, -1).softmax(-1)
-            chosen = routed.topk(self._num_taken(model), -1).indices
+            chosen = routed.topk(num_taken, -1).indices
             counts = torch.zeros_like(routed).scatter_(-1, chosen, 1.0)
             taken.append((counts * real).sum(1))
             probability.append((routed * real).sum(1))
@@ -82,7 +86,16 @@ class BalancedNextToken(CoupledObjective):
         return Sums(losses={"cross_entropy": rows["cross_entropy"].sum(), "balance": balance})
 
     def _num_taken(self, model: ModelCall) -> int:
-        config = getattr(getattr(model, "module", None), "config", None)
+        module = getattr(model, "module", None)
+        if isinstance(module, nn.Module) and any(
+            name.endswith(CORRECTION)
+            for name, _ in chain(module.named_parameters(), module.named_buffers())
+        ):
+            raise ConfigError(
+                "objective: BalancedNextToken takes the experts of largest softmax, and this "
+                f"model's router corrects its scores by {CORRECTION}; type objective=next_token"
+            )
+        config = getattr(module, "config", None)
         found = self.experts_per_token or getattr(config, "num_experts_per_tok", None)
         if found is None:
             raise ConfigError(

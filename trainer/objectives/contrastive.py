@@ -65,7 +65,7 @@ class Contrastive(CoupledObjective):
             once for each sample.
 
         Raises:
-            ConfigError: the model gives no two embeddings.
+            ConfigError: the model gives no two embeddings, or a scale that is no single number.
         """
         output = model(fields)
         sides = embeddings_of(output)
@@ -77,8 +77,8 @@ class Contrastive(CoupledObjective):
             value = _get(output, name)
             if value is None:  # a root's own parameters are there after its forward, sharded or not
                 value = getattr(getattr(model, "module", None), name, None)
-            if isinstance(value, Tensor):
-                rows[name] = at_least_single(value).reshape(()).expand(len(sides[0]))
+            if value is not None:
+                rows[name] = at_least_single(_one(name, value)).expand(len(sides[0]))
         return rows
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
@@ -140,6 +140,16 @@ def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - model
     )
 
 
+def _one(name: str, value: Any) -> Tensor:  # noqa: ANN401 - models have what they like
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    found = f"shape {(*value.shape,)}" if isinstance(value, Tensor) else type(value).__name__
+    raise ConfigError(
+        f"model.{name}: has {found}, and objective=contrastive takes a parameter of one number: "
+        "make it nn.Parameter(torch.tensor([2.66])), or give it another name"
+    )
+
+
 def _get(output: Any, name: str) -> Any:  # noqa: ANN401 - models return what they like
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
@@ -169,5 +179,6 @@ def _recalls(query: Tensor, document: Tensor) -> dict[str, Tensor]:
     ranks = []
     for start, some in zip(range(0, len(query), CHUNK), torch.split(query, CHUNK), strict=True):
         scores = some @ document.T
-        ranks.append((scores >= scores.diagonal(start)[:, None]).sum(1))
+        # What is not a number is found by no query.
+        ranks.append((~(scores < scores.diagonal(start)[:, None])).sum(1))
     return {f"recall_at_{k}": (torch.cat(ranks) <= k).sum() for k in RECALLED}

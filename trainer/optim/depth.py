@@ -9,29 +9,37 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.core.errors import ConfigError
-from trainer.models.recompute import repeated_blocks
+from trainer.models.recompute import repeated_stacks
 
 
 def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     """Give the share of the learning rate of each parameter, by its id.
 
     Modules count in the order in which the model names them; what lies between two blocks is of
-    the one ahead of it. A tied parameter goes by the first of its names.
+    the one ahead of it. A tied parameter goes by the first of its names. A single number that is
+    the model's own, such as a temperature, has the whole rate.
 
     Raises:
-        ConfigError: the model has no list of blocks.
+        ConfigError: the model has no list of blocks, or several, whose order nobody knows.
     """
-    blocks = repeated_blocks(model)
-    if not blocks:
-        text = "the model has no list of repeated blocks; give rates by optimizer.groups"
-        raise ConfigError(f"optimizer.layer_decay={decay:g}: {text}")
+    stacks = repeated_stacks(model)
+    if len(stacks) != 1:
+        found = f"{len(stacks)} lists" if stacks else "no list"
+        text = f"the model has {found} of repeated blocks, and one is needed"
+        raise ConfigError(
+            f"optimizer.layer_decay={decay:g}: {text}; give rates by optimizer.groups"
+        )
+    blocks = [*stacks[0].children()]
+    single = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
     of_block = dict[int, int]()
     for place, block in enumerate(blocks, 1):
         for parameter in block.parameters():
             of_block.setdefault(id(parameter), place)
     scales, place, left = dict[int, float](), 0, len(of_block)
     for parameter in model.parameters():
-        if id(parameter) in of_block:
+        if id(parameter) in single:
+            scales[id(parameter)] = 1.0
+        elif id(parameter) in of_block:
             place, left = of_block[id(parameter)], left - 1
             scales[id(parameter)] = decay ** (len(blocks) + 1 - place)
         else:

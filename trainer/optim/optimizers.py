@@ -210,7 +210,7 @@ class OwnOptimizer(OptimizerSpec):
         """See the base class.
 
         Raises:
-            ConfigError: weights are in shards, which PyTorch's class does not take.
+            ConfigError: weights are in shards, or decay in groups, which the class does not take.
         """
         if issubclass(self.kind, _OF_WHOLE_WEIGHTS) and in_shards(params):
             text = (
@@ -218,6 +218,9 @@ class OwnOptimizer(OptimizerSpec):
             )
             raise ConfigError(f"optimizer: {text}; type parallel=ddp or optimizer=adamw")
         named = inspect.signature(self.kind).parameters
+        if "weight_decay" not in named and any("weight_decay" in g for g in self.groups.values()):
+            text = f"{self.kind.__name__} has no weight_decay; leave it out"
+            raise ConfigError(f"optimizer.groups: {text}")
         own = {"lr": self.lr, "weight_decay": self.weight_decay}
         options = {name: value for name, value in own.items() if name in named} | dict(self.options)
         return self.kind(params, **options)

@@ -38,26 +38,36 @@ def batch_advice(
         batch: the global batch there.
         unit: what both count.
         least: below which no batch is advised, such as the number of ranks.
-        most: above which none is, such as the samples of an epoch.
+        most: half an epoch, above which none is.
         remedy: what to type, with `{}` for the batch.
     """
-    if noise.measurements < LEAST_MEASUREMENTS or not noise.high:
+    if noise.measurements < LEAST_MEASUREMENTS:
         return None
     first = f"{_known(noise, unit)}; the global batch is {batch:,}"
     scale = _safe(noise, batch)
     if scale is None:
         return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
-    factor = min(LARGEST_CHANGE, 2 ** int(abs(math.log2(scale / batch))))
+    ratio = min(max(scale / batch, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
+    factor = 2 ** int(abs(math.log2(ratio)))
+    if factor == 1:
+        other = 2 * batch
+        return f"{first}, which is a fair one: {_needs(scale, batch, other, unit)}"
     larger, smaller = max(batch, min(batch * factor, most)), min(batch, max(batch // factor, least))
     other = larger if scale > batch else smaller
-    is_fair = other == batch
-    other = 2 * batch if is_fair else other
-    steps, samples = trade(scale, batch, other)
-    needs = f"{other:,} would by estimate need {_times(steps, 'steps')} and {_times(samples, unit)}"
-    if is_fair:
-        return f"{first}, which is a fair one: {needs}"
+    if other == batch:
+        if scale > batch:
+            bound = f"none above {most:,}, half an epoch, is advised"
+            return f"{first}. A larger one would pay, but {bound}"
+        return f"{first}. A smaller one would pay, but {least:,} is the least for ranks and groups"
+    needs = _needs(scale, batch, other, unit)
     pays = "where more ranks share a step" if other > batch else f"where {unit} take the time"
     return f"{first}. {needs}, which pays {pays}: try {remedy.format(other)}"
+
+
+def _needs(scale: float, batch: int, other: int, unit: str) -> str:
+    """Write what another batch needs to the same loss."""
+    steps, samples = trade(scale, batch, other)
+    return f"{other:,} would by estimate need {_times(steps, 'steps')} and {_times(samples, unit)}"
 
 
 def _known(noise: NoiseEstimate, unit: str) -> str:
@@ -65,14 +75,14 @@ def _known(noise: NoiseEstimate, unit: str) -> str:
     low, high = short(noise.low), short(noise.high)
     around = f"{low} to {high}" if noise.high < math.inf else f"{low} or more"
     value = f"{around} {unit}, not settled"
-    if noise.is_settled:
+    if noise.is_precise:
         value = f"about {short(noise.scale)} {unit} ({around})"
     return f"the gradient noise scale was {value}"
 
 
 def _safe(noise: NoiseEstimate, batch: int) -> float | None:
     """Take the estimate, or the end of what it may be that is nearer to the batch."""
-    if noise.is_settled:
+    if noise.is_precise:
         return noise.scale
     return noise.low if noise.low > batch else noise.high if noise.high < batch else None
 

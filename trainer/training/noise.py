@@ -50,7 +50,7 @@ class NoiseEstimate:
     measurements: int  # behind it
 
     @property
-    def is_settled(self) -> bool:
+    def is_precise(self) -> bool:
         """Whether it is known within a factor of two."""
         return self.measurements >= LEAST_MEASUREMENTS and self.high <= 2 * self.low
 
@@ -100,14 +100,14 @@ class NoiseScale(Stateful):
     def estimate(self) -> NoiseEstimate:
         """Give the noise scale with its uncertainty; waits for the device.
 
-        The standard errors of S and of |G|^2 are taken for independent.
+        The standard errors of S and of |G|^2 are taken for independent (Fieller 1954).
         """
         count, (noise, noise_error) = self._noise.count, self._noise.with_error()
         square, square_error = self._square.with_error()
         signal = square - noise * self._inverse_size
         signal_error = math.hypot(square_error, noise_error * self._inverse_size)
-        known = max(noise, 0.0), noise_error, signal, signal_error
-        return NoiseEstimate(measurements=count, **_interval(*known))
+        found = _interval(noise, noise_error, signal, signal_error)
+        return NoiseEstimate(measurements=count, **found)
 
     def state(self) -> State:
         """See the base class."""
@@ -165,12 +165,15 @@ def _interval(
     noise: float, noise_error: float, signal: float, signal_error: float
 ) -> dict[str, float]:
     """Divide S by |G|^2, of which each has a standard error; give also two errors off."""
-    least = max(0.0, noise - 2 * noise_error)
+    scale = noise / signal if signal > 0 else math.inf
     if not signal > 2 * signal_error:  # nobody knows how small it is
-        low = least / (max(signal, 0.0) + 2 * signal_error) if signal_error < math.inf else 0.0
-        return {"scale": noise / signal if signal > 0 else math.inf, "low": low, "high": math.inf}
-    scale, apart = noise / signal, math.hypot(noise_error / (noise or 1.0), signal_error / signal)
-    return {"scale": scale, "low": scale / (1 + 2 * apart), "high": scale * (1 + 2 * apart)}
+        least, most = max(0.0, noise - 2 * noise_error), max(signal, 0.0) + 2 * signal_error
+        low = least / most if 0 < most < math.inf else 0.0
+        return {"scale": max(scale, 0.0), "low": low, "high": math.inf}
+    rest = 1 - (2 * signal_error / signal) ** 2
+    apart = 2 * math.sqrt(rest * noise_error**2 + (scale * signal_error) ** 2) / signal
+    low, high = ((scale + sign * apart) / rest for sign in (-1, 1))
+    return {"scale": max(scale, 0.0), "low": max(low, 0.0), "high": max(high, 0.0)}
 
 
 def _rate(count: int) -> float:

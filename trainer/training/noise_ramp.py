@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.config.components import Count
 from trainer.config.rules import noise_ramp_fault
+from trainer.core.errors import ConfigError
 from trainer.core.format import number
 from trainer.core.rows import Row, RunFacts, row
 from trainer.core.stateful import State, StepGradient
@@ -83,7 +84,17 @@ class NoiseRamp(BatchSize):
         return {"decisions": self._decisions, "noise": self._noise.state()}
 
     def load(self, state: State) -> None:
-        """See `Stateful`."""
+        """See `Stateful`.
+
+        Raises:
+            ConfigError: the batch has grown beyond `batch.max`, or begun with another size.
+        """
+        (_, begun), (_, grown) = state["decisions"][0], state["decisions"][-1]
+        if begun != self.smallest:
+            raise ConfigError(f"batch.global={self.smallest}: type {begun}, as the run began")
+        if grown > self.max:
+            text = f"the batch of the run has grown to {grown} already; type as much or more"
+            raise ConfigError(f"batch.max={self.max}: {text}")
         self._decisions[:] = [[int(step), int(size)] for step, size in state["decisions"]]
         self._noise.load(state["noise"])
 

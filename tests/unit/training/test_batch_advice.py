@@ -55,6 +55,10 @@ def test_it_is_said_how_uncertain_the_estimate_is(known, words):
 
 def test_nothing_is_said_of_too_few_measurements_or_beyond_the_bounds():
     assert advice(310.0, 260.0, 370.0, count=4) is None
-    assert "which is a fair one" in (advice(1.0, 0.9, 1.1, batch=2) or ""), "ranks need a sample"
+    text = advice(1.0, 0.9, 1.1, batch=4) or ""
+    assert "try batch.global=2 " in text, "ranks need a sample"
+    assert (advice(0.3, 0.28, 0.32, batch=2) or "").endswith("2 is the least for ranks and groups")
     assert "try batch.global=1000 " in (advice(9e3, 8e3, 9.9e3, batch=300) or ""), "of 1000 at most"
-    assert "which is a fair one" in (advice(9e3, 8e3, 9.9e3, batch=1200) or "")
+    text = advice(9e3, 8e3, 9.9e3, batch=1200) or ""
+    assert text.endswith("none above 1,000, half an epoch, is advised")
+    assert "try batch.global=8 " in (advice(0.0, 0.0, 0.0) or ""), "samples that are all alike"

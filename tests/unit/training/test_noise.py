@@ -10,7 +10,7 @@ import torch
 from tests.lib.noise_toys import NOISE, SIGNAL, Gaussian, bench_of, measured
 from trainer.core.stateful import GroupNorms, StepGradient
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.noise import NoiseScale
+from trainer.training.noise import NoiseScale, _interval
 
 SORTED = Budget(max_tokens=400)
 
@@ -61,7 +61,7 @@ def test_the_true_noise_scale_lies_within_the_interval_that_shrinks_as_a_run_goe
         part = NoiseScale("samples")
         part.begin(torch.nn.Linear(1, 1))
         assert part.estimate().low == 0.0
-        assert not part.estimate().is_settled
+        assert not part.estimate().is_precise
         for _ in range(num_steps):
             added = torch.full((8, 64), 1 / 64, dtype=torch.float64)
             added += torch.randn_like(added) / 16  # S / B = 8 x 64 / 256 = 2, and |G|^2 = 1
@@ -74,7 +74,23 @@ def test_the_true_noise_scale_lies_within_the_interval_that_shrinks_as_a_run_goe
         widths.append(found.high / found.low)
     assert known == [True, True]
     assert widths[1] - 1 < (widths[0] - 1) / 2
-    assert found.is_settled
+    assert found.is_precise
+
+
+@pytest.mark.parametrize(
+    ("noise", "signal", "low", "high"),
+    [
+        ((100.0, 100.0), (1.0, 0.0), 0.0, 300.0),  # S may be zero
+        ((0.0, 50.0), (1.0, 0.01), 0.0, 100.0),
+        ((-10.0, 50.0), (1.0, 0.01), 0.0, 90.0),
+        ((100.0, 0.0), (1.0, 0.25), 100 / 1.5, 200.0),
+        ((100.0, 10.0), (1.0, 0.6), 80 / 2.2, math.inf),
+        ((0.0, 0.0), (0.0, 0.0), 0.0, math.inf),  # of a gradient that is always zero
+    ],
+)
+def test_two_standard_errors_are_on_either_side(noise, signal, low, high):
+    found = _interval(*noise, *signal)
+    assert (found["low"], found["high"]) == (pytest.approx(low), pytest.approx(high, rel=1e-2))
 
 
 def test_what_is_not_measured_is_not_shown_and_a_signal_below_the_noise_is_infinite():
