@@ -62,7 +62,9 @@ def open_run(
     context = step_context(components, on_out_of_memory=failed, parts=[*own.values()])
     feed = components.feed(world)
     # More steps change no setting of the optimizer, and its groups may hold state.
-    is_same = not contract_diff(saved.terms.contract, terms.contract, allow=("steps", "epochs"))
+    is_same = saved.loaded is not None and not contract_diff(
+        saved.terms.contract, terms.contract, allow=("steps", "epochs")
+    )
     progress, optimizer = Progress(), context.optimizer
     live: dict[str, Stateful] = {
         OPTIMIZER: OptimizerPart(components.module, optimizer, keeps_settings=not is_same),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, LISTS, owner_of, targets_in
@@ -39,20 +39,20 @@ def consented_components(
         typed: what the user typed, by dotted key.
         own: classes of a run that the user made.
     """
-    found = set()
+    found, runtime = set(), OmegaConf.to_container(full.hydra.runtime)
     sections = {path: lookup(tree, path) for path in (*COMPONENTS, *LISTS)} | eval_sets(tree)
     for path, section in sections.items():
-        named, option = _classes(path, section), _own_option(full, owner_of(path) or path)
+        named, option = _classes(path, section), _own_option(runtime, owner_of(path) or path)
         consented = {*own, *_typed_classes(typed), *_classes(path, option)}
         rest = named - consented
-        if named & consented and (not rest or rest <= _built_in(full, path)):
+        if named & consented and (not rest or rest <= _built_in(runtime, path)):
             found.add(path)
     return frozenset(found)
 
 
-def _built_in(full: DictConfig, path: str) -> set[str]:
+def _built_in(runtime: Any, path: str) -> set[str]:  # noqa: ANN401 - Hydra's own node
     """Name the class of the chosen option that is built in: data of it may be of typed classes."""
-    chosen = full.hydra.runtime.choices.get(path.replace(".", "/"))
+    chosen = runtime["choices"].get(path.replace(".", "/"))
     return _classes(path, {TARGET: options_of(path).get(str(chosen), {}).get(TARGET)})
 
 
@@ -73,16 +73,16 @@ def _classes(path: str, section: object) -> set[str]:
     return {target for place, target in pairs if place == path or place not in COMPONENTS}
 
 
-def _own_option(full: DictConfig, path: str) -> object:
+def _own_option(runtime: Any, path: str) -> object:  # noqa: ANN401
     """Read the option of a component from the user's own folder; None where it is not theirs."""
-    sources = [s for s in full.hydra.runtime.config_sources if s.schema == "file"]
+    sources = [s for s in runtime["config_sources"] if s["schema"] == "file"]
     group = path.replace(".", "/")
-    name = f"{group}/{full.hydra.runtime.choices.get(group)}.yaml"
-    folders = sorted(sources, key=lambda source: source.provider != "main")
-    found = next((s for s in folders if (Path(s.path) / name).is_file()), None)
-    if found is None or found.provider == "main":
+    name = f"{group}/{runtime['choices'].get(group)}.yaml"
+    folders = sorted(sources, key=lambda source: source["provider"] != "main")
+    found = next((s for s in folders if (Path(s["path"]) / name).is_file()), None)
+    if found is None or found["provider"] == "main":
         return None
-    return yaml.safe_load((Path(found.path) / name).read_text())
+    return yaml.safe_load((Path(found["path"]) / name).read_text())
 
 
 def trust_faults(config: RunConfig) -> list[str]:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 
 MASK = "***"
 
@@ -82,8 +82,12 @@ def mask_logs() -> None:
 def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Give each secret of an environment, and its variable's name."""
     for name, value in environ.items():
-        found = {value} if _VARIABLE.search(name) else set()
-        found.update(re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value))  # a password in an address
-        for secret in found:
-            if len(secret) >= _SHORTEST and not _COMMON.fullmatch(secret):
-                yield secret, name
+        yield from ((secret, name) for secret in _secrets_of(name, value))
+
+
+@lru_cache(maxsize=1000)  # a run asks some hundred times
+def _secrets_of(name: str, value: str) -> tuple[str, ...]:
+    """Find the secrets in one variable."""
+    found = {value} if _VARIABLE.search(name) else set()
+    found.update(re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value))  # a password in an address
+    return tuple(s for s in found if len(s) >= _SHORTEST and not _COMMON.fullmatch(s))

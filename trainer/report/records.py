@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, final
@@ -124,6 +125,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def _version(package: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(package)
