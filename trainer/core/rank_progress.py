@@ -25,7 +25,8 @@ FIRST_STEP = 10
 
 _IN_STEP: tuple[InStep, ...] = get_args(InStep)
 _PHASES: tuple[Phase, ...] = get_args(Phase)
-_LAYOUT = struct.Struct("<qqq??d")
+_PLACE, _SINCE = struct.Struct("<qqq??"), struct.Struct("<d")
+_SINCE_AT = 32  # aligned, so that no reader finds half of it
 
 
 @final
@@ -67,29 +68,37 @@ class RankProgress:
     """Memory in which one rank notes its place: a file's, or of this process alone."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._memory: bytearray | mmap.mmap = bytearray(_LAYOUT.size)
+        size = _SINCE_AT + _SINCE.size
+        self._memory: bytearray | mmap.mmap = bytearray(size)
         if path is None:
             return
         with path.open("a+b") as file:
             # In full: a page that finds no room on the disk later would kill whoever writes to it.
-            file.write(bytes(max(0, _LAYOUT.size - file.seek(0, os.SEEK_END))))
+            file.write(bytes(max(0, size - file.seek(0, os.SEEK_END))))
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+            self._memory = mmap.mmap(file.fileno(), size)
 
     def read(self) -> Position:
         """Read where the rank is."""
-        step, phase, *others = _LAYOUT.unpack_from(self._memory)
-        return Position(step, _PHASES[phase], *others)
+        # The time last, which is written first: nobody is taken to have come to a place long ago.
+        step, phase, *others = _PLACE.unpack_from(self._memory)
+        since = _SINCE.unpack_from(self._memory, _SINCE_AT)
+        return Position(step, _PHASES[phase], *others, *since)
 
     def write(self, place: Position) -> None:
         """Note where the rank is; `since` becomes now."""
         at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
-        _LAYOUT.pack_into(self._memory, 0, *at, time.monotonic())
+        self._write(*at)
 
     def next_micro_batch(self) -> None:
         """Note that the rank begins the next micro-batch."""
-        step, phase, micro_batch, *rest, _ = _LAYOUT.unpack_from(self._memory)
-        _LAYOUT.pack_into(self._memory, 0, step, phase, micro_batch + 1, *rest, time.monotonic())
+        step, phase, micro_batch, *rest = _PLACE.unpack_from(self._memory)
+        self._write(step, phase, micro_batch + 1, *rest)
+
+    def _write(self, *place: int) -> None:
+        """Copy bytes over what is there; `pack_into` writes zeros first, which a reader may see."""
+        self._memory[_SINCE_AT:] = _SINCE.pack(time.monotonic())
+        self._memory[: _PLACE.size] = _PLACE.pack(*place)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
