@@ -44,6 +44,13 @@ def whole(tmp_path_factory):
         return go(f"{GHOST} accum.micro=8")
 
 
+def test_without_running_statistics_evaluations_normalise_groups_too():
+    line = f"{GHOST} model.tracks=false data.size=52"
+    whole, cut = go(f"{line} accum.micro=8"), go(f"{line} accum.micro=4")
+    assert distance(cut, whole) < EXACT
+    assert cut.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], rel=EXACT)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -119,6 +126,12 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
         ("batchnorm=ghost", "no global batch of 8 fills a group: type batchnorm.group=8"),
         ("batchnorm.group=64 accum=auto", "no global batch of 8 fills a group: type batchnorm.gr"),
         ("batchnorm=ghost batchnorm.group=7 batch.global=8", "leaves a group of one sample, whic"),
+        ("batchnorm=ghost batchnorm.group=7 batch.unit=tokens", "a step of 8 samples leaves a gro"),
+        (
+            "batchnorm=ghost batchnorm.group=7 accum.micro=7 batch.global=null batch=ramp "
+            "'batch.stages={0: 7, 14: 15}'",
+            "batchnorm.group=7: a step of 15 samples leaves a group of one sample",
+        ),
         (f"batchnorm=ghost model._target_={OWN}.Plain", "Plain has no BatchNorm that normalises"),
         ("batchnorm=ghost batchnorm.group=4", "nearest valid value is accum.micro=4"),
         (
@@ -133,6 +146,8 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
             "seen moves in each forward, so that the step depends on the cut",
         ),
         ("batchnorm=frozen batchnorm.precise=9", "batchnorm=frozen estimates none again: type"),
+        (f"batchnorm.precise=9 model._target_={OWN}.Plain", "=9: the model has no BatchNorm: type"),
+        ("batchnorm=sync model.tracks=false", "batchnorm=sync: norm keeps no running statistics"),
         ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
     ],
 )

@@ -37,9 +37,10 @@ class Pictures:
 class Convolved(nn.Module):
     """Normalises `(n, c, h, w)`, `(n, c, d, h, w)`, `(n, c, l)`, `(n l, c)` and `(n, c)`."""
 
-    def __init__(self, single: bool = False, recomputes: bool = False) -> None:
+    def __init__(self, single: bool = False, recomputes: bool = False, tracks: bool = True) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        self.first = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4, track_running_stats=tracks)
         self.deep, self.line, self.rows = nn.BatchNorm3d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
         self.flat, self.head = nn.BatchNorm1d(36, momentum=None), nn.Linear(36, SORTS)
         self.recomputes, self.dtype = recomputes, torch.float32 if single else torch.float64

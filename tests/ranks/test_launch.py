@@ -119,7 +119,7 @@ def test_ranks_that_two_torchrun_agents_start_make_one_run_that_takes_the_same_s
 
 
 TORN = "rank 1, step 2 (compute, micro-batch 2): rows.txt: record 7 is torn"
-KILLED = "rank 1 was killed by SIGKILL, as the system does when memory runs out, at step 2 (co"
+KILLED = "rank 1 was killed by SIGKILL, as the system often does when memory runs out, at step 2 ("
 HANGS = "rank {} did not answer for 3 s (parallel.timeout_s), at step 2 (compute, micro-batch 2); "
 
 

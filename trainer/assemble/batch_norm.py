@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import final
 
 from torch import nn
@@ -46,10 +47,10 @@ class RunBatchNorm:
             )
         has_none = not layers or layers[0].mode.estimating is None
         if config.batchnorm.precise is not None and has_none:
-            why = f"batchnorm={name} estimates none" if layers else "the model has no BatchNorm"
+            why = f"batchnorm={name} estimates none again"
+            why = why if layers else "the model has no BatchNorm"
             raise ConfigError(
-                f"batchnorm.precise={config.batchnorm.precise}: {why} again: type "
-                "batchnorm.precise=null"
+                f"batchnorm.precise={config.batchnorm.precise}: {why}: type batchnorm.precise=null"
             )
         if not layers:
             return
@@ -59,7 +60,7 @@ class RunBatchNorm:
                 "deterministic=layout: the running statistics of BatchNorm are sums over ranks, of "
                 "other bits for other numbers of them: type batchnorm=frozen or deterministic=true"
             )
-        if coupling.kind == "group" and config.batch.unit == "samples":
+        if coupling.kind == "group":
             _refuse_lone_sample(coupling.size, order, total_steps)
 
 
@@ -85,17 +86,16 @@ def couple(
 
 def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
     """Refuse groups of one sample, which has no variance: the last of a step, or of an epoch."""
-    whole = order.sizes.largest
-    if whole % size == 1:
+    if order.sizes.is_constant:
+        # In tokens too: where groups are normalised, all samples have as many.
+        counts = {whole := len(order.batch_of(order.sizes.largest))}
+        if order.keeps_tail and total_steps >= order.steps_per_epoch:
+            counts.add(order.num_samples % whole)
+    else:
+        counts = {b.samples - a.samples for a, b in pairwise(order.walk(total_steps))}
+    if lone := [count for count in counts if count % size == 1]:
         raise ConfigError(
-            f"batchnorm.group={size}: batch.global={whole} leaves a group of one sample, which has "
-            f"no variance: type batch.global={whole - 1}, or another batchnorm.group"
-        )
-    is_reached = order.sizes.is_constant and order.keeps_tail
-    is_reached = is_reached and total_steps >= order.steps_per_epoch
-    if is_reached and order.num_samples % whole % size == 1:
-        raise ConfigError(
-            f"batchnorm.group={size}: the last {order.num_samples % whole} samples of an epoch "
-            "leave a group of one, which has no variance: type batch.tail=drop, or another "
-            "batchnorm.group"
+            f"batchnorm.group={size}: a step of {max(lone)} samples leaves a group of one sample, "
+            "which has no variance: type another batchnorm.group or size of steps, or, for the end "
+            "of an epoch, batch.tail=drop"
         )

@@ -38,7 +38,7 @@ _GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
 _NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
 
 _SENT = {
-    "SIGKILL": ", as the system does when memory runs out",
+    "SIGKILL": ", as the system often does when memory runs out",
     "SIGABRT": ", as collectives do that time out, or when ranks call different ones (a desync)",
 }
 

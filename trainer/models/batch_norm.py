@@ -173,8 +173,8 @@ def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # untyped in torch
 def _in_pieces(layer: BatchNormLayer, values: Tensor, rows: int) -> Tensor:
     pieces, shape = torch.split(values, rows), (-(-len(values) // rows) or 1, values.shape[1])
-    dtype = torch.float32 if layer.running_mean is None else layer.running_mean.dtype
-    found = torch.zeros((2, *shape), dtype=dtype, device=values.device)
+    like = next(t for t in (layer.running_mean, layer.weight, values) if t is not None)
+    found = torch.zeros((2, *shape), dtype=like.dtype, device=values.device)
     how = (True, 1.0, layer.eps, torch.backends.cudnn.enabled)
     # With a momentum of 1 running statistics become those of the piece.
     parts = [
@@ -217,16 +217,18 @@ def use_mode(model: nn.Module, mode: BatchNormMode) -> None:
     for name, part in model.named_modules():
         if not isinstance(part, _BatchNorm) or not normalizes_batch(part):
             continue
-        kind, found = type(part), True
-        if part.running_mean is None and mode.coupling(name).kind == "none":
+        kind, coupling, found = type(part), mode.coupling(name), True
+        # Evaluations would need them: their micro-batches may differ in number between ranks.
+        if part.running_mean is None and (coupling.kind == "none" or coupling.joins_ranks):
             text = "keeps no running statistics (track_running_stats=False) to normalise by"
-            raise ConfigError(f"batchnorm=frozen: {name} {text}: type batchnorm=ghost")
+            mine = type(mode).__name__.lower()
+            raise ConfigError(f"batchnorm={mine}: {name} {text}: type batchnorm=ghost")
         # Behind its own class, which may have a forward of its own around PyTorch's; SyncBatchNorm
         # has PyTorch's other one.
         is_other = kind is nn.SyncBatchNorm
         bases = (BatchNormLayer, kind) if is_other else (kind, BatchNormLayer)
         part.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
-        vars(part).update(mode=mode, count=count, coupling=mode.coupling(name))
+        vars(part).update(mode=mode, count=count, coupling=coupling)
         part.register_buffer("step_sums", None, persistent=False)
     if found:
         model.register_forward_pre_hook(count.note, with_kwargs=True)
