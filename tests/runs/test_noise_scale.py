@@ -8,9 +8,11 @@ import torch
 from tests.lib.noise_toys import FullOnce
 from tests.lib.run_support import TOYS, curve, go, on, read_json, state, steps
 from trainer import train
+from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
+PAIRS = "tests.lib.pair_toys"
 LINE = f"model._target_={TOYS}.DoubleNet scheduler=constant accum=budget accum.max_tokens=40"
 
 
@@ -77,3 +79,17 @@ def test_compiled_blocks_measure_the_same():
         go(f"{LINE} log.noise_scale=1 steps=4 compile={on}") for on in ("false", "true")
     )
     assert figures(compiled) == pytest.approx(figures(eager), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accum.micro=8",
+        f"model._target_={PAIRS}.Towers data._target_={PAIRS}.Pairs objective=contrastive",
+    ],
+)
+def test_a_number_is_refused_where_nothing_can_be_measured_and_auto_is_silent(line):
+    words = "^log.noise_scale=2: the noise scale needs two micro-batches .* type log.noise_scale=a"
+    with pytest.raises(ConfigError, match=words):
+        go(f"{line} log.noise_scale=2")
+    assert figures(go(f"{line} steps=1")) == ["none"]

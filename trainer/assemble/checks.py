@@ -6,6 +6,7 @@ That no part makes the step inexact, and that a loss nobody has tested is a sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -189,15 +190,19 @@ def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: in
     return float(sum(map(float, found.losses.values())))
 
 
-def check_noise(components: Components, plan: Plan, cut: Cut) -> None:
-    """Refuse sizes that follow the noise scale where a step, such as that of a plan, has none.
+def check_noise(components: Components, plans: Sequence[Plan], cut: Cut) -> None:
+    """Refuse a measurement of the noise scale that was asked for where no step of plans has one.
 
     Raises:
         ConfigError: saying what it needs.
     """
-    measured = with_random_slots(plan, cut, components.layout, "").random_slots
+    layout, every = components.layout, components.config.log.noise_scale
+    measured = any(with_random_slots(plan, cut, layout, "").random_slots for plan in plans)
     if not (components.adds_up and measured):
+        what, remedy = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto"
+        if components.source.order.sizes.measures_noise:
+            what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
         raise ConfigError(
-            "batch: sizes follow the noise scale, which needs two micro-batches of a step, each of "
-            "one backward: type accum=auto or a larger batch.global, or see docs/batch_size.md"
+            f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
+            "larger batch.global, or see docs/batch_size.md"
         )

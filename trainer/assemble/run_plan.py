@@ -159,8 +159,10 @@ def _noise_every(
     """Choose the steps between measurements of the noise scale; None where it is not measured."""
     every, layout = components.config.log.noise_scale, components.layout
     if components.source.order.sizes.measures_noise:
-        check_noise(components, plans[0], cut)
+        check_noise(components, plans[:1], cut)
         every = every or "auto"
+    elif isinstance(every, int):
+        check_noise(components, plans, cut)
     if not components.adds_up or every != "auto":
         return every if components.adds_up and every != "auto" else None
     return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
