@@ -39,10 +39,10 @@ class Convolved(nn.Module):
 
     def __init__(self, single: bool = False, recomputes: bool = False, tracks: bool = True) -> None:
         super().__init__()
-        self.first = nn.Conv2d(2, 4, 3)
-        self.norm = nn.BatchNorm2d(4, track_running_stats=tracks)
-        self.deep, self.line, self.rows = nn.BatchNorm3d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.flat, self.head = nn.BatchNorm1d(36, momentum=None), nn.Linear(36, SORTS)
+        self.first, how = nn.Conv2d(2, 4, 3), {"track_running_stats": tracks}
+        self.norm, self.deep = nn.BatchNorm2d(4, **how), nn.BatchNorm3d(4, **how)
+        self.line, self.rows = nn.BatchNorm1d(4, **how), nn.BatchNorm1d(4, **how)
+        self.flat, self.head = nn.BatchNorm1d(36, momentum=None, **how), nn.Linear(36, SORTS)
         self.recomputes, self.dtype = recomputes, torch.float32 if single else torch.float64
         self.to(self.dtype)
 

@@ -45,10 +45,11 @@ class RunBatchNorm:
                 f"batchnorm={name}: {kind} has no BatchNorm that normalises in training: leave it "
                 "out, or type batchnorm=auto"
             )
-        has_none = not layers or layers[0].mode.estimating is None
+        tracked = [each for each in layers if each.running_mean is not None]
+        has_none = not tracked or tracked[0].mode.estimating is None
         if config.batchnorm.precise is not None and has_none:
             why = f"batchnorm={name} estimates none again"
-            why = why if layers else "the model has no BatchNorm"
+            why = why if tracked else "the model has no BatchNorm with running statistics"
             raise ConfigError(
                 f"batchnorm.precise={config.batchnorm.precise}: {why}: type batchnorm.precise=null"
             )
