@@ -28,12 +28,9 @@ from trainer.config.components import (
     Accum,
     Auto,
     Batch,
-    Cadence,
     Component,
     Count,
     Data,
-    Decay,
-    Name,
     Natural,
     Normalization,
     ObjectiveKeys,
@@ -41,7 +38,6 @@ from trainer.config.components import (
     Section,
     Seed,
     Text,
-    Time,
     Word,
     Words,
     extra_keys,
@@ -51,6 +47,16 @@ from trainer.config.components import (
 from trainer.config.declared import declared
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
+from trainer.config.sections import (
+    Checkpoint,
+    Ema,
+    Eval,
+    Export,
+    Log,
+    Nonfinite,
+    ParallelSection,
+    Wandb,
+)
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 
 READING = ("evaluate", "export")  # commands that read another run and leave its status alone
@@ -64,77 +70,6 @@ _FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics", "batchnorm.precis
 
 # Null where the optimizer's class has them by what the model's weights are.
 _BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
-
-
-class ParallelSection(Section):
-    """The ranks of a run."""
-
-    mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
-    ranks: Auto | Count
-    timeout_s: Positive
-    shard: Auto | Count
-    replicate: Auto | Count
-    max_restarts: Natural
-
-
-class Eval(Section):
-    """Evaluation on held-out data."""
-
-    every: Cadence | None
-    samples: Count | None
-    at_start: bool
-    predictions: bool
-    sets: Annotated[
-        dict[Name, Component],
-        Field(description="a mapping, e.g. {web: {path: web.jsonl}}"),
-    ]
-
-
-class Ema(Section):
-    """An exponential moving average of the weights."""
-
-    decay: Decay | None
-
-
-class Checkpoint(Section):
-    """Saving."""
-
-    every: Cadence | Time | None
-    keep: Count
-    asynchronous: bool
-    on_full: Literal["stop", "continue"]
-
-
-class Log(Section):
-    """What a run shows and records."""
-
-    every: Count
-    samples: bool
-    parameters: Count | None
-    noise_scale: Auto | Count | None
-
-
-class Wandb(Section):
-    """Weights & Biases, a mirror of metrics.jsonl."""
-
-    mode: Literal["offline", "disabled", "online"]
-    project: Text | None
-    entity: Text | None
-    group: Text | None
-    tags: Words
-
-
-class Nonfinite(Section):
-    """Steps whose loss or gradient is not finite."""
-
-    limit: Count
-
-
-class Export(Section):
-    """Weights for other programs."""
-
-    to: Text | None
-    merge: bool
 
 
 class RunConfig(Section):
