@@ -13,7 +13,7 @@ from tests.lib.cli_support import prepared
 from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
 from trainer.checkpoint.lock import hold
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, from_text, to_text
 from trainer.core.errors import TrainError
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
@@ -36,6 +36,7 @@ def run_as_rank(
     stop, screen = StopFlag(), io.StringIO()
     try:
         config = lines if isinstance(lines, RunConfig) else lab.config(*lines)
+        config = from_text(to_text(config))  # as it reaches a rank that a command starts
     except TrainError as error:
         return {"code": error.exit_code, "error": str(error)}
     if how.get("resume"):

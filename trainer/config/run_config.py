@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import Field
 
 from trainer.config.cards import CardName
@@ -211,6 +212,26 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scala
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_text(config: RunConfig) -> str:
+    """Write a config for another process of the run, consent and all.
+
+    As YAML: keys of a mapping may be numbers, of which JSON makes text.
+    """
+    return yaml.safe_dump(_listed(config.model_dump(by_alias=True)))
+
+
+def from_text(text: str) -> RunConfig:
+    """Read what `to_text` wrote."""
+    return RunConfig.model_validate(yaml.safe_load(text))
+
+
+def _listed(value: Any) -> Any:  # noqa: ANN401 - any part of a config
+    """Put lists in place of tuples, which YAML has not."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [*map(_listed, value)] if isinstance(value, list | tuple) else value
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.config.run_config import RunConfig, digests, to_plain
+from trainer.config.run_config import RunConfig, digests, from_text, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError
@@ -77,7 +77,7 @@ def _work(
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
             from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
 
-            config = RunConfig.model_validate_json(json.dumps(job["config"]))
+            config = from_text(job["config"])
             if member.is_ours:
                 _redirect(rank_log(config, folder, member.rank))
             with joined(config, member, rank_progress) as world:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import final
 
 from trainer.checkpoint import lock
-from trainer.config.run_config import READING, RunConfig
+from trainer.config.run_config import READING, RunConfig, to_text
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
@@ -87,7 +87,7 @@ def _attempt(
         if is_ours:
             members = [replace(each, address=f"{name}/rendezvous") for each in members]
         job = {
-            "config": config.model_dump(mode="json", by_alias=True),
+            "config": to_text(config),
             "folder": str(folder),  # that of the first rank counts
             "path": [path for path in sys.path if path],  # where Python looks for modules
             "own_code": str(OWN_CODE.folder or Path.cwd()),

@@ -41,7 +41,8 @@ class CollectedRows:
     def add(self, model: ModelCall, fields: Fields) -> Sums:
         """Run the model on the next micro-batch, which has no sums of its own."""
         for name, own in self.objective.rows(model, fields).items():
-            self._rows[name].append(own)
+            # A view of a parameter is gone once the model gives its shards back.
+            self._rows[name].append(own.clone())
         return Sums(losses={})
 
     def sums(self, world: World, weights: Sequence[Mapping[str, Sequence[float]]]) -> Sums:

@@ -7,7 +7,14 @@ import json
 import pytest
 
 from tests.lib.config_support import checked
-from trainer.config.run_config import config_hash, contract, contract_diff, reading_faults
+from trainer.config.run_config import (
+    config_hash,
+    contract,
+    contract_diff,
+    from_text,
+    reading_faults,
+    to_text,
+)
 from trainer.core.coupling import NONE, Coupling
 
 MICRO = Coupling("micro_batch")
@@ -90,3 +97,12 @@ def test_a_contract_survives_json_and_its_hash_knows_it():
     one, same, other = (contract(checked(values)) for values in cases)
     assert json.loads(json.dumps(one)) == one
     assert config_hash(one) == config_hash(json.loads(json.dumps(same))) != config_hash(other)
+
+
+def test_a_config_reaches_other_processes_as_it_is():
+    values = {"batch.stages": {0: 64, 20_000: 256}, "trust": ["a"], "hooks": ["a.Hook"]}
+    values |= {"accum.micro": 4}
+    config = checked(values, "batch=ramp", "accum=fixed")
+    there = from_text(to_text(config))
+    assert there == config
+    assert [*there.batch.params["stages"]] == [0, 20_000]

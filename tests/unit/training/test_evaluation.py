@@ -21,17 +21,19 @@ from tests.lib.support import VOCABULARY, Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.data.loader import AHEAD, Loader
+from trainer.data.loader import AHEAD, Loader, Request
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives import next_token
 from trainer.objectives.base import IGNORED, Sums
+from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
+from trainer.training.coupled_evaluation import CollectedRows
 from trainer.training.evaluation import (
     HeldOut,
     _attempt,
@@ -353,3 +355,25 @@ class Called(NextToken):  # type: ignore[misc] # final
 def test_the_loss_is_the_sum_of_all_though_one_is_called_so():
     found = evaluated(Bench(Budget(max_tokens=60), objective=Called()), held_out(60))
     assert found["loss"] == pytest.approx(1.5 * found["aux"])
+
+
+class Borrowed(CoupledObjective):
+    """Gives a view of a parameter, which sharded layouts free behind a forward."""
+
+    def weights(self, fields):
+        return {"loss": float(len(fields["x"]))}
+
+    def rows(self, model, fields):
+        return {"scale": model(fields).expand(len(fields["x"]))}
+
+    def sums_of_rows(self, rows):
+        return Sums(losses={"loss": rows["scale"].sum()})
+
+
+def test_rows_that_are_views_of_a_parameter_outlive_it():
+    parameter, fields = torch.ones(()), {"x": torch.zeros(3)}
+    collected = CollectedRows(Borrowed(), {0: 0, 1: 1, 2: 2})
+    [*collected.noted(iter([Request(ids=(0, 1, 2), epoch=0, pad_to=1)]))]
+    collected.add(lambda _: parameter, fields)
+    parameter.fill_(math.nan)
+    assert collected.sums(World(), [{"loss": [3.0]}]).losses["loss"] == 3.0
