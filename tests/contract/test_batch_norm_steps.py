@@ -133,12 +133,17 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
             "batchnorm.group=7: a step of 15 samples leaves a group of one sample",
         ),
         (f"batchnorm=ghost model._target_={OWN}.Plain", "Plain has no BatchNorm that normalises"),
-        ("batchnorm=ghost batchnorm.group=4", "nearest valid value is accum.micro=4"),
+        (
+            "batchnorm=ghost batchnorm.group=4",
+            "accum.micro=3: batchnorm=ghost normalises over groups of 4 samples (norm): "
+            "type accum.micro=4, or batchnorm.group=3",
+        ),
         (
             f"batchnorm=ghost model._target_={TOYS}.Net model.norm=batch data._target_={TOYS}.Rows",
             "samples have different lengths, and BatchNorm counts padded positions",
         ),
         ("batchnorm=pooled accum=auto", "depends on the micro-batch size; type accum=fixed"),
+        ("batchnorm=pooled accum=auto accum.micro=4", "micro-batch size; add accum=fixed"),
         ("batchnorm=micro batchnorm.group=4", "not a setting of batchnorm=micro; type batchnorm="),
         ("batchnorm=ghots", "no such option. Did you mean ghost?"),
         (
@@ -170,6 +175,7 @@ def test_auto_leaves_models_without_batchnorm_alone_and_warns_with_numbers():
     assert "over 2 to 3 samples" in warning
     assert "not over the 8 of the step" in warning
     assert "move 3 times a step" in warning
+    assert "batchnorm=ghost batchnorm.group=3 depends on no cut" in warning
     planned = read_json(go(f"{NET} accum=auto steps=1").folder / "plan.json")
     assert planned["warnings"] == []
     assert planned["batchnorm"] == "over groups of 8 samples (ghost), whatever the cut"

@@ -265,7 +265,7 @@ def test_two_files_add_it_and_sum_is_refused(monkeypatch, capsys):
         if name.startswith("model."):
             gap = float((state(two)[name] - tensor).abs().max())
             assert gap <= EXACT * float(tensor.abs().max()), name
-    with pytest.raises(ConfigError, match=r"accum\.gradient: Sum is wrong for Contrast"):
+    with pytest.raises(ConfigError, match=r"Sum is wrong for Contrast, which .*: derive it from C"):
         go(LINE)
     overlapped = f"command=plan {LINE} accum.gradient=two sync=overlapped parallel=ddp"
     with pytest.raises(ConfigError, match=r"sync=overlapped: .* TwoPass has several passes"):

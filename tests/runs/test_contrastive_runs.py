@@ -52,6 +52,8 @@ def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     assert scales[0] == pytest.approx(2.718281828**1.5)
     assert len({*scales}) == 6
     last = [each for each in entries(whole) if "eval_loss" in each][-1]
+    recalls = [name for name in last if "recall" in name]
+    assert recalls == [f"eval_recall_at_{k}" for k in (1, 5, 10)]
     assert 0 <= last["eval_recall_at_1"] <= last["eval_recall_at_10"] <= 1
     assert shell(f"evaluate run={whole.folder} trust=[tests]") == 0
     found = read_json(whole.folder / "evaluate.json")

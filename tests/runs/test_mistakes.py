@@ -43,6 +43,7 @@ MISTAKES = {
     "batch.global=[1": "batch.global=[1: cannot be read",
     "=3": "=3: needs a key",
     "plna": "plna: unknown command. Did you mean plan?",
+    "predict": "predict: unknown command. For predictions: train evaluate run=RUN eval.predictions",
     "plan verify": "verify: the command is already plan",
     "--multirn": "--multirn: unknown flag. Did you mean --multirun?",
     "--batch.global 3": "--batch.global: unknown flag. Settings are key=value",

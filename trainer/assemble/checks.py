@@ -51,11 +51,8 @@ def check_parts(components: Components) -> None:
     for each, part in ((objective.coupling, objective), (coupling, module)):
         # What a micro-batch's own samples share is the same under every strategy.
         if each.kind not in {*strategy.couplings, "micro_batch"}:
-            text = f"is wrong for {type(part).__name__}, whose coupling is {each.kind}"
-            remedy = f"use a strategy that lists {each.kind} in its `couplings`"
-            if isinstance(part, CoupledObjective):
-                remedy = "type accum.gradient=auto"
-            raise ConfigError(f"accum.gradient: {type(strategy).__name__} {text}: {remedy}")
+            text = _unfit(part, each.kind)
+            raise ConfigError(f"accum.gradient: {type(strategy).__name__} {text}")
     if components.parallel.sync.overlaps and strategy.before and components.world.size > 1:
         # Ranks that fail, and that do not, in an earlier pass would send in another order.
         raise ConfigError(
@@ -65,6 +62,7 @@ def check_parts(components: Components) -> None:
     if kind == "batch" and config.batch.normalizer == "micro_batches":
         text = "a loss over the whole batch has no means of micro-batches"
         raise ConfigError(f"batch.normalizer=micro_batches: {text}: type batch.normalizer=tokens")
+    _check_groups(components)
     _check_samples(components)
     if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
         cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
@@ -75,6 +73,32 @@ def check_parts(components: Components) -> None:
             f"accum=fixed accum.micro=N{coupling.accepts} "
             f"(N={components.source.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
+        )
+
+
+def _unfit(part: object, kind: str) -> str:
+    """Say why a strategy is wrong for an objective or a model, and what to type."""
+    name = type(part).__name__
+    if isinstance(part, CoupledObjective):
+        return f"is wrong for {name}, whose coupling is {kind}: type accum.gradient=auto"
+    remedy = f"use a strategy that lists {kind} in its `couplings`"
+    if isinstance(part, Objective) and kind == "batch":
+        return (
+            f"is wrong for {name}, which couples all samples of a step: derive it from "
+            f"CoupledObjective (docs/extending.md, Several passes), or {remedy}"
+        )
+    return f"is wrong for {name}, whose coupling is {kind}: {remedy}"
+
+
+def _check_groups(components: Components) -> None:
+    """Refuse fixed micro-batches that would divide a group, and say what makes one."""
+    coupling, size = components.coupling, components.coupling.size
+    micro = components.config.accum.params.get("micro")
+    if not components.cut.chooses_sizes and micro and micro % size and coupling.why:
+        other = coupling.remedy.replace("=N", f"={micro}") if micro > 1 else ""
+        raise ConfigError(
+            f"accum.micro={micro}: {coupling.why}: type accum.micro={-(-micro // size) * size}"
+            f"{other and f', or {other}'}"
         )
 
 

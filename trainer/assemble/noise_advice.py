@@ -10,15 +10,15 @@ from trainer.core.rows import Row, row
 from trainer.core.stateful import Stateful, as_part
 from trainer.plan.order import Cursor
 from trainer.training.batch_advice import batch_advice
-from trainer.training.noise import NOISE, NoiseScale
+from trainer.training.noise import LEAST_MEASUREMENTS, NOISE, NoiseScale
 
 NOT_MEASURED = (
     "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
     "train with log.noise_scale=auto"
 )
 TOO_EARLY = (
-    "the gradient noise scale was measured too few times to advise on the batch; a lower "
-    "log.noise_scale=N, every N steps, measures more often"
+    "the gradient noise scale was measured {} of the {} times that advice on the batch takes: go "
+    "on with the run, or measure more often, every N steps, with a lower log.noise_scale=N"
 )
 
 
@@ -52,4 +52,5 @@ def advice_rows(components: Components, loaded: Loaded | None) -> list[Row]:
         parts[SIZES] = as_part(sizes)
     restore(loaded, parts)
     text = advice_at(components, noise, feed.cursor)
-    return [row("noise", text or TOO_EARLY, batch_advice=text)]
+    early = TOO_EARLY.format(noise.estimate().measurements, LEAST_MEASUREMENTS)
+    return [row("noise", text or early, batch_advice=text)]

@@ -53,8 +53,10 @@ def stage_rows(components: Components) -> list[Row]:
     known = [_values(components, stage) for stage in stages]
     for each in known:
         lr, unit = each["lr"], components.config.batch.unit.rstrip("s")
-        before = components.spec.lr
-        rate = f"lr {lr:g}" if lr == before else f"lr {before:g} -> {lr:g}"
+        before, schedule = components.spec.lr, components.schedule
+        by = f"{each['size']}/{schedule.reference_batch}"
+        by = {"linear": by, "sqrt": f"sqrt({by})"}.get(schedule.scale, f"{lr / before:.3g}")
+        rate = f"lr {lr:.3g}" + f" ({before:.3g} x {by})" * (lr != before)
         begin = f"from step {number(each['step'])} (sample {number(each['samples'])})"
         text = joined(
             f"{begin}: {plural(each['size'], unit)}",

@@ -284,9 +284,10 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             "fp32: precision=fp32 resume_allow=[precision]"
         )
     if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
+        tenth = 1 << max(1, there // 10).bit_length() - 1
         warnings.append(
-            f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses "
-            f"the whole epoch; set {named}{there}"
+            f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses the "
+            f"whole epoch; set {named}{tenth} for {plural(there // tenth, 'step')} an epoch"
         )
     pieces = max(p.num_micro_batches for p in run_plan.plans)
     warnings += model_warnings(run_plan, pieces)

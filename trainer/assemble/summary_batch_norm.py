@@ -9,6 +9,7 @@ from trainer.config.messages import first_of
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, row
 from trainer.models.batch_norm import layers_of
+from trainer.models.batch_norm_modes import Ghost
 from trainer.plan.cut import Plan
 
 
@@ -40,13 +41,15 @@ def batch_norm_warnings(run_plan: RunPlan) -> list[str]:
     layers, is_typed = layers_of(components.module), components.batch_norm.typed.accepts_statistics
     if not layers or is_typed or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
         return []
+    most = max(len(ids) for own in plan.ranks for ids in own)
+    group = f" batchnorm.group={most}" * (most > 1 and most % Ghost.group > 0)
     each = f"{plural(plan.accum_steps, 'time')} a step"
     whose = ", by those of rank 0 alone" * (components.world.size > 1)
     return [
         f"BatchNorm normalises over {_samples(plan)} samples, the micro-batches of one rank, and "
         f"not over the {number(plan.num_samples)} of the step, and its running statistics move "
-        f"{each}{whose}: so the step depends on accum.micro; batchnorm=ghost depends on no cut, "
-        "batchnorm=pooled moves them once a step, and batchnorm=micro accepts this"
+        f"{each}{whose}: so the step depends on accum.micro; batchnorm=ghost{group} depends on no "
+        "cut, batchnorm=pooled moves them once a step, and batchnorm=micro accepts this"
     ]
 
 

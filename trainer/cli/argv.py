@@ -134,6 +134,8 @@ def _unknown_word(word: str) -> str:
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
     near = did_you_mean(word, (*COMMANDS, "--help"))
+    if word in ("predict", "test"):
+        near = " For predictions: train evaluate run=RUN eval.predictions=true."
     if "." in word:
         near = f" Did you mean {word}=VALUE?"
     return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMANDS)}")

@@ -42,17 +42,16 @@ _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verif
 _GOES_ON = ("plan", "verify")  # commands that begin where a run is
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
-_WHOLE_STEP = "depends on the micro-batch size; type accum=fixed accum.micro=N, where N is "
-_WHOLE_STEP += "batch.global for the whole step at once"
+_N = "type accum=fixed accum.micro=N, where N is batch.global for the whole step at once"
+_WHOLE_STEP = f"depends on the micro-batch size; {_N}"
 _HSDP = "has an effect only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
 _WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
 _TF32 = "needs a GPU; type precision=fp32"
 _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
-_ALL = (
-    "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER data.holdout=all"
-)
+_ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
+_ALL += "data.holdout=all"
 _OTHER_DATA = "estimates over the training data of the run, which are not read; type "
 _OTHER_DATA += "batchnorm.precise=null"
 _SHOWS = "shows samples under train plan: type train plan ..."
@@ -120,7 +119,8 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     view = _View(flags | flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
-            yield line(key, view[key], text)
+            is_typed = _is_count(view["accum.micro"])
+            yield line(key, view[key], text.replace(_N, "add accum=fixed") if is_typed else text)
     yield from _place_faults(view)
     yield from _size_faults(view)
     run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
@@ -346,7 +346,7 @@ def stages_fault(stages: Mapping[float, int], at: str, unit: str, ranks: int | N
         text = f"no step begins at {odd[0]} {at}; of epochs: batch.at=epochs"
     elif unit == "samples" and ranks and fewest < ranks:
         text = f"a stage of {fewest} leaves some of {ranks} ranks without a sample; {ranks} or more"
-    return text and line("batch.stages", {str(k): v for k, v in stages.items()}, text)
+    return text and line("batch.stages", stages, text)
 
 
 def noise_ramp_fault(global_batch: int | None, max: int) -> str | None:

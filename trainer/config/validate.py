@@ -95,6 +95,7 @@ def validate(
     environ = os.environ if leaked(tree, os.environ) else {}
     faults = [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
+    tree |= _replaced_length(tree, typed_keys)
     faults += rule_faults(tree, named)
     if why := why_unfit(kind := str(lookup(tree, "optimizer._target_"))):
         faults.append(line("optimizer._target_", kind, why))
@@ -115,6 +116,12 @@ def validate(
         # One line for each key and value: the first says most.
         raise ConfigError(*{fault.partition(": ")[0]: fault for fault in reversed(faults)}.values())
     return config
+
+
+def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
+    """Let steps that are typed stand in place of the epochs of a recipe, or the reverse."""
+    pairs = (("steps", "epochs"), ("epochs", "steps"))
+    return {b: None for a, b in pairs if a in typed and b not in typed and tree[a] is not None}
 
 
 # Off in runs of earlier versions

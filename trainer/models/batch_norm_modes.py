@@ -49,8 +49,9 @@ class Ghost(BatchNormMode):
 
     def coupling(self, name: str) -> Coupling:
         """See the base class."""
-        why = f"{name} is BatchNorm, which normalises in groups"
-        return Coupling("group", self.group, why=why, key="batchnorm")
+        why = f"batchnorm=ghost normalises over groups of {self.group} samples ({name})"
+        remedy = "batchnorm.group=N"
+        return Coupling("group", self.group, why=why, key="batchnorm", remedy=remedy)
 
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
         """See the base class."""

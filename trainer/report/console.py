@@ -194,8 +194,9 @@ def _figures(entry: Entry, noun: Noun) -> str:
     named = (f"{name} {loss(entry[name])}" for name in shown)
     speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
     used = (f"mfu {percent(entry['mfu']):>5}" for _ in range("mfu" in entry))
-    padding, norm = f"{percent(entry['padding']):>5}", f"{rate(entry['grad_norm']):>5}"
+    norm = f"{rate(entry['grad_norm']):>5}"
     value = "-" if entry["loss"] is None else loss(entry["loss"])  # of a step without loss terms
     first = f"loss {value:>8}"
-    last = f"padding {padding}", f"grad norm {norm}", f"lr {entry['lr']:.2e}"
-    return "  ".join([first, *named, speed, *used, *last])
+    last = f"grad norm {norm}", f"lr {entry['lr']:.2e}"
+    padding = [f"padding {percent(entry['padding']):>5}"] * (noun == "token")
+    return "  ".join([first, *named, speed, *used, *padding, *last])

@@ -174,7 +174,7 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
     # A rank may hold none of the samples, and then knows no name.
     _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
     means = {}
-    for name in sorted(names):
+    for name in names:  # in the objective's order
         total, weight = (
             _rounded_once([number for each in numbers for number in each.get(name, ())])
             for numbers in ([sums for sums, *_ in found], [weights for _, weights, *_ in found])

@@ -53,8 +53,9 @@ STATEFUL = Reason(
 )
 
 NORMALISES = Reason(
-    "normalises over the samples of its micro-batch: type batchnorm=ghost or frozen, use GroupNorm "
-    "or LayerNorm, or one micro-batch per step"
+    "normalises over the samples of its micro-batch: type batchnorm=ghost batchnorm.group=N, where "
+    "accum.micro is a multiple of N, or batchnorm=frozen, use GroupNorm or LayerNorm, or one "
+    "micro-batch per step"
 )
 
 FIELD = Reason(

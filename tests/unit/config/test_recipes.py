@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from tests.lib.cli_support import prepared
 from tests.lib.config_support import composed, options
 from trainer.config import recipes
 from trainer.config.keys import data_dir
@@ -65,6 +66,9 @@ def test_a_recipe_beats_the_defaults_later_ones_beat_it_and_the_command_line_bea
     assert (typed.batch.unit, typed.batch["global"]) == ("samples", 7)
     assert typed.hydra.run.dir.endswith("-mine")
     assert stacked.hydra.run.dir.endswith("-train")
+    for line, length in (("steps=3", (3, None)), ("epochs=2", (None, 2)), ("", (None, 6))):
+        config = prepared(f"recipe=masked_lm {line}").config
+        assert (config.steps, config.epochs) == length
 
 
 def test_a_folder_of_recipes_comes_before_the_shipped_ones(tmp_path, monkeypatch):
