@@ -40,6 +40,10 @@ class Flip:
         return image.flip(-1) if is_mirrored else image
 
 
+def brighter(image):
+    return image + 0.1
+
+
 class Rings:
     draws_randomness = False
 
@@ -106,7 +110,7 @@ def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys
         ]
         return [losses(f"{typed} {micro}", stop) for micro, stop in ways]
 
-    whole, *others = cut_and_resumed("{_target_:painting.Flip}")
+    whole, *others = cut_and_resumed("painting.Flip")  # the class by its bare name
     assert all(other == pytest.approx(whole, rel=1e-4) for other in others)
     assert whole != pytest.approx(losses("accum.micro=16"), rel=1e-2), "it changes what is learned"
     # The control, which the start warns of: draws that go on from sample to sample.
@@ -138,6 +142,10 @@ def test_a_plan_draws_images_and_names_the_picture(data, capsys):
         (
             "model=resnet data=text data.path=painting.py",
             "model.channels=null: the samples have",
+        ),
+        (
+            "model=vit data=digits data.augment=[{_target_:painting.brighter}]",
+            "argument: 'image'; to give the function itself, add _partial_: true",
         ),
         ("model=vit data=digits model.width=30", "model.width=30: must be a multiple of 4"),
     ],

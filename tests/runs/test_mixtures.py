@@ -128,7 +128,7 @@ ONE = "data.sources.a.path=a.jsonl"
 @pytest.mark.parametrize(
     ("typed", "code", "text"),
     [
-        ("", 2, "data.sources: data=mixture needs it, data.sources=..."),
+        ("", 2, "data.sources: data=mixture needs it, e.g. data.sources={code: {path"),
         ("data.sources=5", 2, "data.sources=5: must be a mapping, e.g. {code: {path: code.jsonl"),
         ("'data.sources={a:a.jsonl}'", 2, "must be a mapping, e.g. {code: {path: code.jsonl"),
         ("data.sources.a.weight=2", 2, "data.sources.a.path: needed; type data.sources.a.path="),
@@ -148,7 +148,7 @@ ONE = "data.sources.a.path=a.jsonl"
         (
             f"data.sources.b={OWN} 'data.columns={{text:t}}'",
             2,
-            'data.columns={"text":"t"}: no source takes it; leave it out',
+            "data.columns={text: t}: no source takes it; leave it out",
         ),
     ],
 )

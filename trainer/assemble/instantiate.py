@@ -262,6 +262,8 @@ def _call(
     except refusals as error:
         text = described(error) if place_of(error) else " ".join(str(error).split())
         text = _cause(error) if isinstance(error, ImportError) else text
+        if "required positional" in text and inspect.isfunction(target) and key not in COMPONENTS:
+            text += "; to give the function itself, add _partial_: true"
         raise ConfigError(f"{key}: {component.target}: {text}") from error
 
 

@@ -23,7 +23,15 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.cli.overrides import TARGET, Classified, classify, dotted, no_such_option, values_in
+from trainer.cli.overrides import (
+    TARGET,
+    Classified,
+    classify,
+    dotted,
+    no_such_option,
+    refuse_twice,
+    values_in,
+)
 from trainer.cli.paths import absolute_paths, exists
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
@@ -264,6 +272,7 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
                 with open_dict(composed):
                     del OmegaConf.select(composed, section)[name]
             else:
+                refuse_twice(override)
                 value = override.value()
                 # A mapping of beginnings, as of stages, is a whole; others are merged by name.
                 merge = not (isinstance(value, dict) and "0" in map(str, value))

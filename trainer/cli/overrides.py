@@ -169,6 +169,18 @@ def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
     return parts
 
 
+def refuse_twice(override: Override) -> None:
+    """Refuse a flat mapping that gives a name twice, of which Hydra takes the last.
+
+    Raises:
+        ValueError: it does.
+    """
+    names = re.findall(r"[{,]\s*([^\s{}\[\],:]+)\s*:", override.input_line or "")
+    is_flat = isinstance(override.value(), dict) and (override.input_line or "").count("{") == 1
+    if is_flat and (twice := [n for i, n in enumerate(names) if n in names[:i]]):
+        raise ValueError(f"{twice[0]} stands in it twice; leave one out")
+
+
 def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     """The values an override stands for, each in Hydra's grammar.
 

@@ -142,8 +142,20 @@ TemplateVariables = Annotated[
     Field(description="a mapping of names to values, e.g. {enable_thinking: false}"),
 ]
 ConfigFields = Annotated[dict[str, Any], Field(description="what a config.json holds")]
+AUGMENT = "data.augment"
+
+
+def _bare_names(value: object) -> object:
+    """Let a name stand for a class to be built, or for a function as it is."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    names = [isinstance(each, str) and "." in each for each in entries]
+    pairs = zip(entries, names, strict=True)
+    return [{"_target_": e, "_partial_": True} if is_name else e for e, is_name in pairs]
+
+
 Augmentations = Annotated[
     Sequence[Any],
+    BeforeValidator(_bare_names),
     Field(description="a list, e.g. [{_target_: torchvision.transforms.v2.RandomCrop, size: 8}]"),
 ]
 """Callables that change an image, given built."""
@@ -222,7 +234,7 @@ OWN = "own"
 
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
-    "data.augment": {"torchvision.transforms.v2": "Transform"},
+    AUGMENT: {"torchvision.transforms.v2": "Transform"},
     "optimizer": {"torch.optim": "Optimizer"},
     "scheduler": {"torch.optim.lr_scheduler": "LRScheduler"},
 }
@@ -365,3 +377,5 @@ def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from targets_in(place, inner)
+    elif isinstance(value, str) and "." in value and place == AUGMENT:  # a bare name
+        yield place, value

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trainer.config.components import alternatives
+from trainer.config.components import Stages, alternatives
 from trainer.config.secrets import without_secrets
 from trainer.core.format import shown_path
 
@@ -38,7 +38,13 @@ def line(key: str, value: object, text: str) -> str:
     return clip(f"{key}={show(value)}: {text}")
 
 
-def value_fault(key: str, annotation: object, value: object, example: object = None) -> str:
+def value_fault(
+    key: str,
+    annotation: object,
+    value: object,
+    example: object = None,
+    entry: Sequence[object] = (),
+) -> str:
     """Say what a value must be, with an example and the nearest word, where there are any.
 
     Args:
@@ -46,7 +52,10 @@ def value_fault(key: str, annotation: object, value: object, example: object = N
         annotation: type that it should have had, whose descriptions are the words.
         value: as given.
         example: one that would do, such as the default; None shows none.
+        entry: of a mapping of stages the name that is wrong, `[key]` behind it, or whose value is.
     """
+    if annotation is Stages and entry:
+        return line(key, value, _stage_fault(value, entry))
     words = dict(alternatives(annotation))
     choices = [word for word, is_typed in words.items() if is_typed]
     has_example = not isinstance(example, bool) and example not in (None, [], *choices)
@@ -57,6 +66,14 @@ def value_fault(key: str, annotation: object, value: object, example: object = N
     if size and "GiB" in either(words):
         near = f" Did you mean {size[1]}{size[2] or 'G'}iB?"
     return line(key, value, f"must be {either(words)}{instance}{near and f'.{near}'}")
+
+
+def _stage_fault(stages: Any, entry: Sequence[object]) -> str:  # noqa: ANN401 - a mapping
+    """Say which entry of stages is wrong."""
+    if "[key]" in entry:
+        return f"the beginning {entry[0]} must be a number, 0 or more, such as 500, 20k or 1M"
+    size = next(size for begin, size in stages.items() if str(begin) == str(entry[0]))
+    return f"the size {show(size)} at {entry[0]} must be a whole number of at least 1, such as 64"
 
 
 def clip(text: str) -> str:
@@ -74,7 +91,9 @@ def clip(text: str) -> str:
 def show(value: object) -> str:
     """Write a value as one would type it, without secrets, cut where it gets long."""
     text = str(value)
-    if not isinstance(value, str):
+    if isinstance(value, Mapping):
+        text = f"{{{', '.join(f'{name}: {show(each)}' for name, each in value.items())}}}"
+    elif not isinstance(value, str):
         text = json.dumps(value, default=str, separators=(",", ":"))
     elif value.startswith(os.sep):
         text = shown_path(Path(value))

@@ -22,6 +22,7 @@ from trainer.config.components import (
     OWN,
     SHARED,
     Positive,
+    alternatives,
     convert,
     extra_keys,
     owner_of,
@@ -42,6 +43,7 @@ from trainer.config.messages import (
     ancestors,
     clip,
     did_you_mean,
+    either,
     flat,
     line,
     lookup,
@@ -113,6 +115,8 @@ def validate(
     except ValidationError as error:
         faults += _schema_faults(error, tree, base, named)
     if faults:
+        meant = {fault.partition("Did you mean ")[2] for fault in faults}
+        faults = [each for each in faults if f"{each.partition(':')[0]}?" not in meant]
         # One line for each key and value: the first says most.
         raise ConfigError(*{fault.partition(": ")[0]: fault for fault in reversed(faults)}.values())
     return config
@@ -183,9 +187,19 @@ def _leaf_faults(
     elif isinstance(value, str) and "\0" in value:
         yield clip(f"{key}: holds a NUL character; leave it out")
     elif value == MISSING:
-        yield clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {key}=...")
+        yield _needed(key, choices)
     elif fault := secret_fault(key, value, environ):
         yield fault
+
+
+def _needed(key: str, choices: Tree) -> str:
+    """Say that a value is missing, with an example where its type has one."""
+    owner, _, name = key.rpartition(".")
+    option = options_of(owner).get(str(choices.get(owner)), {}) if owner in COMPONENTS else {}
+    words = dict(alternatives(declared(str(option.get("_target_"))).types.get(name)))
+    example = either(words).partition("e.g. ")[2] if words else ""
+    typed = f"e.g. {key}={example}" if example else f"{key}=..."
+    return clip(f"{key}: {_choice(owner_of(key) or key, choices)} needs it, {typed}")
 
 
 def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
@@ -232,8 +246,9 @@ def _section_faults(
         elif name in types and not (type(value) is type(default) and value == default):
             try:
                 own[name] = convert(types[name], value)
-            except ValidationError:
-                yield value_fault(key, types[name], value, default)
+            except ValidationError as error:
+                entry = error.errors()[0]["loc"]
+                yield value_fault(key, types[name], value, default, entry)
 
 
 def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -31,8 +33,7 @@ class Augment:
     def __init__(
         self, transforms: Sequence[Any], mean: Sequence[float] = (0,), std: Sequence[float] = (1,)
     ) -> None:
-        if isinstance(transforms, str):
-            transforms = [transforms]
+        transforms = [each() if _is_bound_class(each) else each for each in transforms]
         if odd := [each for each in transforms if not callable(each)]:
             raise ConfigError(
                 f"data.augment: {odd[0]!r} is not callable; name a class, e.g. "
@@ -47,3 +48,8 @@ class Augment:
         for transform in self._transforms:
             image = transform(image)
         return {**sample, PIXEL_VALUES: (image - self._mean) / self._std}
+
+
+def _is_bound_class(each: object) -> bool:
+    """Whether it is a class, bound as a bare name is, that is still to be built."""
+    return isinstance(each, partial) and inspect.isclass(each.func)

@@ -43,7 +43,7 @@ FAULTS = {
     "1, a time such as 10min or null, e.g. ",
     "checkpoint.every=0s": ": must be a whole number of at least 1, a fraction of the run below 1",
     "checkpoint.every=00.0min": "checkpoint.every=00.0min: must be a whole number of at least 1",
-    'optimizer.groups={"a":{"rl":3}}': ": must be a mapping of name",
+    'optimizer.groups={"a":{"rl":3}}': "optimizer.groups={a: {rl: 3}}: must be a mapping of name",
     "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be "
     "a number, 0 or more",
     "accum.memory=80": ": must be a size such as 80GiB or null. Did you mean 80GiB?",
