@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.lib import batch_norm_toys
 from tests.lib.cli_support import prepared
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, entries, go, on, overrides, read_json, state, steps
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
@@ -54,9 +55,9 @@ def test_without_running_statistics_evaluations_normalise_groups_too():
 @pytest.mark.parametrize(
     "line",
     [
-        "accum.micro=4",
+        nightly("accum.micro=4"),
         "accum=budget accum.max_tokens=4",
-        "accum=auto accum.micro=4",
+        nightly("accum=auto accum.micro=4"),
         "accum.micro=4 model.recomputes=true",
     ],
 )
@@ -80,7 +81,7 @@ def ran_on_two(ranks, line, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["fsdp", nightly("ddp")])
 def test_ghost_takes_the_same_steps_on_two_ranks(mode, whole, ranks, tmp_path):
     found = ran_on_two(ranks, f"{GHOST} accum.micro=4 parallel={mode}", tmp_path)
     assert distance(found, whole) < EXACT
@@ -230,7 +231,7 @@ def test_runs_and_recipes_from_before_the_key_was_a_group_go_on():
         assert [entry["step"] for entry in steps(again)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", ["ghost batchnorm.group=4", "pooled"])
+@pytest.mark.parametrize("mode", ["ghost batchnorm.group=4", nightly("pooled")])
 def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all(mode):
     line = f"{NET} batchnorm={mode} accum.micro=8 batch.global=16 steps=2 scheduler=constant"
     plain, poor = go(line), go(f"{line} accum.gradient._target_={OWN}.Poor")

@@ -95,8 +95,8 @@ CAUSAL, MASKED, SEQ2SEQ = "ForCausalLM", "ForMaskedLM", "ForConditionalGeneratio
 CLASSIFIES = "ForSequenceClassification"
 JOBS = [
     Job("Llama", CAUSAL, "text"),
-    Job("Bert", MASKED, "text"),
     Job("T5", SEQ2SEQ, "target"),
+    Job("Bert", MASKED, "text"),
     Job("Bert", CLASSIFIES, "pair", LABELS),
     Job("Bert", "ForQuestionAnswering", "span", {"num_labels": 2}),
     Job("Bert", "ForMultipleChoice", "choice"),
@@ -192,7 +192,7 @@ def named(case: Job) -> str:
 
 
 @pytest.mark.usefixtures("wide_losses")
-@pytest.mark.parametrize("job", [*JOBS, *map(nightly, MORE)], ids=named)
+@pytest.mark.parametrize("job", [*JOBS[:2], *map(nightly, [*JOBS[2:], *MORE])], ids=named)
 def test_a_typed_run_takes_the_steps_of_transformers_and_its_export_gives_their_logits(job):
     job.save()
     assert_takes_their_steps(

@@ -100,6 +100,7 @@ def test_a_signal_saves_at_a_step_boundary_and_another_number_of_ranks_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_two_torchrun_agents_start_make_one_run_that_takes_the_same_steps(
     tmp_path, alone
 ):
@@ -132,10 +133,10 @@ HANGS = "rank {} did not answer for 3 s (parallel.timeout_s), at step 2 (compute
     ],
 )
 def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say_a_line(
-    tmp_path, fault, rank, code, line
+    tmp_path, alone, fault, rank, code, line
 ):
     folder = tmp_path / "run"
-    typed = (f"model.fault={fault}", f"model.rank={rank}", "parallel.timeout_s=3")
+    typed = ("steps=6", f"model.fault={fault}", f"model.rank={rank}", "parallel.timeout_s=3")
     ended = [finish(each) for each in start_joined(folder, *typed)]
     assert ended[rank][0] == code
     (error,) = ended[rank][1]
@@ -147,6 +148,8 @@ def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say
     status = read_json(folder / "status.json")
     assert (status["exit_code"], status["state"]) == (ended[0][0], "failed")
     assert ended[0][1][0].endswith(status["reason"])
+    (taken,), first = steps(folder), steps(alone)[0]
+    assert [taken["step"], taken["loss"]] == [1, pytest.approx(first["loss"], rel=1e-4)]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.lib.nightly import nightly
 from tests.lib.objective_toys import Pairs
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.core.errors import ConfigError
@@ -407,13 +408,13 @@ DRAWS_BY_SIZE = lambda x: x * torch.tensor([random.random() for _ in x.flatten()
 @pytest.mark.parametrize(
     ("couple", "verdict", "words"),
     [
-        (lambda x: x - x.mean((0, 1)), "not_exact", "the rest of its micro-batch"),
-        (functional_norm, "not_exact", "the rest of its micro-batch"),
-        (jittered, "not_exact", "the rest of its micro-batch"),
+        nightly(lambda x: x - x.mean((0, 1)), "not_exact", "the rest of its micro-batch"),
+        nightly(functional_norm, "not_exact", "the rest of its micro-batch"),
+        nightly(jittered, "not_exact", "the rest of its micro-batch"),
         (DRAWS_BY_SIZE, UNPROVEN, "by means that cannot be made constant"),
         (lambda x: masks_spans(x - x.mean((0, 1))), "not_exact", "the rest of its micro-batch"),
         (noisy, WITHOUT, "exact with it off"),
-        (masks_spans, WITHOUT, "exact with it off"),
+        nightly(masks_spans, WITHOUT, "exact with it off"),
     ],
 )
 def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
