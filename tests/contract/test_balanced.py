@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from tests.lib.pair_toys import Experts
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import MODES, error, plain
 from tests.lib.support import Bench, RaggedText, replicated
+from trainer import train
 from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
 from trainer.core.errors import ConfigError
@@ -119,3 +121,15 @@ def test_a_router_that_corrects_its_scores_is_refused():
     experts.register_buffer("e_score_correction_bias", torch.zeros(4))
     with pytest.raises(ConfigError, match="corrects its scores by e_score_correction_bias"):
         gradient_of(World(), Fixed(steps=1), TwoPass(OBJECTIVE), build=lambda: experts)
+
+
+def test_a_typed_objective_that_leaves_the_balance_out_says_so(tmp_path):
+    (tmp_path / "moe.json").write_text(json.dumps(mixtral().config.to_dict() | {"vocab_size": 300}))
+    (tmp_path / "text.txt").write_text("a line of text\n" * 40)
+    data = f"data=text data.path={tmp_path}/text.txt tokenizer=bytes data.max_length=16"
+    model = f"model=hf model.config={tmp_path}/moe.json model.task=causal_lm"
+    line = f"{model} {data} batch.global=4 accum=fixed accum.micro=2"
+    for name, count in (("next_token", 1), ("next_token_balanced", 0)):
+        plan = train(["plan", *line.split(), "steps=1", f"objective={name}"]).result
+        found = [each for each in plan["warnings"] if "balance loss of the model's router" in each]
+        assert len(found) == count

@@ -125,6 +125,14 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             "which steps fp32 copies, or keep weights in fp32 (model.dtype=float32, where the "
             "class takes it)"
         )
+    settings, objective = getattr(components.module, "config", None), components.objective
+    share = getattr(settings, "router_aux_loss_coef", 0)
+    has_router = share and getattr(settings, "output_router_logits", False)
+    if has_router and not (objective.is_of_model or objective.gives_rows):
+        warnings.append(
+            f"objective: leaves out the balance loss of the model's router, router_aux_loss_coef="
+            f"{share:g} in its config; type objective=next_token_balanced to train with it"
+        )
     known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
     loaded = loaded_from(components.module, components.config.model.params)
     # Tables are padded, but not to the double.

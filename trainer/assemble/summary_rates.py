@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.assemble.components import Components
+from trainer.config.messages import first_of
 from trainer.core.format import plural
 from trainer.core.rows import Row, joined, row
 from trainer.optim.depth import depth_scales
@@ -71,8 +72,11 @@ def _depth_row(components: Components) -> list[Row]:
     spec = components.spec
     if spec.layer_decay is None:
         return []
-    scales = {*depth_scales(components.module, spec.layer_decay).values()}
+    by_id = depth_scales(components.module, spec.layer_decay)
+    scales, named = {*by_id.values()}, components.module.named_parameters()
+    first = {name.rpartition(".")[0] or name for name, p in named if by_id[id(p)] == min(scales)}
     lr = spec.lr * components.lr_scale(components.source.order.start)
     rates = [lr * scale for scale in sorted(scales)]
     shown = " ".join(f"{rate:.3g}" for rate in rates)
-    return [row("layers", f"lr {shown}, from input to output", layer_rates=rates)]
+    text = f"lr {shown}, from input to output; the lowest: {first_of(sorted(first))}"
+    return [row("layers", text, layer_rates=rates)]

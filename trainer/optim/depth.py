@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.core.errors import ConfigError
+from trainer.models.output_layer import candidate
 from trainer.models.recompute import repeated_stacks
 
 
@@ -17,7 +18,8 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
 
     Modules count in the order in which the model names them; what lies between two blocks is of
     the one ahead of it. A tied parameter goes by the first of its names. A single number that is
-    the model's own, such as a temperature, has the whole rate.
+    the model's own, such as a temperature, has the whole rate, as has an output layer that the
+    model gives by `get_output_embeddings` and shares with no input.
 
     Raises:
         ConfigError: the model has no list of blocks, or several, whose order nobody knows.
@@ -30,14 +32,17 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
             f"optimizer.layer_decay={decay:g}: {text}; give rates by optimizer.groups"
         )
     blocks = [*stacks[0].children()]
-    single = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
+    whole = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
+    inputs = (each.weight for each in model.modules() if isinstance(each, nn.Embedding))
+    layer = candidate(model)
+    whole |= {id(p) for p in (layer.parameters() if layer else ())} - {*map(id, inputs)}
     of_block = dict[int, int]()
     for place, block in enumerate(blocks, 1):
         for parameter in block.parameters():
             of_block.setdefault(id(parameter), place)
     scales, place, left = dict[int, float](), 0, len(of_block)
     for parameter in model.parameters():
-        if id(parameter) in single:
+        if id(parameter) in whole:
             scales[id(parameter)] = 1.0
         elif id(parameter) in of_block:
             place, left = of_block[id(parameter)], left - 1

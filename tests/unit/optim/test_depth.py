@@ -77,4 +77,20 @@ def test_a_model_without_blocks_is_refused():
     scaled = GPT(**TINY)
     scaled.logit_scale = nn.Parameter(torch.zeros(1))
     assert rates(scaled, AdamW(lr=1.0, layer_decay=0.5))["logit_scale"] == 1.0
+
+
+def test_an_output_layer_has_the_whole_rate_wherever_it_is_declared():
+    class HeadFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.embedding = nn.Linear(4, 9), nn.Embedding(9, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def get_output_embeddings(self):
+            return self.head
+
+    found = rates(model := HeadFirst(), spec := AdamW(lr=1.0, layer_decay=0.5))
+    assert (found["head.weight"], found["embedding.weight"]) == (1.0, 0.125)
+    model.head.weight = model.embedding.weight
+    assert rates(model, spec)["head.weight"] == 0.125
     assert param_groups(nn.Linear(2, 2), 1.0, 0.0, {})[0]["lr"] == 1.0
