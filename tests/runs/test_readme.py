@@ -118,10 +118,10 @@ def test_the_classes_of_extending_run_together(monkeypatch):
 def test_the_commands_on_images_and_batch_sizes_run(monkeypatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
     small_library(monkeypatch)
-    Path("mine.py").write_text("\n".join(blocks(EXTENDING, "python")))
-    pages = [CHECKOUT / "docs" / name for name in ("images.md", "batch_size.md")]
-    lines = [line for page in pages for line in commands(page.read_text())]
-    assert len(lines) == 8
+    pages = [(CHECKOUT / "docs" / name).read_text() for name in ("images.md", "batch_size.md")]
+    Path("mine.py").write_text("\n".join(blocks("\n".join([EXTENDING, *pages]), "python")))
+    lines = [line for page in pages for line in commands(page)]
+    assert len(lines) == 9
     for line in lines:
         small = TINY if {"batch=ramp", "batch=noise_ramp"} & {*line} else ["steps=2"]
         typed = [word for word in line if not (word == "steps=20" and "steps=2" in small)]
