@@ -217,9 +217,9 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scala
 def to_text(config: RunConfig) -> str:
     """Write a config for another process of the run, consent and all.
 
-    As YAML: keys of a mapping may be numbers, of which JSON makes text.
+    As YAML, in order: keys of a mapping may be numbers, of which JSON makes text.
     """
-    return yaml.safe_dump(_listed(config.model_dump(by_alias=True)))
+    return yaml.safe_dump(_listed(config.model_dump(by_alias=True)), sort_keys=False)
 
 
 def from_text(text: str) -> RunConfig:
