@@ -35,7 +35,7 @@ from trainer.core import durable
 from trainer.data.view import DataView
 from trainer.parallel import base as parallel
 from trainer.report import metrics
-from trainer.training import checkpointing, loop, step
+from trainer.training import checkpointing, loop, run, step
 from trainer.training.batches import Feed
 
 Patch = pytest.MonkeyPatch
@@ -193,7 +193,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda load: lambda feed, at: load(feed, {**at, "step": 0}),
     ),
     "tokens are counted anew": (
-        *(stopped(), loop.Progress, "load"),
+        *(stopped(), run.Progress, "load"),
         lambda load: lambda self, state: load(self, {**state, "tokens": 0}),
     ),
     "metrics are not cut": (killed, metrics, "truncate_after", lambda _: nothing),

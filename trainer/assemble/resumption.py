@@ -19,6 +19,7 @@ from trainer.core.stateful import Natural, SavedFields, State, Stateful, as_part
 from trainer.plan.cut import Cost, Cut
 from trainer.report.records import environment
 from trainer.training.batches import Feed
+from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.noise import NOISE, NoiseScale
 from trainer.tune.tuning import Tuning
 
@@ -155,6 +156,13 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         parts[name] = as_part(part)
     if config.log.noise_scale is not None:
         parts[NOISE] = NoiseScale(config.batch.unit)
+    for name, key, metric, min_delta in (
+        (BEST, "checkpoint.best", config.checkpoint.best, 0.0),
+        (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
+    ):
+        if metric is not None:
+            mode = config.checkpoint.mode if metric == config.checkpoint.best else "auto"
+            parts[name] = BestMetric.of(key, metric, mode, min_delta)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
@@ -162,7 +170,8 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
 
 def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
     """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
-    return {"loss_scale", NOISE, AVERAGE, SIZES, *(own if "parts" in config.resume_allow else ())}
+    allowed = own if "parts" in config.resume_allow else ()
+    return {"loss_scale", NOISE, AVERAGE, SIZES, BEST, STOP, *allowed}
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

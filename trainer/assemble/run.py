@@ -16,14 +16,14 @@ from trainer.assemble.terms import Terms
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
 from trainer.checkpoint.weights import ModelPart, StoredWeights
-from trainer.config.rules import parse_time
 from trainer.config.run_config import contract_diff
 from trainer.core.stateful import MainDecides, Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
+from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
-from trainer.training.loop import Progress, Run
+from trainer.training.run import Progress, Run
 
 MEMORY_FIGURES = ("predicted_peak_bytes", "memory_limit_bytes")  # of plan.json
 
@@ -94,7 +94,7 @@ def open_run(
             writer=CheckpointWriter(store, world, asynchronous=how.asynchronous),
             reporter=reporter,
             on_full=how.on_full,
-            every_s=parse_time(how.every) if isinstance(how.every, str) else None,
+            every_s=how.every_s,
         )
         run = Run(
             config=components.config,
@@ -106,11 +106,18 @@ def open_run(
             was_asked=stop,
             flops=run_plan.flops,
             progress=progress,
+            best=_followed(own, BEST),
+            stopping=_followed(own, STOP),
         )
         opened.callback(checkpointer.release)
         opened.callback(feed.close)
         _recall(run, folder, is_saved=saved.loaded is not None)
         yield run
+
+
+def _followed(parts: Mapping[str, Stateful], name: str) -> BestMetric | None:
+    part = parts.get(name)
+    return part if isinstance(part, BestMetric) else None
 
 
 def _recall(run: Run, folder: Path, *, is_saved: bool) -> None:

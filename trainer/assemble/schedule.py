@@ -11,15 +11,17 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.assemble.instantiate import arguments_of, construct, look_up
+from trainer.config.cadence import warmup_steps
 from trainer.config.components import AMOUNT, SHARED
 from trainer.config.messages import line
-from trainer.config.rules import warmup_steps
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.optim.library_schedules import OwnScheduler
 from trainer.optim.schedules import Schedule
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
+
+NEAR = 1e-6  # of an amount: shares of an epoch do not add up to the last bit
 
 
 def typed_schedule(config: RunConfig) -> Schedule:
@@ -39,7 +41,7 @@ def typed_schedule(config: RunConfig) -> Schedule:
 def with_length_steps(
     schedule: Schedule, order: Order, lengths: Lengths, total_steps: int
 ) -> Schedule:
-    """Turn lengths such as `warmup=2000samples` into the steps that train on as many.
+    """Turn lengths such as `warmup=2000samples` or `1epoch` into steps that train on as many.
 
     The step that reaches the amount counts. They are counted in the order of the run, so that a
     run which goes on has the same.
@@ -52,24 +54,28 @@ def with_length_steps(
             number, prefix, unit = match.groups()
             begin = warmup_steps(schedule.warmup, total_steps) if span == "after warm-up" else 0
             end = None if span == "after warm-up" else total_steps
-            counts: Iterable[int] = islice(_counts(order, lengths, unit), begin, end)
+            counts: Iterable[float] = islice(_counts(order, lengths, unit), begin, end)
             counts = reversed([*counts]) if span == "last" else counts
-            wanted, most = round(float(number) * 1000 ** " kMG".index(prefix or " ")), 0
+            wanted, most = float(number) * 1000 ** " kMG".index(prefix or " "), 0.0
             for steps, most in enumerate(accumulate(counts), 1):
-                if most >= wanted:
+                if most > wanted - NEAR:
                     changed: dict[str, Any] = {name: steps}
                     schedule = replace(schedule, **changed)
                     break
             else:
-                text = f"exceeds the {most} {unit} of the run's {total_steps} steps"
+                shown = f"{most:.4g} epochs" if unit.startswith("epoch") else f"{most:.0f} {unit}"
+                text = f"exceeds the {shown} of the run's {total_steps} steps"
                 raise ConfigError(line(f"scheduler.{name}", value, text))
     return schedule
 
 
-def _counts(order: Order, lengths: Lengths, unit: str) -> Iterator[int]:
-    """Give the samples, or tokens, of each step, without an end."""
+def _counts(order: Order, lengths: Lengths, unit: str) -> Iterator[float]:
+    """Give the samples, tokens or epochs of each step, without an end."""
     cursor = order.start
     while True:
         batch = order.next(cursor)
-        yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
+        if unit.startswith("epoch"):
+            yield order.fractional_epoch(batch.after) - order.fractional_epoch(cursor)
+        else:
+            yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
         cursor = batch.after

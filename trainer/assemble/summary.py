@@ -15,9 +15,9 @@ from trainer.assemble.stages import stage_rows, stage_warnings
 from trainer.assemble.summary_data import data_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
 from trainer.assemble.summary_rates import by_job_row, group_rows, half_life_row
+from trainer.config.cadence import cadence_steps, warmup_steps
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
-from trainer.config.rules import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row

@@ -60,6 +60,9 @@ OPTIMIZER = "optimizer"
 
 _logger = logging.getLogger(__name__)
 
+_BEST = "best.json"
+"""In the folder of checkpoints: which of them is the best."""
+
 _KINDS = {DamagedError: "damaged", OtherFormatError: "other"}
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
@@ -120,6 +123,20 @@ class CheckpointStore:
         """List the steps that have a checkpoint, intact or not, ascending."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
+
+    @property
+    def best(self) -> int | None:
+        """Step of the checkpoint that is the best; None where there is none."""
+        step = durable.read_json(self.folder / _BEST).get("step")
+        return step if step in self.steps() else None
+
+    def mark_best(self, step: int) -> None:
+        """Keep a checkpoint, in place of the one that was the best before.
+
+        Raises:
+            SaveError: it could not be noted.
+        """
+        durable.write_record(self.folder / _BEST, {"step": step})
 
     def save(
         self, step: int, files: FileTensors, parts: Mapping[str, Any], world: World = _ALONE
@@ -227,12 +244,13 @@ class CheckpointStore:
             return None, (kind, str(getattr(error, "strerror", error)))
 
     def _prune(self) -> None:
-        """Delete what is older than the `keep` newest intact ones; damaged ones do not count."""
-        num_intact = 0
+        """Delete all but the best and the `keep` newest intact ones; damaged ones do not count."""
+        num_intact, best = 0, self.best
         for step in reversed(self.steps() if self._keep is not None else []):
             try:
                 if num_intact == self._keep:
-                    durable.remove(self.path(step))
+                    if step != best:
+                        durable.remove(self.path(step))
                     continue
                 if step not in self._intact:
                     verify(self.path(step), step)
@@ -296,6 +314,11 @@ class CheckpointWriter:
         """Wait for what is being written, and return it; None where nothing is."""
         in_flight, self._in_flight = self._in_flight, None
         return None if in_flight is None else in_flight.result()
+
+    def mark_best(self, step: int) -> None:
+        """Keep the checkpoint of a step, where it is on disk; see the store."""
+        if step in self._store.steps():
+            self._store.mark_best(step)
 
     def close(self) -> Path | None:
         """Wait likewise, and save no more. Closing twice does nothing."""

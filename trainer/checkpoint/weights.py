@@ -43,7 +43,7 @@ CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's
 FROZEN = "frozen parameters"  # of the model's state: SHA-256 by name; no parameter is named so
 
-WhichStep = Literal["last", "ema"] | int
+WhichStep = Literal["last", "best", "ema"] | int
 """Which checkpoint of a run is read: the newest, the same with averaged weights, or a step's."""
 
 
@@ -222,11 +222,14 @@ def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
     """Open a checkpoint of a run to read from, without setting damaged ones aside. Collective.
 
     Raises:
-        ConfigError: its average is asked for, and it has none.
+        ConfigError: its average or best is asked for, and it has none.
         NoCheckpointError: there is none.
     """
-    number = step if isinstance(step, int) else None
     store = CheckpointStore(run / CHECKPOINTS)
+    number = step if isinstance(step, int) else None
+    if step == "best" and (number := store.best) is None:
+        text = "no checkpoint was chosen; leave it out, or train with checkpoint.best=eval_loss"
+        raise ConfigError(f"step=best: in {run} {text}")
     loaded = store.load(number, set_aside=False, world=world or World())
     return _with_average(loaded) if step == AVERAGE else loaded
 

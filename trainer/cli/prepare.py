@@ -37,6 +37,7 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         several = f"{line}: several values are a sweep, which takes -m; as a list: {key}=[{value}]"
         faults.append(clip(several))
     overrides = [override for override in overrides if not override.is_sweep_override()]
+    overrides = _without_checkpoints(overrides)
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     if named is not None and resume is not None:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
@@ -54,6 +55,8 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
             job = _check_over(run, rest, composer, key)
             saved_runs.refuse_changes(run, job.config)
             return replace(_place(job, run, None), makes_folder=False)
+        if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
+            return _fork(run, rest, composer)
         goes_on = saved_runs.has_checkpoint(run)
         # The same command as before, with `resume=auto`, may name the weights the run began with.
         if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
@@ -62,6 +65,26 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         saved_runs.refuse_changes(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
+
+
+def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
+    """Read a checkpoint's folder under `run` or `resume` as the run and the step that it is of."""
+    found = list(overrides)
+    for key in ("run", "resume"):
+        path = Path(word_of(overrides, key) or ".")
+        step = saved_runs.step_of(path)
+        if step is not None and word_of(overrides, "step") is None:
+            lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
+            found = [*without(found, key), *map(read, lines)]
+    return found
+
+
+def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
+    """Prepare a new run that goes on from one checkpoint of another."""
+    checkpoint = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
+    job = _check_over(run, overrides, composer, "resume")
+    saved_runs.refuse_changes(run, job.config)
+    return replace(_place(job, job.folder), forked=checkpoint)
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:

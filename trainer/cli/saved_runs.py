@@ -7,6 +7,8 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,12 +28,23 @@ from trainer.config.recipes import ONLY_TYPED, asked
 from trainer.config.run_config import READING, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
 from trainer.core import consent
-from trainer.core.durable import make_folders, read_json, write_json
+from trainer.core.durable import (
+    UNFINISHED,
+    as_save_error,
+    make_folders,
+    read_json,
+    rename,
+    write_json,
+)
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
+from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, truncate_after
 
 AUTO = "auto"
+CHECKPOINTS = "checkpoints"
 COMPLETED = "completed"
+FORKED = "forked.json"
+"""Of a run that began with a checkpoint of another: which."""
 PREEMPTED = "preempted"
 SUBFOLDER = ".hydra"
 STARTED = f"{SUBFOLDER}/started.json"
@@ -131,6 +144,56 @@ def can_go_on(run: Path) -> bool:
 def has_checkpoint(run: Path) -> bool:
     """Whether a run wrote a checkpoint."""
     return any(run.glob("checkpoints/step-*/manifest.json"))
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Read the step of a checkpoint's folder off its name; None for any other folder."""
+    match = re.fullmatch(r"step-(\d{8,})", checkpoint.name, re.ASCII)
+    return int(match[1]) if match and checkpoint.parent.name == CHECKPOINTS else None
+
+
+def checkpoint_of(run: Path, step: str) -> Path:
+    """Find the checkpoint of a run that `step` names, to begin another run with.
+
+    Raises:
+        ConfigError: it names none to go on from.
+        NoCheckpointError: there is no such checkpoint.
+    """
+    if step == "ema":
+        text = "is no state to go on from; a new run begins with these weights by init=RUN step=ema"
+        raise ConfigError(f"step=ema: the average of weights {text}")
+    folder = run / CHECKPOINTS
+    steps = {step_of(path): path for path in sorted(folder.glob("step-*"))}
+    number = read_json(folder / "best.json").get("step") if step == "best" else int(step)
+    if number not in steps:
+        has = ", ".join(str(each) for each in steps if each is not None) or "none"
+        raise NoCheckpointError(f"step={step}: {run} has no such checkpoint; it has {has}")
+    return steps[number]
+
+
+def fork(checkpoint: Path, folder: Path) -> None:
+    """Begin a run's folder with a checkpoint of another run, and its records up to there.
+
+    Files are linked where the disk can do it, and copied elsewhere; none is ever changed.
+    """
+    step, run = step_of(checkpoint) or 0, checkpoint.parent.parent
+    with as_save_error(folder / CHECKPOINTS / checkpoint.name):
+        make_folders(folder / CHECKPOINTS)
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            if (run / name).is_file():
+                shutil.copyfile(run / name, folder / name)
+                truncate_after(folder / name, step)
+        write_json(folder / FORKED, {"run": str(run), "step": step})
+        unfinished = folder / CHECKPOINTS / f"{UNFINISHED}{checkpoint.name}"
+        shutil.copytree(checkpoint, unfinished, copy_function=_link)
+        rename(unfinished, folder / CHECKPOINTS / checkpoint.name)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def last_step(run: Path) -> int:

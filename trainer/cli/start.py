@@ -100,6 +100,8 @@ def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
     try:
         if job.makes_folder:
             write_config(job.config, records, job.folder)
+        if job.forked is not None:
+            saved_runs.fork(job.forked, job.folder)
         return (launch.run if is_python else run_and_report)(job.config, job.folder)
     except Exception as error:
         return error

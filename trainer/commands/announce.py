@@ -10,7 +10,7 @@ from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import contract as contract_of
 from trainer.core.rows import Row
 from trainer.report.records import Record
-from trainer.training.loop import Run
+from trainer.training.run import Run
 
 BUILT_WHOLE = (
     "the model is built whole on every rank before it is sharded: only classes that declare "

@@ -14,8 +14,8 @@ from trainer.core.out_of_memory import peak_bytes
 from trainer.report.records import Record
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
-from trainer.training.loop import Run
 from trainer.training.noise import NoiseScale
+from trainer.training.run import Run
 
 RESULT_FILE = "result.json"
 

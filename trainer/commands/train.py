@@ -31,12 +31,14 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     """Train, from the start or from the newest intact checkpoint.
 
     Raises:
-        Preempted: a signal asked to stop; the state is saved.
+        Preempted: a signal asked to stop, or `max_time` is over; the state is saved.
     """
+    end = time.monotonic() + config.max_seconds
     try:
-        _train(config, folder, world, stop)
+        _train(config, folder, world, lambda: stop() or time.monotonic() >= end)
     except Preempted as error:
-        text = f"{error}: go on with: {to_go_on(config, folder)}"
+        why = "" if stop() or time.monotonic() < end else f"max_time={config.max_time}: "
+        text = f"{why}{error}: go on with: {to_go_on(config, folder)}"
         _log.info("%s", text)
         raise Preempted(text) from None
     return 0

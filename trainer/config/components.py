@@ -75,11 +75,17 @@ Time = Annotated[  # above 0
     ),
 ]
 Warmup = Natural | Share
-AMOUNT = re.compile(r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?([kMG])?(samples|tokens)")
+_ABOVE_0 = r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?"
+AMOUNT = re.compile(_ABOVE_0 + "([kMG])?(samples|tokens|epochs?)")
 Amount = Annotated[
     str,
-    Field(pattern=f"^{AMOUNT.pattern}$", description="an amount such as 2000samples or 1Mtokens"),
+    Field(
+        pattern=f"^{AMOUNT.pattern}$",
+        description="an amount such as 2000samples, 1Mtokens or 1epoch",
+    ),
 ]
+EPOCHS = re.compile(f"{_ABOVE_0}epochs?")
+Epochs = Annotated[str, Field(pattern=f"^{EPOCHS.pattern}$", description="epochs such as 1epoch")]
 Stages = Annotated[
     dict[
         Annotated[int | float, BeforeValidator(parse_count), Field(ge=0)],
@@ -128,6 +134,10 @@ Word = Annotated[
     Field(pattern=r"^\w[\w.-]{0,99}$", description="one word of letters, digits, -, _ and ."),
 ]
 Name = Annotated[Word, Field(pattern=r"^[^.]*$")]  # which begins those of figures
+Figure = Annotated[
+    str,
+    Field(pattern=r"^eval_[\w.-]+$", description="a figure of metrics.jsonl, e.g. eval_loss"),
+]
 Words = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),

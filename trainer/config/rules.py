@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, final
 
+from trainer.config.cadence import warmup_steps
 from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
@@ -33,13 +33,10 @@ NO_MEMORY = (
     "device=h100, or type accum.memory=80GiB"
 )
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
 _CHOOSES = "accum.chooses_sizes"
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
-_GOES_ON = ("plan", "verify")  # commands that begin where a run is
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
 _N = "type accum=fixed accum.micro=N, where N is batch.global for the whole step at once"
@@ -142,15 +139,17 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
 
 def _place_faults(view: Tree) -> Iterator[str]:
     """Name contradictions about where a run computes, what it reads and where it writes."""
-    mode, ranks, command = view["parallel.mode"], view["parallel.ranks"], view["command"]
+    mode, ranks = view["parallel.mode"], view["parallel.ranks"]
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     yield from _device_faults(view)
-    has_run = view["init"] or view["run"] or (command in _GOES_ON and view["resume"])
+    has_run = view["init"] or view["run"] or view["resume"]
     if view["step"] != "last" and not has_run:
-        text = "picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps="
+        text = (
+            "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
+        )
         yield line("step", view["step"], text)
     if view["data.eval_path"] is not None and view["data.path"] is None:
         text = "takes the place of data.path, which these data lack; see eval.sets"
@@ -281,17 +280,6 @@ def patches_fault(width: int, num_heads: int) -> str | None:
     )
 
 
-def parse_time(text: str) -> float | None:
-    """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
-    match = _TIME.fullmatch(text)
-    return float(match[1]) * _SECONDS[match[2]] or None if match else None
-
-
-def warmup_steps(warmup: float, total_steps: int) -> int:
-    """Resolve a warm-up; below 1 it is a share of the run, to the nearest step."""
-    return round(warmup * total_steps) if warmup < 1 else int(warmup)
-
-
 def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple[int, int]:
     """Resolve a warm-up, and the share of a run that decays at its end, to steps.
 
@@ -321,15 +309,6 @@ def schedule_fault(steps: object, warmup: float, decay: float | str) -> str | No
     decay = 0.0 if isinstance(decay, str) else decay  # of samples: checked once they are counted
     faults = _refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
     return next(iter(faults), None)
-
-
-def cadence_steps(every: float, total_steps: int) -> int:
-    """Resolve a cadence; below 1 it is a share of the run, in steps rounded up.
-
-    A share of 0.1 comes due ten times at most, the last time at the end or close to it.
-    """
-    # 0.1 * 30 is above 3 by the last bit.
-    return max(1, math.ceil(round(every * total_steps, 6))) if every < 1 else int(every)
 
 
 def stages_fault(stages: Mapping[float, int], at: str, unit: str, ranks: int | None) -> str | None:

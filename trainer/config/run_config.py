@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field
 
+from trainer.config.cadence import parse_time
 from trainer.config.cards import CardName
 from trainer.config.components import (
     AUTO_OBJECTIVE,
@@ -39,6 +41,7 @@ from trainer.config.components import (
     Section,
     Seed,
     Text,
+    Time,
     Word,
     Words,
     extra_keys,
@@ -56,6 +59,7 @@ from trainer.config.sections import (
     Log,
     Nonfinite,
     ParallelSection,
+    Stop,
     Wandb,
 )
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
@@ -92,6 +96,7 @@ class RunConfig(Section):
     scheduler: Component
     steps: Count | None
     epochs: Count | None
+    max_time: Time | None
     seed: Seed
     clip_norm: Positive | None
     ema: Ema
@@ -109,6 +114,7 @@ class RunConfig(Section):
     eval: Eval
     checkpoint: Checkpoint
     log: Log
+    stop: Stop
     nonfinite: Nonfinite
     hooks: tuple[Component, ...] = Field(strict=False)
     parts: tuple[Component, ...] = Field(strict=False)
@@ -118,13 +124,18 @@ class RunConfig(Section):
     resume: Text | None
     resume_allow: Words
     run: Text | None
-    step: Literal["last", "ema"] | Natural
+    step: Literal["last", "best", "ema"] | Natural
     export: Export
     trust: Words
     # Not keys of the interface. `choices`: the option of every group, `accum/gradient` too
     choices: dict[str, Any] = Field(default_factory=dict)
     unset: tuple[str, ...] = Field((), strict=False)  # keys of the step at their defaults, to show
     config_dir: str | None = None  # folder of the user's own options; None without one
+
+    @property
+    def max_seconds(self) -> float:
+        """Seconds after which a process of the run is to be saved and end."""
+        return parse_time(self.max_time or "") or math.inf
 
     @property
     def total_epochs(self) -> int | None:

@@ -6,14 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainer.config.cadence import parse_time
 from trainer.config.components import (
     Auto,
     Cadence,
     Component,
     Count,
     Decay,
+    Epochs,
+    Figure,
     Name,
     Natural,
+    NonNegative,
     Positive,
     Section,
     Text,
@@ -36,7 +40,7 @@ class ParallelSection(Section):
 class Eval(Section):
     """Evaluation on held-out data."""
 
-    every: Cadence | None
+    every: Cadence | Epochs | None
     samples: Count | None
     at_start: bool
     predictions: bool
@@ -55,16 +59,23 @@ class Ema(Section):
 class Checkpoint(Section):
     """Saving."""
 
-    every: Cadence | Time | None
+    every: Cadence | Time | Epochs | None
     keep: Count
+    best: Figure | None
+    mode: Literal["auto", "min", "max"]
     asynchronous: bool
     on_full: Literal["stop", "continue"]
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between two; None where steps or epochs are counted."""
+        return parse_time(self.every) if isinstance(self.every, str) else None
 
 
 class Log(Section):
     """What a run shows and records."""
 
-    every: Count
+    every: Cadence | Epochs
     samples: bool
     parameters: Count | None
     noise_scale: Auto | Count | None
@@ -78,6 +89,14 @@ class Wandb(Section):
     entity: Text | None
     group: Text | None
     tags: Words
+
+
+class Stop(Section):
+    """When a run ends before its last step, since it gets no better."""
+
+    metric: Figure | None
+    patience: Count
+    min_delta: NonNegative
 
 
 class Nonfinite(Section):

@@ -133,6 +133,8 @@ _LATER_SECTIONS: Mapping[str, Tree] = {
     "ema": {"decay": None},
     "accum": {"buffer": "native"},
     "log": {"parameters": None, "noise_scale": None},
+    "checkpoint": {"best": None, "mode": "auto"},
+    "stop": {"metric": None, "patience": 3, "min_delta": 0.0},
 }
 
 
@@ -152,7 +154,7 @@ def from_plain(plain: Tree) -> RunConfig:
     plain = {**plain, "batchnorm": _later_batchnorm(plain)}
     try:
         later = {name: {**keys, **plain.get(name, {})} for name, keys in _LATER_SECTIONS.items()}
-        whole = {**plain, **later, "trust": []}
+        whole = {"max_time": None, **plain, **later, "trust": []}
         return RunConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
 
+from trainer.config.cadence import cadence_steps
 from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
-from trainer.config.rules import cadence_steps, schedule_fault, schedule_steps, warmup_fault
+from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
 

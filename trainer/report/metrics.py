@@ -14,9 +14,14 @@ from torch import Tensor
 
 from trainer.core.durable import as_save_error
 from trainer.core.format import named_means
-from trainer.report.journal import METRICS_FILE, Entry, Journal, read, truncate_after
-
-SAMPLES_FILE = "samples.jsonl"
+from trainer.report.journal import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    Entry,
+    Journal,
+    read,
+    truncate_after,
+)
 
 Means = Mapping[str, Mapping[str, float]]
 """Of an evaluation: by the name of what is held out, then by that of the figure."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.checkpoint.status import write_status
+from trainer.config.cadence import is_due
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
@@ -47,7 +48,7 @@ class RunReporter:
     Args:
         folder: the run folder; it exists.
         screen: where to print.
-        log_every: optimizer steps from one printed line to the next.
+        log_every: from one printed line to the next, as `log.every` has it.
         resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
         keep_samples: whether to write samples.jsonl.
         hooks: by the name the user gave them.
@@ -59,7 +60,7 @@ class RunReporter:
         folder: Path,
         screen: Screen,
         *,
-        log_every: int = 1,
+        log_every: float | str = 1,
         resumed_step: int | None = None,
         keep_samples: bool = False,
         hooks: Mapping[str, object] | None = None,
@@ -68,6 +69,7 @@ class RunReporter:
         self._folder, self._screen, self._log_every = folder, screen, log_every
         self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
+        self._epochs = 0.0  # that were over behind the step shown last
         self._plan: Record = {}
         self._keeps_samples = keep_samples
         self._watch = EarlyWatch(keeps_samples=keep_samples)
@@ -179,8 +181,9 @@ class RunReporter:
             step = entry["step"]
             if "skipped" in entry:
                 self.warn(f"step {step} updated nothing: {entry['skipped']}")
-            is_due = step % self._log_every == 0 or step in {1, self._steps}
-            self._screen.step(entry, is_due=is_due)
+            before, self._epochs = self._epochs, entry["epoch"]
+            due = is_due(self._log_every, step, self._steps, before, self._epochs)
+            self._screen.step(entry, is_due=due or step in {1, self._steps})
             if (odd := self._watch.see(entry)) is not None:
                 self._screen.line(f"{step_of(step, self._steps)}  {odd}", "yellow")
             self._call("on_step", entry)

@@ -67,6 +67,15 @@ class Checkpointer:
         self._attempt(lambda: self.writer.save(step, tensors, states))
         self.is_due, self._saved_at = False, time.monotonic()
 
+    def mark_best(self, step: int) -> None:
+        """Keep the checkpoint of a step, and not the best one before it. Collective.
+
+        Raises:
+            SaveError: it could not be written, and the run is to stop then.
+        """
+        self._attempt(self.writer.wait)
+        self._attempt(lambda: self.world.on_main(lambda: self.writer.mark_best(step)))
+
     def poll(self, claim: bool) -> bool:
         """Report what was written behind the steps, and find whether the next save is due.
 

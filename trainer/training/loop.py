@@ -3,92 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
-from torch import Tensor
-
-from trainer.config.rules import cadence_steps
-from trainer.config.run_config import RunConfig
+from trainer.config.cadence import is_due
 from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
-from trainer.core.stateful import STEP_KEYS, State, Stateful
-from trainer.report.reporter import Reporter
+from trainer.core.stateful import STEP_KEYS, Stateful
 from trainer.training.batches import Feed
-from trainer.training.checkpointing import Checkpointer
-from trainer.training.evaluation import HeldOut, evaluate_parts
+from trainer.training.evaluation import evaluate_parts
 from trainer.training.model_flops import ModelFlops
 from trainer.training.precise_statistics import precise_statistics
-from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport, train_step
-from trainer.training.window import StepContext
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run, composed once."""
-
-    config: RunConfig
-    context: StepContext
-    feed: Feed
-    held_out: Mapping[str, HeldOut]  # by name; the run's own part has none
-    reporter: Reporter
-    checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
-    was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
-    # Of the model; None on ranks that report nothing, and where they are not counted
-    flops: ModelFlops | None
-    progress: Progress
-
-
-@final
-@dataclass(kw_only=True)
-class Progress(Stateful):
-    """How far the loop has come."""
-
-    step: int = 0  # optimizer steps taken, from the start of the run
-    total_tokens: int = 0  # real input positions consumed, from the start of the run
-    tokens: int = 0  # likewise, in this process
-    seconds: float = 0.0  # spent on steps in this process; evaluation and saving do not count
-    loss: Tensor | None = None  # of the last step, 0-d; None where it had no loss term
-    # The last one's metrics by name, made at step `evaluated_at`
-    evaluation: Mapping[str, float] = field(default_factory=dict)
-    evaluated_at: int | None = None
-    saved_at: int | None = None  # step of the newest checkpoint
-    skipped_steps: int = 0  # steps without an update
-    replays: int = 0  # times a step ran out of memory and was computed again
-    failures: int = 0  # steps in a row, up to the last one, that were not finite
-    taken: int = 0  # optimizer steps taken in this process
-    # Whether a step had a loss term; taken for granted of steps of other processes
-    has_terms: bool = False
-    peak_bytes: int = 0  # the most memory that any rank has had in this process
-
-    def __post_init__(self) -> None:
-        """Take it for granted that steps before this process had a loss term."""
-        self.has_terms |= self.step > 0
-
-    def state(self) -> State:
-        """See the base class."""
-        return {"tokens": self.total_tokens, "failures": self.failures}
-
-    def load(self, state: State) -> None:
-        """See the base class."""
-        self.total_tokens, self.failures = int(state["tokens"]), int(state["failures"])
-
-    def add(self, report: StepReport, seconds: float) -> None:
-        """Count a step."""
-        self.step = report.batch.step
-        self.total_tokens += report.batch.num_tokens
-        self.tokens += report.batch.num_tokens
-        self.seconds += seconds
-        self.loss = report.loss
-        self.skipped_steps += report.skipped is not None
-        self.replays += report.replays
-        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
-        self.taken += 1
-        self.has_terms |= report.skipped != NO_LOSS_TERMS
+from trainer.training.run import Progress, Run
+from trainer.training.step import StepReport, train_step
 
 
 def train(run: Run) -> None:
@@ -100,11 +30,13 @@ def train(run: Run) -> None:
     """
     progress, config = run.progress, run.config
     _stop_if_asked(run, progress)
+    _check_metrics(run)
     if progress.step > 0:
+        _recall_best(run)
         _evaluate_if_due(run, progress)  # which a signal may have ended
     elif config.eval.at_start:
         _evaluate(run, progress)
-    while progress.step < run.context.total_steps:
+    while progress.step < run.context.total_steps and not _is_no_better(run):
         _take_step(run, progress)
         _refuse_no_terms(run, progress)
         _stop_if_not_finite(run, progress)
@@ -129,6 +61,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     run.context.world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report, seconds)
+    progress.epochs = run.feed.source.order.fractional_epoch(batch.samples.before)
     here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = record_of(run.feed, report, tokens, seconds, run.flops)
@@ -184,10 +117,9 @@ def _preempted(step: int) -> Preempted:
 
 
 def _due(run: Run, every: float | str | None) -> bool:
-    """Whether a cadence in steps is due; one in seconds is the checkpointer's."""
-    if every is None or isinstance(every, str):
-        return False
-    return run.progress.step % cadence_steps(every, run.context.total_steps) == 0
+    """Whether a cadence in steps or epochs is due; one in seconds is the checkpointer's."""
+    now, before = run.feed.source.order.fractional_epoch(run.feed.cursor), run.progress.epochs
+    return is_due(every, run.progress.step, run.context.total_steps, before, now)
 
 
 def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
@@ -216,6 +148,55 @@ def _evaluate(run: Run, progress: Progress) -> None:
         _end(run, progress, _preempted(progress.step))
     run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
     progress.evaluation = named_means(means)
+    _take_evaluation(run)
+
+
+def _take_evaluation(run: Run) -> None:
+    """Let what follows a metric see the last evaluation, and keep the best one's state."""
+    progress = run.progress
+    if run.stopping is not None:
+        run.stopping.see(progress.step, progress.evaluation)
+    if run.best is not None and run.best.see(progress.step, progress.evaluation):
+        if progress.saved_at != progress.step:
+            _save(run, progress)
+        run.checkpointer.mark_best(progress.step)
+
+
+def _check_metrics(run: Run) -> None:
+    """Refuse metrics that no evaluation gives before the first step: two samples show which.
+
+    Raises:
+        ConfigError: nothing is held out, or it has no such figure.
+    """
+    followed = [each for each in (run.best, run.stopping) if each is not None]
+    for each in followed:
+        if not run.held_out:
+            text = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
+            raise ConfigError(f"{each.key}={each.metric}: {text}")
+    if followed:
+        few = {name: replace(part, most=2) for name, part in run.held_out.items()}
+        context = run.context
+        means = evaluate_parts(context.model, context.objective, few, context.world, run.was_asked)
+        for each in followed:
+            each.check(named_means(means))
+
+
+def _recall_best(run: Run) -> None:
+    """Catch up with what came behind the checkpoint of a run that goes on. Collective."""
+    if run.best is not None and run.best.step:  # a kill may have come before it was marked
+        run.checkpointer.mark_best(run.best.step)
+    if run.progress.evaluated_at == run.progress.step:
+        _take_evaluation(run)
+
+
+def _is_no_better(run: Run) -> bool:
+    """Whether the metric that a run is stopped by has not got better for too long."""
+    followed, stop = run.stopping, run.config.stop
+    if followed is None or followed.num_since < stop.patience:
+        return False
+    why = f"stop.metric={stop.metric}: {followed.without_better}"
+    run.reporter.line(f"step {run.progress.step}: the run ends here, {why}")
+    return True
 
 
 def record_of(

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.config.cadence import cadence_steps
 from trainer.config.mesh import num_replicas
-from trainer.config.rules import cadence_steps, complete_sizes
+from trainer.config.rules import complete_sizes
 from trainer.core.errors import ConfigError
 
 SIZES, RANKS = st.integers(1, 600), st.integers(1, 9)

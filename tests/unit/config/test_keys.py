@@ -20,16 +20,17 @@ from trainer.data.hugging_face import HuggingFaceData
 SURFACE = """
 accum accum.buffer accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
 activation_checkpointing adapter batch batch.global batch.normalizer batch.tail batch.unit batchnorm
-batchnorm.precise checkpoint.asynchronous checkpoint.every checkpoint.keep checkpoint.on_full
-clip_norm command compile data data.eval_path data.holdout data.max_length data.on_bad data.overlong
-data.show data.split_seed deterministic device ema.decay epochs eval.at_start eval.every
-eval.predictions eval.samples eval.sets export.merge export.to hooks init log.every log.noise_scale
-log.parameters log.samples model name nonfinite.limit num_workers objective objective.metrics
-optimizer optimizer.groups optimizer.layer_decay optimizer.lr optimizer.weight_decay outputs
-parallel parallel.max_restarts parallel.mode parallel.ranks parallel.replicate parallel.shard
-parallel.timeout_s parts precision profile resume resume_allow run scheduler
-scheduler.keep_half_life scheduler.reference_batch scheduler.scale scheduler.warmup seed step steps
-sync tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
+batchnorm.precise checkpoint.asynchronous checkpoint.best checkpoint.every checkpoint.keep
+checkpoint.mode checkpoint.on_full clip_norm command compile data data.eval_path data.holdout
+data.max_length data.on_bad data.overlong data.show data.split_seed deterministic device ema.decay
+epochs eval.at_start eval.every eval.predictions eval.samples eval.sets export.merge export.to hooks
+init log.every log.noise_scale log.parameters log.samples max_time model name nonfinite.limit
+num_workers objective objective.metrics optimizer optimizer.groups optimizer.layer_decay
+optimizer.lr optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode
+parallel.ranks parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume
+resume_allow run scheduler scheduler.keep_half_life scheduler.reference_batch scheduler.scale
+scheduler.warmup seed step steps stop.metric stop.min_delta stop.patience sync tokenizer transforms
+trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
 """
 
 OPTIONS = {

@@ -40,7 +40,7 @@ FAULTS = {
     "wandb.tags=3": ": must be a list, e.g. [a,b]",
     "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a fraction of the run",
     "checkpoint.every=soon": ": must be a whole number of at least 1, a fraction of the run below "
-    "1, a time such as 10min or null, e.g. ",
+    "1, a time such as 10min, epochs such as 1epoch or null, e.g. ",
     "checkpoint.every=0s": ": must be a whole number of at least 1, a fraction of the run below 1",
     "checkpoint.every=00.0min": "checkpoint.every=00.0min: must be a whole number of at least 1",
     'optimizer.groups={"a":{"rl":3}}': "optimizer.groups={a: {rl: 3}}: must be a mapping of name",
@@ -94,7 +94,7 @@ FAULTS = {
     "run=a": ": read by evaluate, export, plan and verify; to go on with a run: resume=",
     "export.to=a": ": used only by train export run=RUN; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
-    "step=3": ": picks a checkpoint of run=RUN or init=RUN; for the length of a run type steps=",
+    "step=3": ": picks a checkpoint of run=, init= or resume=RUN; for the length of a run",
 }
 """Lines as they are typed, with how the answer begins, behind what was typed or its key."""
 

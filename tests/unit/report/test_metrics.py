@@ -19,8 +19,8 @@ from tests.unit.report.test_blocks import record
 from trainer.core import durable
 from trainer.core.errors import SaveError
 from trainer.report import records
-from trainer.report.journal import METRICS_FILE, read, to_line, truncate_after
-from trainer.report.metrics import SAMPLES_FILE, MetricsLog
+from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, read, to_line, truncate_after
+from trainer.report.metrics import MetricsLog
 
 
 def strictly(path):

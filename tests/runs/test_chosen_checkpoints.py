@@ -1,0 +1,114 @@
+"""Choosing checkpoints and the end of a run: best, early stop, forks, time, epochs as a unit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lib.run_support import curve, entries, go, on, read_json, state
+from trainer import train
+from trainer.core.errors import ConfigError, NoCheckpointError, Preempted
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+RISING = "steps=30 optimizer.lr=0.5 scheduler=constant eval.every=3"
+"""A loss that goes up and down, so that the best evaluation is not the last."""
+
+
+def evaluations(run):
+    return [entry for entry in entries(run) if "eval_loss" in entry]
+
+
+def steps_of(run):
+    return sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step-*"))
+
+
+def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
+    run = go(f"{RISING} checkpoint.best=eval_loss checkpoint.keep=1 stop.metric=eval_loss")
+    seen = evaluations(run)
+    best = min(seen, key=lambda entry: entry["eval_loss"])
+    assert 0 < best["step"] < seen[-1]["step"] < 30, "a control: neither the last nor all steps"
+    assert [each["step"] for each in seen if each["step"] > best["step"]] == [
+        best["step"] + 3 * i for i in (1, 2, 3)
+    ]
+    assert steps_of(run) == [best["step"], seen[-1]["step"]]
+    read = train(["evaluate", f"run={run.folder}", "step=best", "trust=[tests]"]).result
+    assert (read["step"], read["eval_loss"]) == (best["step"], pytest.approx(best["eval_loss"]))
+    assert read_json(run.folder / "status.json")["state"] == "completed"
+    # It stays at its end, and goes on where it is let.
+    assert on(run).result["step"] == seen[-1]["step"]
+    assert on(run, "stop.patience=4 checkpoint.every=null").result["step"] == seen[-1]["step"] + 3
+
+
+def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step():
+    for line, fault in (
+        ("checkpoint.best=eval_los", "checkpoint.mode=min or checkpoint.mode=max"),
+        ("checkpoint.best=eval_f1", "no evaluation of this run has it. Evaluations give eval_loss"),
+        ("stop.metric=eval_f1", "stop.metric=eval_f1: no evaluation"),
+        ("stop.metric=loss", "a figure of metrics.jsonl, e.g. eval_loss"),
+        ("checkpoint.best=eval_loss data.holdout=0", "nothing is held out"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            go(line)
+        assert fault in str(error.value), line
+    assert not [*Path().glob("outputs/*/*/config.yaml")]
+
+
+def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone():
+    run = go("checkpoint.every=2 checkpoint.keep=9 eval.every=3")
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()}
+    fork = train([f"resume={run.folder}", "step=2", "name=fork", "trust=[tests]"])
+    assert fork.folder != run.folder
+    assert read_json(fork.folder / "forked.json") == {"run": str(run.folder), "step": 2}
+    assert curve(fork, "loss") == curve(run, "loss")
+    assert all(torch.equal(state(run)[name], tensor) for name, tensor in state(fork).items())
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    # From a folder of a checkpoint likewise, with another step where that is allowed.
+    typed = ["optimizer.lr=1", "resume_allow=[optimizer.lr]", "trust=[tests]"]
+    other = train([f"resume={run.folder}/checkpoints/step-00000004", *typed])
+    assert curve(other, "loss")[:5] == curve(run, "loss")[:5] != curve(other, "loss")[1:]
+    assert curve(other, "lr")[:4] == curve(run, "lr")[:4]
+    assert curve(other, "lr")[4] > curve(run, "lr")[4]
+    # A fork is a run, which goes on in its own folder.
+    assert on(fork, "steps=8").folder == fork.folder
+    for step, fault in (("3", "it has 2, 4, 6"), ("best", "has no such checkpoint")):
+        with pytest.raises(NoCheckpointError, match=fault):
+            train([f"resume={run.folder}", f"step={step}", "trust=[tests]"])
+    with pytest.raises(ConfigError, match="init=RUN step=ema"):
+        train([f"resume={run.folder}", "step=ema", "trust=[tests]"])
+
+
+def test_a_run_whose_time_is_over_is_saved_and_goes_on():
+    with pytest.raises(Preempted, match=r"^max_time=1s: stopped after step \d+, which is saved"):
+        go("steps=1000000 max_time=1s")
+    (folder,) = (path.parent for path in Path().glob("outputs/*/*/config.yaml"))
+    status = read_json(folder / "status.json")
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert status["step"] > 0
+
+
+def test_evaluations_checkpoints_and_warm_up_count_epochs(capsys):
+    line = (
+        "steps=16 eval.every=0.5epoch checkpoint.every=1epoch checkpoint.keep=9 log.every=2epochs"
+    )
+    run = go(f"{line} scheduler.warmup=2epochs")  # an epoch is 42 samples: 6 steps of 8, one short
+    halves = [entry["step"] for entry in evaluations(run)]
+    assert halves == [3, 6, 9, 12, 15, 16]
+    assert steps_of(run) == [6, 12, 16]
+    lrs = curve(run, "lr")
+    assert lrs.index(max(lrs)) + 1 == 12
+    lines = [text for text in capsys.readouterr().out.splitlines() if "lr " in text]
+    shown = [text.split("/")[0].split()[1] for text in lines if text.startswith("step ")]
+    assert shown == ["1", "12", "16"]
+    # One that was stopped behind a step evaluates there when it goes on, once.
+    (run.folder / "metrics.jsonl").write_text(
+        "".join(
+            text + "\n"
+            for text in (run.folder / "metrics.jsonl").read_text().splitlines()
+            if '"step": 16' not in text or "eval_loss" not in text
+        )
+    )
+    again = on(run, "steps=18")
+    assert [entry["step"] for entry in evaluations(again)][-1] == 18

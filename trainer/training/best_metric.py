@@ -1,0 +1,105 @@
+"""Follow a metric over evaluations: which is the best, and for how many none was better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self, final
+
+from trainer.config.messages import did_you_mean
+from trainer.core.errors import ConfigError
+from trainer.core.format import plural
+from trainer.core.stateful import State, Stateful
+
+BEST, STOP = "best", "stop"
+"""Names of such parts in a checkpoint."""
+
+_PREFIX = "eval_"  # of evaluations in metrics.jsonl
+_LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
+_SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
+
+
+@final
+@dataclass(kw_only=True)
+class BestMetric(Stateful):
+    """The best value of a metric so far."""
+
+    key: str  # that names the metric: `checkpoint.best`, `stop.metric`
+    metric: str  # as in metrics.jsonl: `eval_loss`
+    mode: Literal["min", "max"]
+    min_delta: float = 0.0  # by more than which a value has to be better
+    value: float | None = None  # the best; None before the first
+    step: int = 0  # after which it was found
+    seen_at: int = -1  # step of the last evaluation
+    num_since: int = 0  # evaluations since the best
+
+    @classmethod
+    def of(
+        cls, key: str, metric: str, mode: Literal["auto", "min", "max"], min_delta: float = 0.0
+    ) -> Self:
+        """Follow a metric, whose direction follows from its name where nobody says it.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if mode == "auto":
+            words = set(metric.split("_"))
+            if not words & (_SMALLER | _LARGER):
+                why = "whether less or more of it is better is not known"
+                text = f"{key}={metric}: {why}; type checkpoint.mode=min or checkpoint.mode=max"
+                raise ConfigError(text)
+            mode = "min" if words & _SMALLER else "max"
+        return cls(key=key, metric=metric, mode=mode, min_delta=min_delta)
+
+    def check(self, means: Mapping[str, float]) -> None:
+        """Refuse a metric that an evaluation does not give.
+
+        Raises:
+            ConfigError: `means`, by name, lack it.
+        """
+        names = [f"{_PREFIX}{name}" for name in means]
+        if self.metric not in names:
+            near = did_you_mean(self.metric, names) or f" Evaluations give {', '.join(names)}"
+            raise ConfigError(f"{self.key}={self.metric}: no evaluation of this run has it.{near}")
+
+    def see(self, step: int, means: Mapping[str, float]) -> bool:
+        """Take an evaluation, once; gives whether it is the best. What is not a number never is."""
+        if step == self.seen_at:
+            return False
+        self.check(means)
+        self.seen_at, value = step, means[self.metric.removeprefix(_PREFIX)]
+        sign = 1.0 if self.mode == "min" else -1.0
+        is_first = self.value is None and value == value  # noqa: PLR0124 - false of NaN
+        if is_first or (self.value is not None and sign * (self.value - value) > self.min_delta):
+            self.value, self.step, self.num_since = value, step, 0
+            return True
+        self.num_since += 1
+        return False
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.metric} was never a number"
+        return f"{self.metric} was best at step {self.step}: {self.value:.4f}"
+
+    @property
+    def without_better(self) -> str:
+        """Say for how long none was better."""
+        return f"{plural(self.num_since, 'evaluation')} without a better one; {self}"
+
+    def state(self) -> State:
+        """See the base class."""
+        return {
+            "metric": self.metric,
+            "mode": self.mode,
+            "value": self.value,
+            "step": self.step,
+            "seen_at": self.seen_at,
+            "num_since": self.num_since,
+        }
+
+    def load(self, state: State) -> None:
+        """See the base class; another metric begins anew."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.value = None if state["value"] is None else float(state["value"])
+            self.step, self.seen_at = int(state["step"]), int(state["seen_at"])
+            self.num_since = int(state["num_since"])

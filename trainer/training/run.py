@@ -1,0 +1,89 @@
+"""Hold what a run consists of, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from trainer.config.run_config import RunConfig
+from trainer.core.stateful import State, Stateful
+from trainer.report.reporter import Reporter
+from trainer.training.batches import Feed
+from trainer.training.best_metric import BestMetric
+from trainer.training.checkpointing import Checkpointer
+from trainer.training.evaluation import HeldOut
+from trainer.training.model_flops import ModelFlops
+from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport
+from trainer.training.window import StepContext
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, composed once."""
+
+    config: RunConfig
+    context: StepContext
+    feed: Feed
+    held_out: Mapping[str, HeldOut]  # by name; the run's own part has none
+    reporter: Reporter
+    checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
+    was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
+    # Of the model; None on ranks that report nothing, and where they are not counted
+    flops: ModelFlops | None
+    progress: Progress
+    best: BestMetric | None = None  # by which a checkpoint is kept
+    stopping: BestMetric | None = None  # which ends the run when it gets no better
+
+
+@final
+@dataclass(kw_only=True)
+class Progress(Stateful):
+    """How far the loop has come."""
+
+    step: int = 0  # optimizer steps taken, from the start of the run
+    epochs: float = 0.0  # that were over where the last step began
+    total_tokens: int = 0  # real input positions consumed, from the start of the run
+    tokens: int = 0  # likewise, in this process
+    seconds: float = 0.0  # spent on steps in this process; evaluation and saving do not count
+    loss: Tensor | None = None  # of the last step, 0-d; None where it had no loss term
+    # The last one's metrics by name, made at step `evaluated_at`
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluated_at: int | None = None
+    saved_at: int | None = None  # step of the newest checkpoint
+    skipped_steps: int = 0  # steps without an update
+    replays: int = 0  # times a step ran out of memory and was computed again
+    failures: int = 0  # steps in a row, up to the last one, that were not finite
+    taken: int = 0  # optimizer steps taken in this process
+    # Whether a step had a loss term; taken for granted of steps of other processes
+    has_terms: bool = False
+    peak_bytes: int = 0  # the most memory that any rank has had in this process
+
+    def __post_init__(self) -> None:
+        """Take it for granted that steps before this process had a loss term."""
+        self.has_terms |= self.step > 0
+
+    def state(self) -> State:
+        """See the base class."""
+        return {"tokens": self.total_tokens, "failures": self.failures, "epochs": self.epochs}
+
+    def load(self, state: State) -> None:
+        """See the base class."""
+        self.total_tokens, self.failures = int(state["tokens"]), int(state["failures"])
+        self.epochs = float(state.get("epochs", 0.0))
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        """Count a step."""
+        self.step = report.batch.step
+        self.total_tokens += report.batch.num_tokens
+        self.tokens += report.batch.num_tokens
+        self.seconds += seconds
+        self.loss = report.loss
+        self.skipped_steps += report.skipped is not None
+        self.replays += report.replays
+        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
+        self.taken += 1
+        self.has_terms |= report.skipped != NO_LOSS_TERMS
