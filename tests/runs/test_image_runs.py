@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.lib.nightly import nightly
@@ -14,6 +15,7 @@ from tests.lib.picture_toys import draw_pictures
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
+from trainer.assemble.shown_images import draw_images
 
 MINE = """
 import torch
@@ -133,6 +135,17 @@ def test_a_plan_draws_images_and_names_the_picture(data, capsys):
     # A tile is the image itself, scaled by a whole number.
     assert (tile[::4, ::4] == tile[3::4, 3::4]).all()
     assert tile.std() > 0
+
+
+def test_a_mask_over_pairs_of_tokens_is_no_image():
+    for name, mask in (
+        ("attention_mask", torch.ones(1, 1, 5, 5)),
+        ("seen", torch.ones(1, 1, 5, 5).bool()),
+    ):
+        assert not draw_images([({name: mask}, "")], Path("mask.png"))
+    assert draw_images(
+        [({"attention_mask": mask, "image": torch.ones(1, 1, 5, 5)}, "")], Path("a.png")
+    )
 
 
 @pytest.mark.parametrize(

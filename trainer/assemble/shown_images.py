@@ -27,7 +27,7 @@ def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
     """
     from PIL import Image, ImageDraw  # noqa: PLC0415 - for images alone; matplotlib brings it
 
-    fields = [[field for field in each.values() if _is_image(field)] for each, _ in samples]
+    fields = [[f for n, f in each.items() if _is_image(n, f)] for each, _ in samples]
     images = [found[0][0].float() for found in fields if found]
     if not images or len(images) < len(samples):
         return False
@@ -52,5 +52,7 @@ def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
     return True
 
 
-def _is_image(field: Tensor) -> bool:
-    return field.dim() == 4 and field.shape[1] in (1, 3) and not field.is_complex()  # noqa: PLR2004
+def _is_image(name: str, field: Tensor) -> bool:
+    if "mask" in name or field.dtype == torch.bool or field.is_complex():
+        return False
+    return field.dim() == 4 and field.shape[1] in (1, 3)  # noqa: PLR2004
