@@ -42,7 +42,7 @@ class Contrastive(CoupledObjective):
 
     Metrics of an evaluation are `recall_at_1`, `_5` and `_10`: the share of queries whose document
     is among so many with the highest scores, of all documents that are held out. A tie counts
-    against it. `scale` is that of the step.
+    against it; of `k` pairs or fewer `recall_at_k` is 1. `scale` is that of the step.
     """
 
     coupling = Coupling("batch", why="it compares all samples of a step")
@@ -179,6 +179,7 @@ def _recalls(query: Tensor, document: Tensor) -> dict[str, Tensor]:
     ranks = []
     for start, some in zip(range(0, len(query), CHUNK), torch.split(query, CHUNK), strict=True):
         scores = some @ document.T
-        # What is not a number is found by no query.
-        ranks.append((~(scores < scores.diagonal(start)[:, None])).sum(1))
+        own = scores.diagonal(start)
+        # What is not a number is found by no query, however few documents there are.
+        ranks.append((~(scores < own[:, None])).sum(1) + RECALLED[-1] * own.isnan())
     return {f"recall_at_{k}": (torch.cat(ranks) <= k).sum() for k in RECALLED}
