@@ -15,9 +15,13 @@ from tests.lib.ranks_work import error
 from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
 from trainer.core.world import World
+from trainer.data.loader import Request
 from trainer.objectives import contrastive
+from trainer.objectives.base import Sums
 from trainer.objectives.contrastive import Contrastive
+from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cuts import Budget, Fixed
+from trainer.training.coupled_evaluation import CollectedRows
 
 EXACT, WRONG = 1e-12, 1e-2
 CUTS = [Fixed(micro=1), Fixed(micro=3), Budget(max_tokens=60)]
@@ -92,6 +96,36 @@ def test_what_is_not_a_number_is_found_by_no_query():
     with torch.no_grad():
         metrics = Contrastive().sums_of_rows(found).metrics
     assert [float(metrics[f"recall_at_{k}"]) for k in (1, 5, 10)] == [0.0] * 3
+
+
+def test_scores_are_no_tf32_forward_backward_or_evaluated():
+    found = []
+
+    class Spy(CoupledObjective):
+        def sums_of_rows(self, rows):
+            found.append(torch.get_float32_matmul_precision())
+            total = rows["query"].sum()
+            if total.requires_grad:
+                total.register_hook(lambda _: found.append(torch.get_float32_matmul_precision()))
+            return Sums(losses={"loss": total})
+
+        def rows(self, model, fields):
+            return {"query": torch.ones(1, 2)}
+
+        def weights(self, fields):
+            return {"loss": 1.0}
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        TWO.combine(Spy(), {"query": torch.ones(2, 2)}, {"loss": 2.0})
+        collected = CollectedRows(Spy(), {0: 0})
+        [*collected.noted(iter([Request((0,), 0, 1, False)]))]
+        collected.add(None, {})
+        collected.sums(World(), [{"loss": [1.0]}])
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == ["highest"] * 3
 
 
 def test_memory_that_runs_out_in_the_second_pass_is_replayed():

@@ -26,6 +26,7 @@ from trainer.accumulate.sum import Sum
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.rows import Row, RunFacts, row
+from trainer.core.tensors import full_products
 from trainer.objectives.base import Objective, checked
 from trainer.objectives.coupled import CoupledObjective
 from trainer.parallel.base import Parallel
@@ -71,6 +72,7 @@ class TwoPass(GradientStrategy):
         text = "two passes: the rows of all samples, then the gradient, with the forward again"
         return [row("gradient", text)]
 
+    @full_products()
     def combine(self, objective: Objective, rows: Rows, divisors: Divisors) -> Computed:
         """Compute the loss of all samples, and its gradient by row.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 
@@ -91,3 +93,14 @@ def fill(target: Tensor, source: LazyTensor) -> None:
     rows = rows_of(target)
     assert rows is not None, "parameters must be sharded along dimension 0"
     target.to_local().copy_(source[rows.start : rows.stop])
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Compute products of fp32 tensors in fp32, and not in TF32, inside the block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.accumulate.base import at_places, summed
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import no_replay
+from trainer.core.tensors import full_products
 from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.objectives.base import ModelCall, Sums, checked
@@ -45,6 +46,7 @@ class CollectedRows:
             self._rows[name].append(own.clone())
         return Sums(losses={})
 
+    @full_products()
     def sums(self, world: World, weights: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
         """Sum over the samples of all ranks, the same on each. Collective.
 
