@@ -6,11 +6,18 @@ Layer-wise decay as BEiT has it (Bao et al. 2022, 2106.08254): of n blocks, bloc
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from trainer.core.errors import ConfigError
 from trainer.models.output_layer import candidate
 from trainer.models.recompute import repeated_stacks
+
+_LAST = re.compile(
+    r"(\w+_)?(heads?|classifier|score|logits|output|fc)\d*|norm|(ln|norm)_f|final_\w+"
+)
+"""Names of what stands behind the blocks of a model, as the classes of libraries have them."""
 
 
 def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
@@ -22,7 +29,8 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     model gives by `get_output_embeddings` and shares with no input.
 
     Raises:
-        ConfigError: the model has no list of blocks, or several, whose order nobody knows.
+        ConfigError: the model has no list of blocks, or several, whose order nobody knows, or
+            names ahead of its blocks what ends it.
     """
     stacks = repeated_stacks(model)
     if len(stacks) != 1:
@@ -35,6 +43,11 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     whole = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
     inputs = (each.weight for each in model.modules() if isinstance(each, nn.Embedding))
     layer = candidate(model)
+    if name := _ends_ahead(model, stacks[0], layer):
+        raise ConfigError(
+            f"optimizer.layer_decay={decay:g}: {name}, by its name an end of the model, stands "
+            "ahead of its blocks: declare it behind them, or give rates by optimizer.groups"
+        )
     whole |= {id(p) for p in (layer.parameters() if layer else ())} - {*map(id, inputs)}
     of_block = dict[int, int]()
     for place, block in enumerate(blocks, 1):
@@ -50,3 +63,13 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
         else:
             scales[id(parameter)] = decay ** (len(blocks) + 1 - place) if left else 1.0
     return scales
+
+
+def _ends_ahead(module: nn.Module, stack: nn.Module, known: nn.Module | None) -> str | None:
+    """Find, ahead of the blocks and beside them or what has them, what ends a model."""
+    for name, child in module.named_children():
+        if stack in child.modules():
+            return None if child is stack else _ends_ahead(child, stack, known)
+        if _LAST.fullmatch(name) and child is not known:
+            return name
+    return None

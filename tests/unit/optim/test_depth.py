@@ -94,3 +94,15 @@ def test_an_output_layer_has_the_whole_rate_wherever_it_is_declared():
     model.head.weight = model.embedding.weight
     assert rates(model, spec)["head.weight"] == 0.125
     assert param_groups(nn.Linear(2, 2), 1.0, 0.0, {})[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["head", "norm"])
+def test_an_end_that_is_declared_ahead_of_the_blocks_is_refused_and_behind_them_has_the_rate(name):
+    stem, end = {"inputs": nn.Linear(4, 4)}, {name: nn.Linear(4, 4)}
+    body = {"blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))}
+    spec = AdamW(lr=1.0, layer_decay=0.5)
+    found = rates(nn.ModuleDict(stem | body | end), spec)
+    assert (found["inputs.bias"], found[f"{name}.bias"]) == (0.125, 1.0)
+    for early in (end | stem | body, stem | {"body": nn.ModuleDict(end | body)}):
+        with pytest.raises(ConfigError, match=rf"layer_decay=0\.5: {name}, by its name an end"):
+            spec.build(nn.ModuleDict(early))
