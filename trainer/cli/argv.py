@@ -20,6 +20,8 @@ COMMANDS: Mapping[str, str] = {
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
+    "recipes": "list recipes with purpose, cost and measured result",
+    "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
 _SWITCHES = {"--help", "--version", "--resolve", "--multirun", "--shell-completion"}

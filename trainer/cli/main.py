@@ -103,11 +103,12 @@ def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) ->
 def _run(argv: Sequence[str]) -> int:
     request = split(argv)
     flags = request.flags
-    if "--help" in flags:
-        from trainer.cli.help_page import show  # noqa: PLC0415
+    page = "help" if "--help" in flags else request.command
+    if page in ("help", "recipes", "doctor"):
+        from trainer.cli.pages import show_page  # noqa: PLC0415
 
         with piped():
-            show(flags.get("--config-dir"))
+            show_page(page, request.overrides, flags.get("--config-dir"))
         return 0
     if "--version" in flags:
         print_out(f"train {__version__}\n")

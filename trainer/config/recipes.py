@@ -134,6 +134,17 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
+def about(path: Path) -> dict[str, str]:
+    """Give what a recipe says of itself under `meta`: purpose, cost, what to expect."""
+    try:
+        read(path)
+        meta = yaml.safe_load(path.read_text(encoding="utf-8")).get("meta")
+    except ConfigError as error:
+        return {"fault": error.faults[0]}
+    pairs = meta.items() if isinstance(meta, dict) else ()
+    return {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
+
+
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     """Name what in a recipe would act while Hydra composes it, one line per fault, key first."""
     if "hydra" in tree:

@@ -74,8 +74,8 @@ def environment() -> dict[str, Any]:
 
     Takes a few milliseconds; at most a few seconds where git hangs.
     """
-    versions = {name: _version(name) for name in PACKAGES}
-    versions |= {"trainer": _version("step-trainer"), "cuda": torch.version.cuda}
+    versions = {name: package_version(name) for name in PACKAGES}
+    versions |= {"trainer": package_version("step-trainer"), "cuda": torch.version.cuda}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "git": git_revision(Path.cwd()),
@@ -126,7 +126,8 @@ def cpu_model() -> str:
 
 
 @cache
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Give the version of an installed package; None where it is not."""
     with suppress(PackageNotFoundError):
         return version(package)
     return None

@@ -1,0 +1,93 @@
+"""Print the pages that belong to no run: the help, the recipes, and what `train doctor` finds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from trainer.cli import help_page
+from trainer.config import recipes
+from trainer.config.messages import clip
+from trainer.config.secrets import is_secret
+from trainer.core.errors import ConfigError
+from trainer.core.format import size
+
+EXTRAS = ("transformers", "datasets", "peft", "tokenizers", "torchvision", "scikit-learn", "pillow")
+_VARIABLES = (
+    "TRAIN_",
+    "CUDA_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH",
+    "WANDB_MODE",
+    "HF_",
+    "SLURM_",
+)
+
+
+def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> None:
+    """Print one of `PAGES`, or the help.
+
+    Raises:
+        ConfigError: settings are typed behind a page that takes none.
+    """
+    if word == "help":
+        help_page.show(own_folder)
+        return
+    if settings:
+        raise ConfigError(clip(f"{settings[0]}: train {word} takes no settings; leave it out"))
+    for line in PAGES[word]():
+        print(line)  # noqa: T201 - a page
+
+
+def _recipes() -> Iterator[str]:
+    """Give each recipe with its purpose, its cost and the result to expect."""
+    for name in recipes.available():
+        yield f"recipe={name}"
+        path = next(p for f in recipes.folders() if (p := f / f"{name}.yaml").is_file())
+        yield from (f"  {key:<10}{value}" for key, value in recipes.about(path).items())
+    variable = recipes.FOLDERS_VARIABLE
+    yield f"your own: NAME.yaml in a folder on {variable}, or recipe=path/to/file.yaml"
+
+
+def _doctor() -> Iterator[str]:
+    """Give versions, devices, kernels, limits and folders; no secrets and no host names."""
+    import torch  # noqa: PLC0415 - seconds
+
+    from trainer.assemble.precision import has_fast_bf16  # noqa: PLC0415 - imports torch
+    from trainer.data.index import cache_folder  # noqa: PLC0415 - imports numpy
+    from trainer.report.records import environment, package_version  # noqa: PLC0415 - imports torch
+    from trainer.tune.memory_limit import memory_limit  # noqa: PLC0415 - imports torch
+
+    found = environment()
+    hardware = found["hardware"]
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    yield "versions"
+    for name, text in {
+        **found["versions"],
+        **{name: package_version(name) for name in EXTRAS},
+    }.items():
+        yield f"  {name:<14}{text or 'not installed'}"
+    yield "machine"
+    yield f"  {'system':<14}{hardware['system']}"
+    yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
+    for device in devices:
+        name = (
+            "memory" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+        )
+        limit = memory_limit(device)
+        bf16 = "fast bf16" if has_fast_bf16(device) else "no fast bf16"
+        yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"
+    yield "folders"
+    yield f"  {'tuning cache':<14}{cache_folder()}"
+    yield f"  {'program':<14}{Path(__file__).parents[1]}"
+    yield "environment"
+    for name in sorted(os.environ):
+        if name.startswith(_VARIABLES) and not is_secret(name, os.environ[name]):
+            yield f"  {name}={clip(os.environ[name])}"
+
+
+PAGES: Mapping[str, Callable[[], Iterator[str]]] = {"recipes": _recipes, "doctor": _doctor}
