@@ -80,8 +80,12 @@ def check_what_is_refused(run: FinishedRun, asked: str, capsys: pytest.CaptureFi
     for line, code, text in (
         (f"evaluate {asked} step=3", 4, "no checkpoint of step 3; has 2, 4"),
         (f"init={run.folder} step=3 {' '.join(overrides(''))}", 4, "no checkpoint of step 3"),
-        (f"resume={run.folder} step=2 trust=[tests]", 2, "picks a checkpoint of run=RUN"),
-        (f"init={run.folder} step=best", 2, "step=best: must be last, ema or a whole number"),
+        (f"resume={run.folder} step=3 trust=[tests]", 4, "no such checkpoint; it has 2, 4"),
+        (
+            f"init={run.folder} step=worst",
+            2,
+            "step=worst: must be last, best, ema or a whole number",
+        ),
         ("export run=at-2 export.to=weights", 4, "not a run folder"),
     ):
         assert shell(line) == code, line

@@ -98,7 +98,7 @@ def test_a_decay_that_changes_on_resume_is_refused_unless_allowed():
             "ema.decay=0.9 'optimizer.groups={\"*\": {frozen: true}}'",
             "optimizer.groups: every parameter is frozen, nothing is left to train",
         ),
-        ("ema.decay=0.9 step=ema", "step=ema: picks a checkpoint of run=RUN or init=RUN"),
+        ("ema.decay=0.9 step=ema", "step=ema: picks a checkpoint of run=, init= or resume=RUN"),
         ("init={run} step=ema", "step-00000006 has no average of its weights; leave it out, or"),
     ],
 )

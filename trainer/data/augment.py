@@ -33,6 +33,7 @@ class Augment:
     def __init__(
         self, transforms: Sequence[Any], mean: Sequence[float] = (0,), std: Sequence[float] = (1,)
     ) -> None:
+        transforms = [transforms] if isinstance(transforms, str) else transforms
         transforms = [each() if _is_bound_class(each) else each for each in transforms]
         if odd := [each for each in transforms if not callable(each)]:
             raise ConfigError(

@@ -134,7 +134,9 @@ def test_a_layer_of_ones_own_keeps_its_forward_and_one_in_evaluation_is_left_alo
     use_mode(model, Ghost(group=2))
     assert isinstance(model[0], BatchNormLayer)
     assert type(model[1]) is nn.BatchNorm1d
-    assert model[0].coupling == Coupling("group", 2, why=model[0].coupling.why, key="batchnorm")
+    why = model[0].coupling.why
+    coupling = Coupling("group", 2, why=why, key="batchnorm", remedy="batchnorm.group=N")
+    assert model[0].coupling == coupling
     values = torch.randn(4, 5, 6)
     own = Turned(6)
     assert torch.equal(model[0](values), torch.cat([own(values[:2]), own(values[2:])]))
