@@ -73,7 +73,10 @@ def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone():
     assert curve(other, "lr")[4] > curve(run, "lr")[4]
     # A fork is a run, which goes on in its own folder.
     assert on(fork, "steps=8").folder == fork.folder
-    for step, fault in (("3", "it has 2, 4, 6"), ("best", "has no such checkpoint")):
+    for step, fault in (
+        *(("3", "it has 2, 4, 6"), ("best", "has no such checkpoint")),
+        ("newest", "step=newest: .* has no such checkpoint; it has 2, 4, 6"),
+    ):
         with pytest.raises(NoCheckpointError, match=fault):
             train([f"resume={run.folder}", f"step={step}", "trust=[tests]"])
     with pytest.raises(ConfigError, match="init=RUN step=ema"):

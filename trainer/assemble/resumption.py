@@ -161,7 +161,7 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
     ):
         if metric is not None:
-            mode = config.checkpoint.mode if metric == config.checkpoint.best else "auto"
+            mode = config.checkpoint.mode if config.checkpoint.best in (None, metric) else "auto"
             parts[name] = BestMetric.of(key, metric, mode, min_delta)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)

@@ -164,7 +164,8 @@ def checkpoint_of(run: Path, step: str) -> Path:
         raise ConfigError(f"step=ema: the average of weights {text}")
     folder = run / CHECKPOINTS
     steps = {step_of(path): path for path in sorted(folder.glob("step-*"))}
-    number = read_json(folder / "best.json").get("step") if step == "best" else int(step)
+    best = read_json(folder / "best.json").get("step")
+    number = best if step == "best" else int(step) if step.isdecimal() else None
     if number not in steps:
         has = ", ".join(str(each) for each in steps if each is not None) or "none"
         raise NoCheckpointError(f"step={step}: {run} has no such checkpoint; it has {has}")

@@ -155,7 +155,7 @@ ConfigFields = Annotated[dict[str, Any], Field(description="what a config.json h
 AUGMENT = "data.augment"
 
 
-def _bare_names(value: object) -> object:
+def _as_targets(value: object) -> object:
     """Let a name stand for a class to be built, or for a function as it is."""
     entries = value if isinstance(value, list | tuple) else [value]
     names = [isinstance(each, str) and "." in each for each in entries]
@@ -165,7 +165,7 @@ def _bare_names(value: object) -> object:
 
 Augmentations = Annotated[
     Sequence[Any],
-    BeforeValidator(_bare_names),
+    BeforeValidator(_as_targets),
     Field(description="a list, e.g. [{_target_: torchvision.transforms.v2.RandomCrop, size: 8}]"),
 ]
 """Callables that change an image, given built."""
@@ -387,5 +387,5 @@ def targets_in(place: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from targets_in(place, inner)
-    elif isinstance(value, str) and "." in value and place == AUGMENT:  # a bare name
+    elif isinstance(value, str) and "." in value and place == AUGMENT:  # a name alone
         yield place, value

@@ -269,6 +269,7 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
     "accum.steps": ["gradient_accumulation_steps", "accumulate_grad_batches"],
     "batch.global": ["batch_size", "global_batch_size", "train_batch_size"],
     "batchnorm=sync": ["sync_bn", "sync_batchnorm", "convert_sync_batchnorm"],
+    "checkpoint.best": ["metric_for_best_model", "load_best_model_at_end"],
     "checkpoint.every": ["save_steps", "save_interval"],
     "checkpoint.keep": ["save_total_limit", "save_top_k"],
     "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
@@ -288,6 +289,7 @@ _ELSEWHERE: Mapping[str, Sequence[str]] = {
     "parallel.ranks": ["devices", "num_gpus", "nproc_per_node", "num_processes"],
     "precision": ["bf16", "fp16", "mixed_precision"],
     "resume": ["resume_from_checkpoint", "ckpt_path"],
+    "stop.patience": ["early_stopping_patience"],
     "steps": ["max_steps", "num_steps"],
     "scheduler.warmup": ["warmup_ratio", "warmup_steps", "num_warmup_steps"],
 }

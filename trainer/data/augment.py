@@ -52,5 +52,5 @@ class Augment:
 
 
 def _is_bound_class(each: object) -> bool:
-    """Whether it is a class, bound as a bare name is, that is still to be built."""
+    """Whether it is a class, bound as a name alone is, that is still to be built."""
     return isinstance(each, partial) and inspect.isclass(each.func)
