@@ -119,6 +119,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             is_typed = _is_count(view["accum.micro"])
             yield line(key, view[key], text.replace(_N, "add accum=fixed") if is_typed else text)
     yield from _place_faults(view)
+    yield from _unfollowed(view)
     yield from _size_faults(view)
     run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
     for path in COMPONENTS:
@@ -135,6 +136,18 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
     if values is ...:
         return value is not None
     return _is_count(value) if values is int else value in values
+
+
+def _unfollowed(view: Tree) -> Iterator[str]:
+    """Name settings of a metric that is followed, where none is."""
+    if view["stop.metric"] is not None:
+        return
+    for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
+        if view[key] not in (default, None):
+            yield line(key, view[key], "needs a metric: type stop.metric=eval_loss")
+    if view["checkpoint.best"] is None and view["checkpoint.mode"] in ("min", "max"):
+        text = "needs a metric: type checkpoint.best=eval_loss, or stop.metric=eval_loss"
+        yield line("checkpoint.mode", view["checkpoint.mode"], text)
 
 
 def _place_faults(view: Tree) -> Iterator[str]:

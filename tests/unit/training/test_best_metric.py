@@ -6,8 +6,10 @@ import math
 
 import pytest
 
+from tests.lib.config_support import checked
+from trainer.assemble.resumption import own_parts
 from trainer.core.errors import ConfigError
-from trainer.training.best_metric import BestMetric
+from trainer.training.best_metric import STOP, BestMetric
 
 
 def follow(values, metric="eval_loss", mode="auto", min_delta=0.0):
@@ -26,6 +28,11 @@ def test_less_is_better_of_losses_and_more_of_accuracy():
     assert follow([math.nan, 1.0])[1] == [False, True]
     with pytest.raises(ConfigError, match=r"type checkpoint.mode=min or checkpoint.mode=max"):
         BestMetric.of("checkpoint.best", "eval_mine", "auto")
+
+
+def test_a_direction_that_is_typed_holds_for_stopping_alone():
+    config = checked({"stop.metric": "eval_mine", "checkpoint.mode": "max"})
+    assert own_parts(config)[STOP].mode == "max"
 
 
 def test_a_resumed_run_knows_the_best_and_counts_an_evaluation_once():
