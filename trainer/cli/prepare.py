@@ -21,6 +21,7 @@ from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.format import shown_path
 from trainer.launch.membership import global_rank
 
 
@@ -84,7 +85,8 @@ def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
     checkpoint = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
     job = _check_over(run, overrides, composer, "resume")
     saved_runs.refuse_changes(run, job.config)
-    return replace(_place(job, job.folder), forked=checkpoint)
+    note = f"a new run from step {saved_runs.step_of(checkpoint)} of {shown_path(run)}\n"
+    return replace(_place(job, job.folder), forked=checkpoint, note=note)
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:
