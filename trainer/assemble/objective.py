@@ -29,7 +29,7 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
-from trainer.models.task import task_of
+from trainer.models.task import POOLING, task_of
 from trainer.objectives.base import IGNORED, Objective
 from trainer.objectives.metrics import check_metrics
 
@@ -43,6 +43,7 @@ _BY_TASK: Mapping[str | None, str] = {
     "seq2seq_lm": "seq2seq",
     "question_answering": "question_answering",
     "image_text_to_text": "next_token",
+    "embedding": "contrastive",
 }
 _NUMBERS = {"regression": "regression", "multi_label_classification": "multi_label"}
 _CLASSIFIES: tuple[Task, ...] = ("sequence_classification", "image_classification")
@@ -131,7 +132,9 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     if task == "masked_lm" and labels is not None and not _are_equal(labels, ids):
         return "token_classify", "as the data say by their labels which tokens are hidden"
     if task in _BY_TASK:
-        return _BY_TASK[task], f"as {name} is made for {task}"
+        pooling = getattr(module, POOLING, None)
+        more = f", {pooling} pooling" if pooling else ""
+        return _BY_TASK[task], f"as {name} is made for {task}{more}"
     if labels is None:
         fault = f"the data give no field named labels (they give: {', '.join(fields)})"
     elif labels.is_floating_point() or labels.is_complex():

@@ -128,6 +128,8 @@ Task = Literal[
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """Kernels of transformers; a kernel on the hub, which is code, is none."""
 FloatType = Literal["float32", "bfloat16", "float16", "float64"]
+Pooling = Literal["mean", "cls", "last"]
+"""How the embeddings of a text's tokens become one: their mean, the first, or the last."""
 Word = Annotated[
     str,
     BeforeValidator(_as_text),

@@ -25,6 +25,12 @@ _TARGETS = (
     *(("source", "target"), ("text", "summary"), ("document", "summary"), ("dialogue", "summary")),
     *(("article", "highlights"), ("prompt", "completion"), ("input", "target")),
 )
+_NEAR = (
+    *(("anchor", "positive"), ("query", "positive"), ("query", "document"), ("query", "passage")),
+    *(("question", "answer"), ("sentence1", "sentence2")),
+)
+NEGATIVE = "negative"
+"""What columns begin with that hold texts which are not near; they are not read."""
 ENDINGS = ("ending0", "ending1", "ending2", "ending3")
 """Columns of the choices of a record that begins with `sent1` and `sent2`."""
 
@@ -49,6 +55,7 @@ _CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
         ),
     ],
     "source and target": [{"source": source, "target": target} for source, target in _TARGETS],
+    "pair": [{"anchor": first, "positive": second} for first, second in _NEAR],
 }
 _OPTIONAL: Mapping[str, Mapping[str, str]] = {
     "chat": {"tools": "tools"},
@@ -65,6 +72,7 @@ _FORMATS: Mapping[Task, Sequence[str]] = {
     "token_classification": ["tags"],
     "question_answering": ["span"],
     "multiple_choice": ["choices"],
+    "embedding": ["pair"],
 }
 """What a model for a task can be trained on, the first that fits first."""
 
@@ -76,6 +84,7 @@ class Format:
 
     name: str
     columns: Mapping[str, str]  # by role
+    unread: Sequence[str] = ()  # columns that one might think are read
 
     def take(self, record: Mapping[str, Any] | ValueError) -> dict[str, Any] | ValueError:
         """Give the values of a record by role, or say why it has none."""
@@ -117,7 +126,8 @@ def recognise(
         found = {role: column for role, column in names.items() if column in columns}
         needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
         if found.keys() >= needed | typed.keys():
-            return Format(name, found)
+            unread = [c for c in columns if name == "pair" and c.startswith(NEGATIVE)]
+            return Format(name, found, unread)
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")

@@ -55,6 +55,8 @@ class HuggingFaceData(TwoSides):
     * `question`, `context`, `answers`: `start_positions` and `end_positions`.
     * `sent1`, `sent2`, `ending0` to `ending3`, `label`, or `question`, `choices`, `answer`:
       `(choices, time)`.
+    * `anchor` and `positive`, or `query` and `document`, for an embedding: `(2, time)`. Both texts
+      are computed, as long as the longer one, so the length of the sample is twice that.
     * `source` and `target`, or `document` and `summary`: `labels` of a length of their own.
 
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
@@ -228,11 +230,12 @@ class HuggingFaceData(TwoSides):
         dropped = self._index.facts["dropped"].items()
         others = self._index.facts["other_parts"]
         parts = [f"other parts: {', '.join(others)}"] if others else []
+        parts += [f"{name} is not read" for name in self._index.facts.get("unread", ())]
         return ", ".join([*(f"{count:,} {why} left out" for why, count in dropped), *parts])
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack samples of rows, `(choices, time)`, padded on the right to the longest."""
+    """Stack samples of rows, `(rows, time)`, padded on the right to the longest."""
     longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
 
     def padded(name: str, field: Tensor) -> Tensor:

@@ -178,14 +178,23 @@ class ChoiceEncoder(RecordEncoder):
         if not isinstance(label, int) or not 0 <= label < len(choices):
             raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
         found = self.tokenize([first] * len(choices), choices, return_attention_mask=True)
-        longest, pad = max(map(len, found[INPUT_IDS])), pad_token_of(self.tokenizer)
-        fills = {INPUT_IDS: pad, ATTENTION_MASK: 0, TYPE_IDS: 0}
-        rows = {
-            name: [row + [fill] * (longest - len(row)) for row in found[name]]
-            for name, fill in fills.items()
-            if name in found
-        }
-        return {**rows, LABELS: label}
+        return {**_rows(found, pad_token_of(self.tokenizer)), LABELS: label}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PairEncoder(RecordEncoder):
+    """Encodes two texts that are to be near each other, as a row each."""
+
+    def encode(self, record: Record) -> Fields:
+        """Give the fields of a sample."""
+        texts = [text_of(record, role) for role in ("anchor", "positive")]
+        found = self.tokenize(texts, return_attention_mask=True)
+        if not all(found[INPUT_IDS]):
+            raise ValueError("one of its texts has no tokens")
+        rows = _rows(found, pad_token_of(self.tokenizer))
+        rows.pop(TYPE_IDS, None)  # 0 of a single text, as a model that gets none takes them
+        return rows
 
 
 @final
@@ -198,6 +207,17 @@ class TargetEncoder(RecordEncoder):
         source = self.tokenize(text_of(record, "source"))
         target = self.tokenize(text_target=text_of(record, "target"))
         return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
+
+
+def _rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:
+    """Pad the rows of a sample to the longest."""
+    longest = max(map(len, found[INPUT_IDS]))
+    fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0}
+    return {
+        name: [row + [fill] * (longest - len(row)) for row in found[name]]
+        for name, fill in fills.items()
+        if name in found
+    }
 
 
 def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN401 - any JSON

@@ -32,6 +32,7 @@ from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cache_folder,
 from trainer.data.label_encoders import (
     ChoiceEncoder,
     LabelEncoder,
+    PairEncoder,
     SpanEncoder,
     TagEncoder,
     TargetEncoder,
@@ -84,7 +85,7 @@ def cached_records(
     """Open the cache of what records become, tokenising them first where there is none.
 
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
-    (the one that is trained on is the first), `other_parts` that are not taken,
+    (the one that is trained on is the first), `other_parts` and columns that are `unread`,
     `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`,
     and options that are `unused`, each with why.
 
@@ -113,6 +114,7 @@ def cached_records(
             "other_parts": others,
             "dropped": dict(written.dropped),
             "overlong": encoder.overlong,
+            "unread": form.unread,
             "unused": _unused(options, encoder, form.name),
         }
         return written.bad, facts
@@ -160,6 +162,8 @@ def _encoder(
         return ChatEncoder(**given, **{name: getattr(options, name) for name in OF_ANSWERS}), {}
     if form.name == "source and target":
         return TargetEncoder(**given), {}
+    if form.name == "pair":
+        return PairEncoder(**given), {}
     return _labelled(source, parts, form, given, options)
 
 

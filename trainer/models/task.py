@@ -28,6 +28,8 @@ _TASKS: Mapping[str, Task] = {
 }
 
 
+POOLING = "text_pooling"
+"""Attribute of a model that embeds texts: how, a word of `Pooling`."""
 _LABELLED: tuple[Task, ...] = ("sequence_classification", "token_classification")
 
 

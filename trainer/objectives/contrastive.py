@@ -19,6 +19,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
+from trainer.objectives.text_pairs import embed
 
 SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
 """Names of the two embeddings in what a model gives."""
@@ -67,7 +68,7 @@ class Contrastive(CoupledObjective):
         Raises:
             ConfigError: the model gives no two embeddings, or a scale that is no single number.
         """
-        output = model(fields)
+        output = embed(model, fields)
         sides = embeddings_of(output)
         rows = {
             name: F.normalize(at_least_single(side), dim=-1)

@@ -419,6 +419,21 @@ def test_choices_are_rows_and_are_padded_together(tmp_path, words):
     assert fields["attention_mask"].sum((1, 2)).tolist() == [5 + 6, 7 + 8]
 
 
+def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_path, words):
+    records = [{"query": "a b c d", "document": "a"}, {"query": "a", "document": "b c"}]
+    data = opened(tmp_path, records, words, "embedding")
+    fields = data.collate([data[0], data[1]])
+    assert {name: tuple(field.shape) for name, field in fields.items()} == {
+        name: (2, 2, 6) for name in ("input_ids", "attention_mask")
+    }
+    assert fields["attention_mask"].sum(2).tolist() == [[6, 3], [3, 4]]
+    assert data.lengths.tolist() == [12, 8]
+    # What is computed for a micro-batch is what is planned: samples times the longest.
+    assert fields["input_ids"].numel() == len(data) * data.lengths.max()
+    typed = opened(tmp_path, records, words, "embedding", columns={"anchor": "document"})
+    assert typed.describe_records(None)[0].text == "pair (anchor: document, positive: document)"
+
+
 def test_an_encoder_decoder_learns_a_target(tmp_path, words):
     data = opened(tmp_path, [{"document": "a b c", "summary": "d"}], words, "seq2seq_lm")
     assert listed(data) == [{"input_ids": ids_of("abc"), "labels": ids_of("d")}]
@@ -511,6 +526,7 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("question_answering", ANSWERED, {"question": "a " * 40}, "cannot be encoded"),
     ("multiple_choice", CHOICES, {"answer": None}, "the label None is none of its 2 choices"),
     ("multiple_choice", CHOICES, {"choices": None}, "its choices are of type NoneType"),
+    ("embedding", {"anchor": "a", "positive": "b"}, {"positive": " "}, "its positive is empty"),
     ("causal_lm", {"text": "a"}, {"text": ["a"]}, "the text is of type list"),
     ("causal_lm", {"text": "a"}, {"text": "\ud800"}, "cannot be encoded"),
 ]

@@ -1,0 +1,129 @@
+"""One encoder for both texts of a pair takes the step of a plain loop over the whole batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
+from tests.lib.nightly import nightly
+from tests.lib.run_support import curve, entries, go, overrides, shell, state
+
+pytestmark = [
+    pytest.mark.usefixtures("own_folder"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+EXACT, WRONG, NUM_PAIRS, SCALE = 1e-10, 1e-2, 16, 20.0
+SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 2}
+DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LINE = (
+    "model=hf model.path=model model.task=embedding model.dtype=float64 data=hf data.path=pairs.jsonl "
+    f"batch.global={NUM_PAIRS} steps=1 scheduler=constant clip_norm=null optimizer=sgd optimizer.lr=1 "
+    "optimizer.momentum=0"
+)
+
+
+def pair(i: int) -> tuple[str, str]:
+    """A short text and a longer one, or the reverse."""
+    texts = TEXTS[i], f"{TEXTS[-i - 1]} {TEXTS[2 * i]}"
+    return texts if i % 3 else texts[::-1]
+
+
+def save(kind: str) -> None:
+    torch.manual_seed(0)
+    config = {"Bert": transformers.BertConfig, "Llama": transformers.LlamaConfig}[kind]
+    settings = SIZES | (DRY if kind == "Bert" else {})
+    transformers.AutoModel.from_config(config(**settings)).save_pretrained("model")
+    save_tokenizer(Path("model"), 300)
+    records = [dict(zip(("query", "passage"), pair(i), strict=True)) for i in range(NUM_PAIRS)]
+    write_lines(Path("pairs.jsonl"), [each | {"negative": "a"} for each in records])
+
+
+def embeddings(model: torch.nn.Module, texts: list[str], pooling: str) -> Tensor:
+    """Embed texts as one writes it by hand."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    given = tokenizer(texts, padding=True, return_tensors="pt")
+    hidden = model(**{n: given[n] for n in ("input_ids", "attention_mask")}).last_hidden_state
+    mask = given["attention_mask"][..., None]
+    found = {
+        "mean": lambda: (hidden * mask).sum(1) / mask.sum(1),
+        "cls": lambda: hidden[:, 0],
+        "last": lambda: torch.stack([h[m[:, 0] == 1][-1] for h, m in zip(hidden, mask, strict=True)]),
+    }
+    return F.normalize(found[pooling](), dim=-1)
+
+
+def gradient(pooling: str, size: int = NUM_PAIRS) -> tuple[float, dict[str, Tensor]]:
+    """InfoNCE in both directions; below the whole batch, the mean over parts of `size`."""
+    model = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).train()
+    pairs, total = [pair(i) for i in range(NUM_PAIRS)], 0.0
+    for start in range(0, NUM_PAIRS, size):
+        sides = zip(*pairs[start : start + size], strict=True)
+        one, other = (embeddings(model, [*texts], pooling) for texts in sides)
+        scores, own = SCALE * one @ other.T, torch.arange(size)
+        loss = (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+        (loss * size / NUM_PAIRS).backward()
+        total += loss.item() * size / NUM_PAIRS
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    largest = max(float(each.abs().max()) for each in expected.values())
+    return max(float((found[n] - expected[n]).abs().max()) for n in expected) / largest
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "cut"),
+    [
+        ("Bert", "mean", "accum.micro=3"),
+        nightly("Bert", "mean", f"accum.micro={NUM_PAIRS}"),
+        nightly("Bert", "mean", "accum.micro=3 parallel.ranks=2"),
+        nightly("Bert", "cls", "accum.micro=5"),
+        nightly("Llama", "mean", "accum.micro=3"),
+        ("Llama", "last", "accum.micro=5"),
+    ],
+)
+def test_the_step_is_that_of_a_loop_over_the_whole_batch(kind, pooling, cut, capsys):
+    save(kind)
+    before = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).state_dict()
+    run = go(f"{LINE} data.holdout=0 model.pooling={pooling} {cut}")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"contrastive, as {kind}Model is made for embedding, {pooling} pooling" in shown
+    assert "pair (anchor: query, positive: passage), negative is not read" in shown
+    loss, expected = gradient(pooling)
+    after = state(run)
+    found = {name: before[name] - after[f"model.{name}"] for name in expected}
+    assert curve(run, "loss") == pytest.approx([loss], rel=EXACT)
+    assert error(found, expected) <= EXACT
+    other, of_parts = gradient(pooling, 4)  # what a mean of micro-batches computes
+    assert abs(other - loss) > WRONG
+    assert error(of_parts, expected) > WRONG
+    other_way = {"mean": "cls", "cls": "last", "last": "mean"}[pooling]
+    assert error(gradient(other_way)[1], expected) > WRONG
+
+
+def test_a_run_is_proved_evaluated_and_exported(capsys):
+    save("Bert")
+    Path("model/1_Pooling").mkdir()
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    Path("model/1_Pooling/config.json").write_text(json.dumps(pooling))
+    line = f"{LINE} accum.micro=3 data.holdout=0.25 batch.global=6 eval.every=1"
+    assert shell(f"verify {' '.join(overrides(line))}") == 0
+    run = go(line)
+    assert "cls pooling" in capsys.readouterr().out
+    (last,) = [each for each in entries(run) if "eval_loss" in each]
+    assert 0 <= last["eval_recall_at_1"] <= last["eval_recall_at_10"] == 1.0
+    assert shell(f"export run={run.folder} export.to=out") == 0
+    assert "AutoModel.from_pretrained" in capsys.readouterr().out
+    loaded = transformers.AutoModel.from_pretrained("out", dtype=torch.float64)
+    trained = state(run)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trained[f"model.{name}"]), name

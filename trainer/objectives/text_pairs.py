@@ -1,0 +1,53 @@
+"""Embed both texts of a pair by one encoder, and make one embedding of those of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config.components import Pooling
+from trainer.core.micro_batch import Fields
+from trainer.data.collate import ATTENTION_MASK
+from trainer.data.samples import INPUT_IDS
+from trainer.models.task import POOLING
+from trainer.objectives.base import ModelCall, at_least_single
+
+
+def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
+    """Run a model; one that has a `POOLING` once for all texts of pairs.
+
+    Args:
+        model: gives embeddings of its own or, of texts, a `last_hidden_state`.
+        fields: of pairs of texts, `(samples, 2, time)` each.
+
+    Returns:
+        `query` and `document`, `(samples, width)`; else what the model gives.
+    """
+    ids = fields.get(INPUT_IDS)
+    pooling = getattr(getattr(model, "module", None), POOLING, None)
+    if pooling is None or ids is None or ids.shape[1:-1] != (2,):
+        return model(fields)
+    is_of_text = {name: field.shape == ids.shape for name, field in fields.items()}
+    rows = {n: f.flatten(0, 1) if is_of_text[n] else f for n, f in fields.items()}
+    hidden = model(rows).last_hidden_state
+    query, document = pooled(hidden, rows[ATTENTION_MASK], pooling).view(len(ids), 2, -1).unbind(1)
+    return {"query": query, "document": document}
+
+
+def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Make one embedding of those of a text's tokens, in fp32 at least.
+
+    Args:
+        hidden: `(texts, time, width)`, padded on the right.
+        mask: `(texts, time)`, 1 on tokens, of which each text has one at least.
+        pooling: which.
+    """
+    hidden = at_least_single(hidden)
+    if pooling == "cls":
+        return hidden[:, 0]
+    counts = mask.sum(1)
+    if pooling == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), counts - 1]
+    return torch.einsum("btw,bt->bw", hidden, mask.to(hidden.dtype)) / counts[:, None]
