@@ -25,9 +25,9 @@ SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hid
 SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 2}
 DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LINE = (
-    "model=hf model.path=model model.task=embedding model.dtype=float64 data=hf data.path=pairs.jsonl "
-    f"batch.global={NUM_PAIRS} steps=1 scheduler=constant clip_norm=null optimizer=sgd optimizer.lr=1 "
-    "optimizer.momentum=0"
+    "model=hf model.path=model model.task=embedding model.dtype=float64 data=hf "
+    f"data.path=pairs.jsonl batch.global={NUM_PAIRS} steps=1 scheduler=constant clip_norm=null "
+    "optimizer=sgd optimizer.lr=1 optimizer.momentum=0"
 )
 
 
@@ -53,10 +53,11 @@ def embeddings(model: torch.nn.Module, texts: list[str], pooling: str) -> Tensor
     given = tokenizer(texts, padding=True, return_tensors="pt")
     hidden = model(**{n: given[n] for n in ("input_ids", "attention_mask")}).last_hidden_state
     mask = given["attention_mask"][..., None]
+    ends = given["attention_mask"].sum(1) - 1
     found = {
         "mean": lambda: (hidden * mask).sum(1) / mask.sum(1),
         "cls": lambda: hidden[:, 0],
-        "last": lambda: torch.stack([h[m[:, 0] == 1][-1] for h, m in zip(hidden, mask, strict=True)]),
+        "last": lambda: hidden[torch.arange(len(hidden)), ends],
     }
     return F.normalize(found[pooling](), dim=-1)
 

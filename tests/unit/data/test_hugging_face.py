@@ -423,9 +423,8 @@ def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_p
     records = [{"query": "a b c d", "document": "a"}, {"query": "a", "document": "b c"}]
     data = opened(tmp_path, records, words, "embedding")
     fields = data.collate([data[0], data[1]])
-    assert {name: tuple(field.shape) for name, field in fields.items()} == {
-        name: (2, 2, 6) for name in ("input_ids", "attention_mask")
-    }
+    shapes = {name: tuple(field.shape) for name, field in fields.items()}
+    assert shapes == dict.fromkeys(("input_ids", "attention_mask"), (2, 2, 6))
     assert fields["attention_mask"].sum(2).tolist() == [[6, 3], [3, 4]]
     assert data.lengths.tolist() == [12, 8]
     # What is computed for a micro-batch is what is planned: samples times the longest.
@@ -454,7 +453,7 @@ BAD: list[tuple[list[Any], dict[str, Any], str]] = [
         [{"prompt": "a", "chosen": "a", "rejected": "b"}],
         *({}, "data.columns={prompt: prompt, completion: chosen}"),
     ),
-    ([{"text": "a"}], {"task": "embedding"}, "reads nothing for embedding; type data._target_="),
+    ([{"text": "a"}], {"task": "embedding"}, "embedding takes anchor and positive; say which"),
     ([{"body": "a"}], {}, "data.columns={text: body}"),
     ([{"text": "a"}], {"columns": {"text": "body"}}, "no such column; there are text"),
     ([{"text": "a"}], {"columns": {"body": "text"}}, "no such role; for causal_lm there are"),
