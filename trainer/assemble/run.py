@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.assemble.prompts import prompts_of
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.resumed import Saved
 from trainer.assemble.resumption import SIZES, may_begin_anew, refuse_unsavable
@@ -20,7 +21,6 @@ from trainer.config.run_config import contract_diff
 from trainer.core.stateful import MainDecides, Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import Record
-from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.run import Progress, Run
@@ -79,6 +79,7 @@ def open_run(
     refuse_unsavable(own)
     if saved.loaded is not None:  # the model has its state already
         restore(saved.loaded, live, may_lack=may_begin_anew(components.config, own))
+    prompts = prompts_of(components)
     reporter = open_reporter(components, plan, folder, saved.loaded)
     with closing(reporter), ExitStack() as opened:
         how = components.config.checkpoint
@@ -106,18 +107,13 @@ def open_run(
             was_asked=stop,
             flops=run_plan.flops,
             progress=progress,
-            best=_followed(own, BEST),
-            stopping=_followed(own, STOP),
+            prompts=prompts,
+            own=own,
         )
         opened.callback(checkpointer.release)
         opened.callback(feed.close)
         _recall(run, folder, is_saved=saved.loaded is not None)
         yield run
-
-
-def _followed(parts: Mapping[str, Stateful], name: str) -> BestMetric | None:
-    part = parts.get(name)
-    return part if isinstance(part, BestMetric) else None
 
 
 def _recall(run: Run, folder: Path, *, is_saved: bool) -> None:

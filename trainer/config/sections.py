@@ -78,6 +78,8 @@ class Log(Section):
     every: Cadence | Epochs
     samples: bool
     parameters: Count | None
+    generate: Words
+    generate_tokens: Count
     noise_scale: Auto | Count | None
 
 

@@ -132,7 +132,7 @@ def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
 _LATER_SECTIONS: Mapping[str, Tree] = {
     "ema": {"decay": None},
     "accum": {"buffer": "native"},
-    "log": {"parameters": None, "noise_scale": None},
+    "log": {"parameters": None, "noise_scale": None, "generate": [], "generate_tokens": 64},
     "checkpoint": {"best": None, "mode": "auto"},
     "stop": {"metric": None, "patience": 3, "min_delta": 0.0},
 }

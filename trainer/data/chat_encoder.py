@@ -15,7 +15,7 @@ from trainer.data.samples import INPUT_IDS
 
 _BEGIN = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."
-_WITHOUT_INPUT = f"{_BEGIN}. {_ASKED}\n\n### Instruction:\n{{0}}\n\n### Response:\n"
+WITHOUT_INPUT = f"{_BEGIN}. {_ASKED}\n\n### Instruction:\n{{0}}\n\n### Response:\n"
 _WITH_INPUT = (
     f"{_BEGIN}, paired with an input that provides further context. {_ASKED}\n\n"
     "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
@@ -105,7 +105,7 @@ class ChatEncoder(RecordEncoder):
             ]
             only = self.assistant_only_loss
             return encode_messages(self.tokenizer, messages, assistant_only_loss=only, **template)
-        prompt = (_WITH_INPUT if more else _WITHOUT_INPUT).format(asked, more)
+        prompt = (_WITH_INPUT if more else WITHOUT_INPUT).format(asked, more)
         only = self.completion_only_loss
         return encode_prompt(self.tokenizer, prompt, answer, completion_only_loss=only)
 

@@ -164,6 +164,10 @@ class ByteDocuments(TwoSides):
         words = {BOS: b"<|bos|>", EOS: b"<|eos|>"}
         return b"".join(words.get(i) or bytes([i]) for i in ids).decode(errors="replace")
 
+    def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Give the tokens that a document of this text begins with, and those that end one."""
+        return [BOS, *text.encode()], [EOS]
+
     def byte_entropies(self) -> ByteEntropies:
         """Measure what byte counts alone would score on the held-out documents; NaN without any.
 

@@ -28,6 +28,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, joined, row
 from trainer.data.documents import TwoSides
 from trainer.data.encode import ends_of, pad_token_of
+from trainer.data.prompts import prompt_tokens
 from trainer.data.records import find_records
 from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records
@@ -148,6 +149,7 @@ class HuggingFaceData(TwoSides):
             chat_template_kwargs=dict(chat_template_kwargs or {}),
         )
         is_alone = part is not None and holdout == 0
+        self._template = {"chat_template": options.chat_template, **options.chat_template_kwargs}
         self._source = find_records(path, subset, part, is_alone=is_alone)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"
@@ -207,6 +209,10 @@ class HuggingFaceData(TwoSides):
     def decode(self, ids: Sequence[int]) -> str:
         """Write tokens as text, special ones too."""
         return str(self._tokenizer.decode(ids))
+
+    def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Write what is asked as the records begin; gives its tokens, and those that end it."""
+        return prompt_tokens(self._tokenizer, text, self._index.facts["format"], self._template)
 
     def name_of(self, i: int) -> str:
         """Name the record of a sample, by its file and line where it has one."""

@@ -16,7 +16,7 @@ from trainer.data.samples import Sample
 from trainer.data.view import DataView
 from trainer.plan.cut import IntArray
 
-_SAME = ("collate", "decode", "label_names", "pad_token_id")
+_SAME = ("collate", "decode", "label_names", "pad_token_id", "prompt")
 """What `Samples` lists as optional, and parts have alike: that of the first is taken."""
 
 

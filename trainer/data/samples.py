@@ -58,6 +58,8 @@ class Samples(Protocol):
       was asked to be held out.
     * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes
       in their order: for samples that a person is shown.
+    * `prompt`: `prompt(text) -> (ids, ends)`, the tokens that a sample of a text begins with, and
+      those of which each one ends it: for `log.generate`, which decodes what follows.
     * `num_cut`: tokens that `max_length` left out.
     * `describe_records`: `describe_records(facts) -> Sequence[Row]`, rows for the start block: what
       the records were recognised as, and how many of them are no samples.

@@ -129,6 +129,9 @@ class Objective(Described, ABC):
     gives_rows: bool = False
     """Whether it couples samples by rows of them, of which an evaluation brings all together."""
 
+    predicts_next: bool = False
+    """Whether logits are of the token behind their position, so that text can be continued."""
+
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
 

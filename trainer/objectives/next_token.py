@@ -135,6 +135,8 @@ class NextToken(TokenEntropy):
     right.
     """
 
+    predicts_next = True
+
     def targets(self, fields: Fields) -> Tensor:
         """See the base class."""
         return shifted_labels(fields)

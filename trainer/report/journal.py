@@ -16,7 +16,7 @@ from trainer.core.errors import SaveError
 
 Entry = dict[str, Any]
 
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE, SAMPLES_FILE, TEXTS_FILE = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
 

@@ -1,4 +1,4 @@
-"""Write metrics.jsonl, the truth about a run, and samples.jsonl, the ledger of its samples.
+"""Write metrics.jsonl, the truth about a run, samples.jsonl, its ledger, and generated.jsonl.
 
 Numbers that JSON does not know (NaN, infinities) are written as null.
 """
@@ -17,6 +17,7 @@ from trainer.core.format import named_means
 from trainer.report.journal import (
     METRICS_FILE,
     SAMPLES_FILE,
+    TEXTS_FILE,
     Entry,
     Journal,
     read,
@@ -55,10 +56,12 @@ class MetricsLog:
         resumed_step: int | None = None,
         keep_samples: bool = False,
     ) -> None:
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / METRICS_FILE, warn)
+        self._texts: Journal | None = None  # until a prompt is continued
+        self._folder, self._warn = folder, warn
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         # A step whose numbers, by name, are there once they have been copied.
         self._waiting: tuple[Entry, list[str], Tensor, torch.cuda.Event] | None = None
@@ -104,6 +107,11 @@ class MetricsLog:
         entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
         return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})
 
+    def generated(self, step: int, prompt: str, text: str) -> None:
+        """Write how a prompt was continued after a step."""
+        self._texts = self._texts or Journal(self._folder / TEXTS_FILE, self._warn)
+        self._texts.write({"step": step, "prompt": prompt, "text": text})
+
     def flush(self) -> list[Entry]:
         """Write the step that is on its way, waiting for it; give its entry, or nothing."""
         if self._waiting is None:
@@ -119,7 +127,7 @@ class MetricsLog:
             SaveError: lines are left that cannot be written.
         """
         written = self.flush()
-        for journal in filter(None, (self._metrics, self._samples)):
+        for journal in filter(None, (self._metrics, self._samples, self._texts)):
             journal.sync()
         return written
 

@@ -134,6 +134,14 @@ class RunReporter:
             self._screen.line(text, "bold")
         self._note(step, "on_eval", entry)
 
+    def generated(self, step: int, texts: Sequence[tuple[str, str]] | None) -> None:
+        """Take how prompts were continued after a step; None where memory ran out."""
+        if texts is None:
+            self.warn("log.generate: out of memory; nothing was continued, and the run goes on")
+        for prompt, text in texts or ():
+            self._metrics.generated(step, prompt, text)
+            self._screen.line(f"{step_of(step, self._steps)}  {prompt!r} -> {text!r}")
+
     def flush(self) -> None:
         """Bring every step so far to the disk, before a checkpoint; `SaveError` if it refuses."""
         self._show(self._metrics.sync())
@@ -208,7 +216,7 @@ class SilentReporter:
     def _pass(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    start = passed_over = step = evaluation = flush = checkpoint = _pass
+    start = passed_over = step = evaluation = generated = flush = checkpoint = _pass
     line = warn = finish = close = _pass
 
 

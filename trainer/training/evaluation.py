@@ -264,10 +264,17 @@ def forward_passes(
     model: Parallel, loader: Loader, requests: Iterator[Request], world: World
 ) -> Iterator[Iterator[Fields]]:
     """Load micro-batches, of which the model is to run forward passes alone."""
-    mode, casts = evaluating(model.module), Casts(model.module).once(world.device.type)
     stream = closing(loader.stream(requests))
-    with mode, casts, torch.no_grad(), closing(loader), stream as loaded:
+    with inference(model, world), closing(loader), stream as loaded:
         yield loaded
+
+
+@contextmanager
+def inference(model: Parallel, world: World) -> Iterator[None]:
+    """Run forward passes alone: no dropout, no graph, each weight cast once."""
+    casts = Casts(model.module).once(world.device.type)
+    with evaluating(model.module), casts, torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, Stateful
 from trainer.training.batches import Feed
 from trainer.training.evaluation import evaluate_parts
+from trainer.training.generation import generate
 from trainer.training.model_flops import ModelFlops
 from trainer.training.precise_statistics import precise_statistics
 from trainer.training.run import Progress, Run
@@ -144,9 +145,15 @@ def _evaluate(run: Run, progress: Progress) -> None:
             means = evaluate_parts(
                 context.model, context.objective, run.held_out, context.world, run.was_asked
             )
+            seconds = time.perf_counter() - started
+            texts = run.prompts and generate(
+                context.model, run.prompts, context.world, run.was_asked
+            )
     except Preempted:
         _end(run, progress, _preempted(progress.step))
-    run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
+    run.reporter.evaluation(progress.step, means, seconds)
+    if run.prompts is not None:
+        run.reporter.generated(progress.step, texts)
     progress.evaluation = named_means(means)
     _take_evaluation(run)
 

@@ -12,9 +12,10 @@ from trainer.config.run_config import RunConfig
 from trainer.core.stateful import State, Stateful
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
-from trainer.training.best_metric import BestMetric
+from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut
+from trainer.training.generation import Prompts
 from trainer.training.model_flops import ModelFlops
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport
 from trainer.training.window import StepContext
@@ -35,8 +36,22 @@ class Run:
     # Of the model; None on ranks that report nothing, and where they are not counted
     flops: ModelFlops | None
     progress: Progress
-    best: BestMetric | None = None  # by which a checkpoint is kept
-    stopping: BestMetric | None = None  # which ends the run when it gets no better
+    prompts: Prompts | None = None  # continued at evaluations
+    own: Mapping[str, Stateful] = field(default_factory=dict)  # parts that the config asks for
+
+    @property
+    def best(self) -> BestMetric | None:
+        """The metric by which a checkpoint is kept."""
+        return self._followed(BEST)
+
+    @property
+    def stopping(self) -> BestMetric | None:
+        """The metric that ends the run when it gets no better."""
+        return self._followed(STOP)
+
+    def _followed(self, name: str) -> BestMetric | None:
+        part = self.own.get(name)
+        return part if isinstance(part, BestMetric) else None
 
 
 @final

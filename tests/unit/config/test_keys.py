@@ -24,7 +24,8 @@ batchnorm.precise checkpoint.asynchronous checkpoint.best checkpoint.every check
 checkpoint.mode checkpoint.on_full clip_norm command compile data data.eval_path data.holdout
 data.max_length data.on_bad data.overlong data.show data.split_seed deterministic device ema.decay
 epochs eval.at_start eval.every eval.predictions eval.samples eval.sets export.merge export.to hooks
-init log.every log.noise_scale log.parameters log.samples max_time model name nonfinite.limit
+init log.every log.generate log.generate_tokens log.noise_scale log.parameters log.samples
+max_time model name nonfinite.limit
 num_workers objective objective.metrics optimizer optimizer.groups optimizer.layer_decay
 optimizer.lr optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode
 parallel.ranks parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume

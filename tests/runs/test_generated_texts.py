@@ -1,0 +1,84 @@
+"""Prompts are continued at evaluations as the exported model continues them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
+from tests.lib.nightly import nightly
+from tests.lib.run_support import entries, go, on, shell
+from trainer.data.prompts import prompt_tokens
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+PROMPTS = ["the step is", "we"]
+LINE = (
+    "model=hf model.path=model data=hf data.path=texts.jsonl data.max_length=32 batch.global=8 "
+    "steps=2 eval.every=1 optimizer.lr=3e-3 log.generate_tokens=8"
+)
+TYPED = "'log.generate=[the step is,we]'"
+
+
+def save() -> transformers.PreTrainedTokenizerFast:
+    save_llama(Path("model"))
+    write_lines(Path("texts.jsonl"), [{"text": text} for text in TEXTS])
+    return save_tokenizer(Path("model"))
+
+
+@pytest.mark.parametrize("mode", ["parallel=fsdp parallel.ranks=2", nightly("parallel.ranks=1")])
+def test_a_prompt_is_continued_as_the_exported_model_does(mode, capsys):
+    tokenizer = save()
+    run = go(f"{LINE} {mode} {TYPED}")
+    found = entries(run, "generated.jsonl")
+    assert [(e["step"], e["prompt"]) for e in found] == [(s, p) for s in (1, 2) for p in PROMPTS]
+    assert shell(f"export run={run.folder} export.to=out") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    for entry in found[2:]:
+        ids = torch.tensor([tokenizer.encode(entry["prompt"], add_special_tokens=False)])
+        whole = model.generate(ids, do_sample=False, max_new_tokens=8)[0].tolist()
+        assert entry["text"] == tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
+        assert entry["text"]
+    shown = capsys.readouterr().out
+    assert f"'we' -> {found[-1]['text']!r}" in shown or mode.startswith("parallel=fsdp")
+
+
+def test_a_resumed_run_has_each_step_once():
+    save()
+    run = go(f"{LINE} {TYPED}")
+    more = on(run, "steps=4")
+    assert [e["step"] for e in entries(more, "generated.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn():
+    tokenizer = save()
+    tokenizer.chat_template = TEMPLATE
+    ids, ends = prompt_tokens(tokenizer, "the step", "chat", {"chat_template": None})
+    assert tokenizer.decode(ids) == "<user>the step</s><assistant>"
+    assert set(ends) == {tokenizer.eos_token_id}
+    turns = TEMPLATE.replace("{{ eos_token }}", "<mask>")
+    _, ends = prompt_tokens(tokenizer, "the step", "chat", {"chat_template": turns})
+    assert set(ends) == {tokenizer.eos_token_id, tokenizer.mask_token_id}
+    ids, _ = prompt_tokens(tokenizer, "the step", "text", {})
+    assert tokenizer.decode(ids) == "the step"
+    tokenizer.chat_template = None
+    ids, _ = prompt_tokens(tokenizer, "the step", "instruction", {})
+    assert tokenizer.decode(ids).endswith("### Instruction:\nthe step\n\n### Response:\n")
+
+
+FAULTS = [
+    ("data.holdout=0", "nothing is held out, so nothing is evaluated"),
+    ("data.max_length=4", "has 12 tokens; 1 to 3 leave room"),
+    ("objective=masked_lm", "objective=MaskedLM predicts no next token"),
+]
+
+
+@pytest.mark.parametrize(("more", "fault"), FAULTS)
+def test_what_cannot_be_continued_is_one_line(more, fault, capsys):
+    save()
+    line = LINE.replace("data.max_length=32", "") if "max_length" in more else LINE
+    assert shell(f"{line} {more} 'log.generate=[the step is what we find and loss]'") != 0
+    assert fault in " ".join(capsys.readouterr().err.split())
