@@ -23,7 +23,7 @@ MORE_IMPORTS = {
     "trainer/assemble/components.py": 34,
     "trainer/assemble/tuning.py": 25,
     "trainer/assemble/model.py": 20,
-    "trainer/cli/main.py": 17,
+    "trainer/cli/main.py": 16,
     "trainer/training/window.py": 17,
     "trainer/assemble/run.py": 17,
     "trainer/commands/train.py": 16,

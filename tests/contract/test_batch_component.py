@@ -13,7 +13,7 @@ from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, sh
 from tests.lib.run_toys import Stop
 from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 

@@ -32,7 +32,7 @@ from tests.lib.run_support import (
     state,
 )
 from tests.reliability.rank_work import run_as_rank
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
 
 HEADS, PAIRS = head_toys.__name__, pair_toys.__name__

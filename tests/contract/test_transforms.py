@@ -14,7 +14,7 @@ from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, read_json, shell, state
 from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer import train
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError
 
 CODE = '''

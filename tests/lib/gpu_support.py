@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.lib.run_support import go, read_json
 from tests.lib.support import VOCABULARY, RaggedText
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core.world import World
 from trainer.models.gpt import GPT
 
@@ -33,9 +33,9 @@ MODEL = " ".join(["model=gpt_tiny", *(f"model.{name}={value}" for name, value in
 DATA = "data._target_=tests.lib.support.RaggedText data.num_samples=64"
 
 
-def run_gpt(device: str, line: str = "", **flags: str) -> FinishedRun:
+def run_gpt(device: str, line: str = "") -> FinishedRun:
     """Run the small GPT on ragged documents, a few of them one token long."""
-    return go(f"{MODEL} {DATA} batch.global=16 device={device} precision=fp32 {line}", **flags)
+    return go(f"{MODEL} {DATA} batch.global=16 device={device} precision=fp32 {line}")
 
 
 def make_gpt(device: str, positions: str = "rotary", **more: Any) -> GPT:

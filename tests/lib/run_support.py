@@ -17,7 +17,7 @@ import torch
 from trainer import train
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import checkpoint_weights
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
 
 TOYS = "tests.lib.run_toys"
@@ -50,9 +50,9 @@ def overrides(line: str) -> list[str]:
     return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
 
 
-def go(line: str = "", **flags: str) -> FinishedRun:
+def go(line: str = "", *, config_dir: str | None = None) -> FinishedRun:
     """Run `BASE` with more settings; raises what the command line would say."""
-    return train(overrides(line), **flags)
+    return train(overrides(line), config_dir=config_dir)
 
 
 def on(run: FinishedRun, line: str = "") -> FinishedRun:

@@ -15,7 +15,7 @@ from tests.lib.run_toys import Net
 from tests.reliability.faults import FaultyDisk
 from trainer import train
 from trainer.checkpoint.lock import hold
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 

@@ -13,7 +13,7 @@ import yaml
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

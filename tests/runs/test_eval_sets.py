@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.run_support import entries, go, on, overrides, read_json, shell, state
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("texts")
 

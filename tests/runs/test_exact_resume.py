@@ -25,7 +25,7 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Stop
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError, DataError, TrainError
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -24,7 +24,7 @@ from tests.lib.run_support import (
 )
 from tests.lib.run_toys import Rows
 from tests.reliability.rank_work import on_ranks
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.lib.run_support import TOYS, go, read_json, shell, state
 from tests.lib.run_toys import DoubleNet, Images, Rows, Vision
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

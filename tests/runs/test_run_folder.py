@@ -24,7 +24,7 @@ from tests.lib.run_support import (
 )
 from tests.lib.run_toys import Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
-from trainer.cli.main import FinishedRun
+from trainer.cli.finished_run import FinishedRun
 from trainer.core.durable import open_log
 from trainer.core.errors import SaveError
 from trainer.data.view import split_by_seed

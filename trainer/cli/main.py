@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
 from trainer.cli.argv import split
 from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, print_error, print_out
 from trainer.config.messages import clip
-from trainer.core.durable import read_json
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
@@ -26,23 +24,7 @@ from trainer.launch.membership import global_rank
 
 if TYPE_CHECKING:
     from trainer.cli.compose import Composer
-
-RECORDS: Mapping[str, str] = {
-    "train": "result.json",
-    "plan": "plan.json",
-    "verify": "verify.json",
-}
-"""What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class FinishedRun:
-    """How a run from Python ended."""
-
-    folder: Path
-    exit_code: int  # as of the command line
-    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
+    from trainer.cli.finished_run import FinishedRun
 
 
 def main() -> None:
@@ -69,35 +51,31 @@ def run(argv: Sequence[str]) -> int:
         return print_crash(error)
 
 
-def train(config: Mapping[str, Any] | Sequence[str] = (), **hydra_flags: str) -> FinishedRun:
+def train(
+    config: Mapping[str, Any] | Sequence[str] = (), *, config_dir: str | None = None
+) -> FinishedRun:
     """Run from Python or a notebook what a command line runs.
 
     Args:
         config: a composed config, nested mappings of some settings, or a command and overrides
             as they are typed: `train(["verify", "batch.global=64", "accum=budget"])`.
-        hydra_flags: `config_dir="..."` for a folder of options of one's own.
+        config_dir: a folder of options of one's own.
 
     Returns:
-        Where the run is and how it ended.
+        Where the run is and how it ended: `result`, `metrics` as a DataFrame, the `report`.
 
     Raises:
         TrainError: what the command line would print; its `exit_code` is the command line's.
     """
+    from trainer.cli.finished_run import FinishedRun  # noqa: PLC0415
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start  # noqa: PLC0415
-    from trainer.config.run_config import evaluation_file  # noqa: PLC0415
 
-    flags = {f"--{name.replace('_', '-')}": value for name, value in hydra_flags.items()}
-    composer = composer_of(flags)
+    composer = composer_of({} if config_dir is None else {"--config-dir": config_dir})
     job = prepare_run(overrides_of(config, composer), composer)
-    code = 0
-    if job.done is None:
-        code = start(job, composer, is_python=True)
-    is_evaluation = job.config.command == "evaluate"
-    record = evaluation_file(job.config) if is_evaluation else RECORDS.get(job.config.command)
-    result = {} if record is None else read_json(job.folder / record)
-    return FinishedRun(folder=job.folder, exit_code=code, result=result)
+    code = start(job, composer, is_python=True) if job.done is None else 0
+    return FinishedRun.of(job.config, job.folder, code)
 
 
 def _run(argv: Sequence[str]) -> int:

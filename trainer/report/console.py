@@ -24,12 +24,14 @@ from trainer.core.format import clock, lead_nowhere, loss, percent, printable_li
 from trainer.core.rows import Noun
 from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
+from trainer.report.notebook import NotebookLine
 
 LOG_FILE = "train.log"
 LOG_WIDTH = 100
 BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
 
-_AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+# In a notebook rich would put an empty block of HTML before each line.
+_AS_IT_IS: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji", "force_jupyter"), False)
 
 
 @final
@@ -41,7 +43,10 @@ class Screen:
 
     def __init__(self, folder: Path | None = None, *, file: TextIO | None = None) -> None:
         is_brief = folder is not None and os.environ.get(BRIEF) == "1"
-        self._console = Console(file=file, quiet=is_brief, **_AS_IT_IS)
+        in_notebook = file is None and not is_brief and Console().is_jupyter
+        style: dict[str, Any] = {"force_terminal": True, "width": LOG_WIDTH} if in_notebook else {}
+        self._console = Console(file=file, quiet=is_brief, **style, **_AS_IT_IS)
+        self._notebook = NotebookLine() if in_notebook and folder is not None else None
         is_terminal = self._console.is_interactive and self._console.file.isatty()
         self._shows_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
@@ -123,8 +128,10 @@ class Screen:
             left = f"{clock(left_s)} left"
             self._progress.update(task.id, completed=step, description=at, left=left)
             self._figures.plain = figures
+        if self._notebook is not None:
+            self._notebook.show(step / steps, f"{at}  {figures}  {clock(left_s)} left")
         if is_due:
-            for console in self._consoles[1 if self._live else 0 :]:
+            for console in self._consoles[1 if self._live or self._notebook else 0 :]:
                 _write(console, f"{at}  {figures}  {clock(left_s):>5} left\n")
 
     def end_progress(self) -> None:

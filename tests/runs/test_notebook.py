@@ -1,0 +1,47 @@
+"""The notebook of the documentation runs: progress, figures and the report are readable there."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.run_support import go
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "how-to" / "notebook.ipynb"
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_notebook_of_the_documentation_runs(monkeypatch):
+    import nbclient  # noqa: PLC0415 - seconds, of every process that collects tests
+    import nbformat  # noqa: PLC0415
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    first, table, more, shown = (cell.outputs for cell in notebook.cells if "outputs" in cell)
+    drawn = [each.data["text/plain"] for each in first if each.output_type == "display_data"]
+    assert len(drawn) == 1  # one line, drawn anew
+    assert drawn[0].startswith("█")
+    assert "step 8/8  loss" in drawn[0]
+    printed = "".join(each.text for each in first if each.output_type == "stream")
+    assert "step 4/8  held out: loss" in printed
+    assert "step 3/8" not in printed
+    assert "eval_loss" in table[0].data["text/html"]
+    (value,) = [each for each in more if each.output_type == "execute_result"]
+    assert 0 < float(value.data["text/plain"]) < math.log(258)
+    assert "FinishedRun" in shown[0].data["text/plain"]
+
+
+def test_metrics_are_a_frame_with_a_row_for_each_step():
+    run = go("steps=3 eval.every=2")
+    frame = run.metrics
+    assert frame.index.tolist() == [1, 2, 3]
+    assert frame["loss"].notna().all()
+    assert frame["eval_loss"].notna().tolist() == [False, True, True]
+    assert frame["eval_loss"].iloc[-1] == run.result["eval_loss"]

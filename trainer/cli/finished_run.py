@@ -1,0 +1,70 @@
+"""Give a run that ended to Python: its folder, its figures, its report."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from trainer.config.run_config import RunConfig, evaluation_file
+from trainer.core.durable import read_json
+from trainer.core.errors import ConfigError
+from trainer.report.journal import METRICS_FILE, read
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RECORDS: Mapping[str, str] = {
+    "train": "result.json",
+    "plan": "plan.json",
+    "verify": "verify.json",
+}
+"""What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """How a run from Python ended. A notebook shows its report."""
+
+    folder: Path
+    exit_code: int  # as of the command line
+    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: Path, exit_code: int) -> FinishedRun:
+        """Read what a command wrote."""
+        is_evaluation = config.command == "evaluate"
+        record = evaluation_file(config) if is_evaluation else RECORDS.get(config.command)
+        result = {} if record is None else read_json(folder / record)
+        return cls(folder=folder, exit_code=exit_code, result=result)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """The lines of metrics.jsonl, a row for each step; evaluations are columns `eval_...`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError("run.metrics: needs pandas: pip install pandas") from error
+        lines = read(self.folder / METRICS_FILE)
+        return pd.DataFrame(lines).groupby("step").first() if lines else pd.DataFrame()
+
+    @property
+    def report(self) -> Path | None:
+        """The page with curves, plan and config; None where the command writes none."""
+        page = self.folder / "report.html"
+        return page if page.is_file() else None
+
+    def _repr_html_(self) -> str | None:
+        """Show the report in a notebook."""
+        if self.report is None:
+            return None
+        page = html.escape(self.report.read_text(encoding="utf-8"))
+        style = "width:100%;height:720px;border:0"
+        return f'<iframe title="report" style="{style}" srcdoc="{page}"></iframe>'
