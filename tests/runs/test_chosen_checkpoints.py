@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, entries, go, on, read_json, state
 from trainer import train
 from trainer.core.errors import ConfigError, NoCheckpointError, Preempted
@@ -37,9 +38,23 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     read = train(["evaluate", f"run={run.folder}", "step=best", "trust=[tests]"]).result
     assert (read["step"], read["eval_loss"]) == (best["step"], pytest.approx(best["eval_loss"]))
     assert read_json(run.folder / "status.json")["state"] == "completed"
+    found = {"metric": "eval_loss", "value": best["eval_loss"], "step": best["step"]}
+    assert run.result["best"] == found
+    assert run.result["stopped"].startswith("stop.metric=eval_loss: 3 evaluations without a better")
     # It stays at its end, and goes on where it is let.
     assert on(run).result["step"] == seen[-1]["step"]
     assert on(run, "stop.patience=4 checkpoint.every=null").result["step"] == seen[-1]["step"] + 3
+
+
+@pytest.mark.parametrize("mode", [nightly("ddp"), nightly("fsdp")])
+def test_several_ranks_keep_the_best_and_end_alike(mode):
+    line = f"{RISING} checkpoint.best=eval_loss checkpoint.keep=1 stop.metric=eval_loss"
+    run = go(f"{line} parallel={mode} parallel.ranks=2")
+    one = go(line)
+    assert steps_of(run) == steps_of(one)
+    assert run.result["best"]["step"] == one.result["best"]["step"] < run.result["step"]
+    read = train(["evaluate", f"run={run.folder}", "step=best", "trust=[tests]"]).result
+    assert read["eval_loss"] == pytest.approx(run.result["best"]["value"])
 
 
 def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step():

@@ -50,6 +50,8 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
+        "best": run.best and run.best.found,
+        "stopped": run.no_better if trained.step < components.total_steps else None,
         "baselines": simple,
         "peak_bytes": max(peaks),
         "skipped_steps": trained.skipped_steps,

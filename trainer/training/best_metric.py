@@ -82,6 +82,11 @@ class BestMetric(Stateful):
         return f"{self.metric} was best at step {self.step}: {self.value:.4f}"
 
     @property
+    def found(self) -> dict[str, str | float | None]:
+        """What result.json holds."""
+        return {"metric": self.metric, "value": self.value, "step": self.step}
+
+    @property
     def without_better(self) -> str:
         """Say for how long none was better."""
         return f"{plural(self.num_since, 'evaluation')} without a better one; {self}"

@@ -198,12 +198,9 @@ def _recall_best(run: Run) -> None:
 
 def _is_no_better(run: Run) -> bool:
     """Whether the metric that a run is stopped by has not got better for too long."""
-    followed, stop = run.stopping, run.config.stop
-    if followed is None or followed.num_since < stop.patience:
-        return False
-    why = f"stop.metric={stop.metric}: {followed.without_better}"
-    run.reporter.line(f"step {run.progress.step}: the run ends here, {why}")
-    return True
+    if (why := run.no_better) is not None:
+        run.reporter.line(f"step {run.progress.step}: the run ends here, {why}")
+    return why is not None
 
 
 def record_of(

@@ -49,6 +49,14 @@ class Run:
         """The metric that ends the run when it gets no better."""
         return self._followed(STOP)
 
+    @property
+    def no_better(self) -> str | None:
+        """Why the run ends before its last step; None while `stop.metric` gets better."""
+        followed, stop = self.stopping, self.config.stop
+        if followed is None or followed.num_since < stop.patience:
+            return None
+        return f"stop.metric={stop.metric}: {followed.without_better}"
+
     def _followed(self, name: str) -> BestMetric | None:
         part = self.own.get(name)
         return part if isinstance(part, BestMetric) else None
