@@ -51,6 +51,7 @@ def test_a_run_makes_one_folder_with_what_the_interface_lists(
         "config.yaml",
         "metrics.jsonl",
         "plan.json",
+        "report.html",
         "result.json",
         "samples.jsonl",
         "splits.json",

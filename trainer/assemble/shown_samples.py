@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,10 +16,13 @@ from trainer.core.format import plural, printable_lines, shown_path
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Row, joined, row
 from trainer.data.collate import LABELS
-from trainer.data.loader import Request
+from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.models.task import task_of
 from trainer.objectives.base import IGNORED, Objective, weights_of
+from trainer.parallel.base import Parallel
+from trainer.report.page_runs import WORST
+from trainer.training.predictions import predict
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -34,17 +37,9 @@ def shown_samples(components: Components, folder: Path) -> list[Row]:
         return []
     view, rows, records = components.train_set, list[Row](), list[dict[str, Any]]()
     drawn = list[tuple[Fields, str]]()
-    has_targets = task_of(components.module) == "seq2seq_lm"
     for i in source.order.next(source.order.start).ids[:count].tolist():
-        request = Request(ids=(i,), epoch=0, pad_to=int(source.lengths[i]))
-        fields = source.loader.load(request)
+        fields, shown = _loaded(components, source.loader, i, int(source.lengths[i]))
         with faults_of(f"`decode` of {view.kind}"):
-            shown = _Shown(
-                fields,
-                view.optional("decode") or _numbers,
-                view.optional("label_names"),
-                _terms(fields, components.objective, has_targets=has_targets),
-            )
             text = printable_lines(shown.text())
         tokens = plural(source.lengths[i], "token")
         terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
@@ -56,6 +51,43 @@ def shown_samples(components: Components, folder: Path) -> list[Row]:
     if records and draw_images(drawn, picture):
         rows.append(row("images", shown_path(picture), in_plan=True, shown_images=str(picture)))
     return [*rows, row(shown_samples=records)]
+
+
+def predict_parts(components: Components, model: Parallel) -> dict[str, list[dict[str, Any]]]:
+    """Give the predictions of each part that is held out, but of those that others join."""
+    parts, objective, world = components.held_out, components.objective, components.world
+    joined = {name for part in parts.values() for name in part.joins}
+    return {n: predict(model, objective, parts[n], world) for n in parts if n not in joined}
+
+
+def worst_samples(
+    components: Components, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Give the predictions of each part with the largest loss, with their samples' texts."""
+    found = []
+    for name, lines in predicted.items():
+        part = components.held_out[name]
+        view, places = part.loader.dataset, part.chosen(0, part.num_samples)
+        place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
+        measured = [line for line in lines if line["loss"] is not None]
+        for line in sorted(measured, key=lambda line: -line["loss"])[:WORST]:
+            place = place_of[line["id"]]
+            _, shown = _loaded(components, part.loader, place, int(part.lengths[place]))
+            with faults_of(f"`decode` of {view.kind}"):
+                text = printable_lines(shown.text())
+            found.append({**({"set": name} if name else {}), **line, "text": text})
+    return found
+
+
+def _loaded(
+    components: Components, loader: Loader, place: int, length: int
+) -> tuple[Fields, _Shown]:
+    """Load one sample, with what shows it."""
+    fields = loader.load(Request(ids=(place,), epoch=0, pad_to=length))
+    view, has_targets = loader.dataset, task_of(components.module) == "seq2seq_lm"
+    decode, names = view.optional("decode") or _numbers, view.optional("label_names")
+    terms = _terms(fields, components.objective, has_targets=has_targets)
+    return fields, _Shown(fields, decode, names, terms)
 
 
 def _numbers(ids: Sequence[int]) -> str:

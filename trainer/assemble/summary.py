@@ -235,6 +235,7 @@ def _shapes(run_plan: RunPlan) -> list[dict[str, Any]]:
             "num_samples": len(plan.ranks[rank][slot]),
             "length": plan.padded_lengths[rank][slot],
             "packed": plan.packed,
+            "num_tokens": plan.num_tokens(rank, slot),
         }
         for rank, slot in plan.slots()
     ]

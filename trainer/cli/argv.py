@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
+    "report": "write one HTML page of a run, several or a sweep: run=RUN[,RUN]",
     "recipes": "list recipes with purpose, cost and measured result",
     "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }

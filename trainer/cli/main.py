@@ -82,7 +82,7 @@ def _run(argv: Sequence[str]) -> int:
     request = split(argv)
     flags = request.flags
     page = "help" if "--help" in flags else request.command
-    if page in ("help", "recipes", "doctor"):
+    if page in ("help", "report", "recipes", "doctor"):
         from trainer.cli.pages import show_page  # noqa: PLC0415
 
         with piped():

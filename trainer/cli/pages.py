@@ -1,4 +1,4 @@
-"""Print the pages that belong to no run: the help, the recipes, and what `train doctor` finds."""
+"""Print what starts no run: help, recipes, what `train doctor` finds, and where a report is."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> N
     """
     if word == "help":
         help_page.show(own_folder)
+        return
+    if word == "report":
+        from trainer.cli.report_page import write_report  # noqa: PLC0415 - for this page alone
+
+        print(write_report(settings))  # noqa: T201 - where the page is
         return
     if settings:
         raise ConfigError(clip(f"{settings[0]}: train {word} takes no settings; leave it out"))

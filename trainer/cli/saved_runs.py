@@ -33,6 +33,7 @@ from trainer.core.durable import (
     as_save_error,
     make_folders,
     read_json,
+    read_yaml,
     rename,
     write_json,
 )
@@ -51,10 +52,6 @@ STARTED = f"{SUBFOLDER}/started.json"
 RESUMED = f"{SUBFOLDER}/resumed"  # Hydra's records of the last time a run went on
 
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError)
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 3 ms a run, else 24
-_MAX_RECORD = 1 << 20
-"""Characters of a file beyond which it is no record of a run."""
-
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
@@ -98,7 +95,7 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | 
         can_begin = can_go_on(run) and (has_checkpoint(run) or not is_read)
         if run.parent.name != "multirun" and is_named and can_begin:
             found.append(run)
-    return max(found, key=_began, default=None)
+    return max(found, key=began, default=None)
 
 
 def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
@@ -114,9 +111,9 @@ def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
     found = []
     for path in outputs.glob("multirun/**/multirun.yaml"):
         with suppress(*_UNREADABLE):
-            begun = [str(line) for line in _read_yaml(path)["hydra"]["overrides"]["task"]]
+            begun = [str(line) for line in read_yaml(path)["hydra"]["overrides"]["task"]]
             found += [path.parent] if settings(begun) == settings(overrides) else []
-    return max(found, key=_began, default=None)
+    return max(found, key=began, default=None)
 
 
 def record_start(run: Path) -> None:
@@ -127,7 +124,7 @@ def record_start(run: Path) -> None:
         write_json(path, {"started": time.time()})
 
 
-def _began(folder: Path) -> tuple[float, str]:
+def began(folder: Path) -> tuple[float, str]:
     """When a run, or the first job of a sweep, began, in seconds since the epoch."""
     records = map(read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
     times = [r["started"] for r in records if isinstance(r.get("started"), int | float)]
@@ -206,7 +203,7 @@ def last_step(run: Path) -> int:
 def saved_config(run: Path) -> dict[str, Any]:
     """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
     try:
-        content = _read_yaml(run / "config.yaml")
+        content = read_yaml(run / "config.yaml")
     except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
@@ -222,7 +219,7 @@ def saved_overrides(run: Path) -> list[Override]:
     """
     path = _newest_overrides(run)
     try:
-        lines = _read_yaml(path)
+        lines = read_yaml(path)
     except _UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -272,18 +269,6 @@ def _digest(run: Path, records: Path) -> str:
     files = (records / "config.yaml", path if path.exists() else _newest_overrides(run))
     texts = (file.read_bytes() if file.is_file() else b"" for file in files)
     return sha256(b"\0".join(texts)).hexdigest()
-
-
-def _read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
-    """Read a record of a run, perhaps a stranger's; `ValueError` if it is no such record."""
-    with path.open(encoding="utf-8") as file:
-        content = file.read(_MAX_RECORD + 1)
-    # Ten levels of aliases stand for ten billion values.
-    tokens = yaml.scan(content, Loader=_LOADER)
-    has_alias = any(isinstance(token, yaml.AliasToken) for token in tokens)
-    if len(content) > _MAX_RECORD or has_alias:
-        raise ValueError("not a record of a run")
-    return _LOADER(content).get_single_data()  # what safe_load does, with the loader in C
 
 
 def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> list[Override]:

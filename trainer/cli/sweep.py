@@ -37,6 +37,7 @@ from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
+from trainer.report.page import write_own_page
 from trainer.report.run_status import staged
 
 # The only sweeper that runs every combination of the values; Hydra names it by a private module.
@@ -237,6 +238,7 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
         write_file_atomic(folder / "sweep.csv", text.getvalue().encode())
         files = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
         console.print(f"[dim]{files} in[/] {folder}", soft_wrap=True)
+        write_own_page(folder)
     return all(row["state"] == saved_runs.COMPLETED for row in rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.assemble.components import assemble
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
+from trainer.assemble.shown_samples import predict_parts, worst_samples
 from trainer.assemble.step import step_context
 from trainer.assemble.terms import Terms, read_terms
 from trainer.checkpoint.weights import checkpoint_weights, load_step
@@ -21,7 +22,6 @@ from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
 from trainer.training.evaluation import HeldOut, evaluate_parts
 from trainer.training.precise_statistics import precise_statistics
-from trainer.training.predictions import predict
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -50,13 +50,15 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     predicted, precise = {}, config.batchnorm.precise
     with closing(components.feed(world)) as feed, precise_statistics(model, feed, precise):
         means = evaluate_parts(model, components.objective, parts, world)
-        joined = {name for part in parts.values() for name in part.joins}
-        for name in parts if config.eval.predictions else ():
-            if name not in joined:
-                predicted[name] = predict(model, components.objective, parts[name], world)
+        if config.eval.predictions:
+            predicted = predict_parts(components, model)
     file = folder / evaluation_file(config)
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
-    world.on_main(lambda: report_evaluation(loaded, file, means, facts, predicted))
+    world.on_main(
+        lambda: report_evaluation(
+            loaded, file, means, facts, predicted, worst_samples(components, predicted)
+        )
+    )
     return 0
 
 

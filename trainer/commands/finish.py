@@ -11,6 +11,7 @@ from trainer.assemble.noise_advice import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
+from trainer.report.page import PAGE
 from trainer.report.records import Record
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
@@ -69,5 +70,6 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
         f"{to_go_on(config, folder)} {clock}={2 * steps}",
+        f"{shown_path(folder / PAGE)}  is a report, for a browser",
     )
     run.reporter.finish(result, commands)

@@ -111,6 +111,10 @@ class Plan:
         length = self.padded_lengths[rank][slot]
         return length if self.packed else len(self.ranks[rank][slot]) * length
 
+    def num_tokens(self, rank: int, slot: int) -> int:
+        """Tokens of one micro-batch, padding left out."""
+        return int(self.lengths[self.ranks[rank][slot]].sum())
+
     def slots(self) -> Iterator[tuple[int, int]]:
         """Walk over the micro-batches: `(rank, slot)`, rank by rank."""
         return ((rank, slot) for rank, own in enumerate(self.ranks) for slot in range(len(own)))

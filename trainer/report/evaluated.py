@@ -12,6 +12,7 @@ from trainer.core.durable import as_save_error, strict, write_file_atomic, write
 from trainer.core.format import named_means, plural, shown_path
 from trainer.report.console import show_read
 from trainer.report.metrics import Means
+from trainer.report.page import write_own_page
 
 Facts = Mapping[str, Any]
 Lines = Sequence[Mapping[str, Any]]
@@ -23,6 +24,7 @@ def report_evaluation(
     means: Means,
     facts: Mapping[str, tuple[str, Facts]],
     predictions: Mapping[str, Lines],
+    worst: Lines = (),
 ) -> None:
     """Print the figures of a checkpoint, and write them and the predictions into the run.
 
@@ -32,6 +34,7 @@ def report_evaluation(
         means: the figures of each part.
         facts: of each part what it is, in words and for the record.
         predictions: of each part, a line for each sample; empty where nobody asks.
+        worst: the predictions with the largest loss, with their texts.
 
     Raises:
         SaveError: what is printed cannot be written.
@@ -50,7 +53,10 @@ def report_evaluation(
     names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record |= {"sets": sets} if sets else {}
     record |= {"weights": "ema"} if loaded.is_average else {}
+    record |= {"worst": worst} if worst else {}
     write_record(file, {"step": loaded.step, **names, **record})
+    if worst:
+        write_own_page(file.parent)
 
 
 def _write(file: Path, part: str, lines: Lines) -> str:

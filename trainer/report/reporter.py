@@ -158,7 +158,7 @@ class RunReporter:
 
         Args:
             result: what result.json holds; W&B's summary, too.
-            commands: to look further with.
+            commands: lines to look further with.
         """
         self._show(self._metrics.flush())
         self._screen.end_progress()

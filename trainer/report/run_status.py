@@ -23,6 +23,7 @@ from trainer.core.errors import (
 )
 from trainer.core.format import shown_path
 from trainer.report import journal
+from trainer.report.page import write_own_page
 
 STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
 _REFUSALS = (ConfigError, DataError, NoCheckpointError)
@@ -59,6 +60,8 @@ def publish(folder: Path) -> None:
 def recorded(folder: Path) -> Iterator[None]:
     """Write into status.json that a run, held by this process, goes on, and how it ended.
 
+    With its page, report.html, once it ended.
+
     A resumption that is refused leaves it as it was: the run did not go on.
     """
     path = folder / FILE_NAME
@@ -78,8 +81,10 @@ def recorded(folder: Path) -> Iterator[None]:
         step = saved_step(folder) if is_saved else last_step(folder)
         state: State = "preempted" if is_saved else "failed"
         write_status(folder, state, step, code, reason.splitlines()[0])
+        write_own_page(folder)
         raise
     write_status(folder, "completed", last_step(folder), 0)
+    write_own_page(folder)
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:

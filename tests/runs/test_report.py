@@ -1,0 +1,117 @@
+"""The page that a run ends with, that of several, and both in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import nightly
+from tests.lib.run_support import go, shell
+from trainer.core.errors import TrainError
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+# Tells what the page is like by its title, once it was drawn over another axis.
+PROBE = """
+<script>
+  const faults = [], wide = document.documentElement;
+  addEventListener("error", (event) => faults.push(event.message));
+  addEventListener("load", () => {
+    const path = () => document.querySelector("figure path").getAttribute("d");
+    const before = path();
+    document.querySelector("[data-x=tokens]").click();
+    const seen = { width: innerWidth, scroll: wide.scrollWidth, before, after: path(), faults };
+    document.body.insertAdjacentHTML("beforeend", `<pre id="probe">${JSON.stringify(seen)}</pre>`);
+  });
+</script>
+"""
+
+
+def test_a_run_ends_with_its_page_and_two_are_compared(capsys):
+    first = go("steps=4 eval.every=2")
+    second = go("steps=4 eval.every=2 optimizer.lr=0.003")
+    page = (first.folder / "report.html").read_text()
+    assert "completed</span>" in page
+    assert f"{first.result['eval_loss']:.4f}" in page
+    assert page.count('class="rank"') == 1
+    shown = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
+    assert len(shown) == 2
+    before = {path.name for path in first.folder.iterdir()}
+    with pytest.raises(TrainError, match="not finite"):
+        go("steps=9 optimizer.lr=1e30 nonfinite.limit=1")
+    failed = max(first.folder.parent.glob("*/status.json"), key=lambda path: path.stat().st_mtime)
+    assert "failed</span>" in (failed.parent / "report.html").read_text()
+    assert shell(f"report run={first.folder},{second.folder}") == 0
+    both = Path("outputs/report.html").read_text()
+    table = both.partition("<table>")[2].partition("</table>")[0]
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", table)
+    assert heads[-1] == "optimizer.lr"
+    assert "<td>0.003</td>" in table
+    assert {path.name for path in first.folder.iterdir()} == before
+
+
+def test_a_page_is_made_without_torch(tmp_path):
+    run = go("steps=1")
+    code = (
+        "import sys; from trainer.cli.main import run;"
+        f"assert run(['report', 'run={run.folder}']) == 0; assert 'torch' not in sys.modules"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=tmp_path, env={"PYTHONPATH": str(CHECKOUT)}, check=False)
+    assert done.returncode == 0
+
+
+def test_the_worst_samples_are_shown_with_their_texts(capsys):
+    run = go("steps=2")
+    assert "eval.predictions=true" in (run.folder / "report.html").read_text()
+    assert shell(f"evaluate run={run.folder} trust=[tests] eval.predictions=true") == 0
+    worst = json.loads((run.folder / "evaluate.json").read_text())["worst"]
+    losses = [line["loss"] for line in worst]
+    assert losses == sorted(losses, reverse=True)
+    page = (run.folder / "report.html").read_text()
+    assert all(line["text"] for line in worst)
+    assert f"id {worst[0]['id']}" in page
+
+
+@pytest.mark.parametrize("width", [nightly(360), nightly(1200)])
+def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
+    assert BROWSER, "no Chromium is installed"
+    run = go("steps=6 eval.every=2")
+    text = (run.folder / "report.html").read_text()
+    # A window has a least width; a frame has not.
+    inner = tmp_path / "inner.html"
+    inner.write_text(text.replace("<script type", f"{PROBE}<script type", 1))
+    outer = f'<iframe src="inner.html" width="{width}" height="900"></iframe>'
+    outer += "<script>addEventListener('load', () => { document.body.textContent ="
+    outer += " frames[0].document.getElementById('probe').textContent; });</script>"
+    (tmp_path / "outer.html").write_text(f"<!doctype html><body>{outer}</body>")
+    argv = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+    ]
+    argv += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run(
+        [*argv, (tmp_path / "outer.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    seen = json.loads(re.search(r"\{.*\}", done.stdout, re.DOTALL)[0])
+    assert seen["faults"] == []
+    assert seen["width"] == width
+    assert seen["scroll"] <= width
+    assert seen["before"].startswith("M")
+    assert seen["before"] != seen["after"]

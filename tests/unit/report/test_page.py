@@ -1,0 +1,241 @@
+"""The page of runs: whole, escaped, by itself, whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.lib.run_support import shell
+from trainer.report.page import write_own_page, write_page
+from trainer.report.page_curves import MOST_POINTS, charts_of, series_of
+from trainer.report.page_html import el
+from trainer.report.page_runs import SavedRun
+
+VOID = {"input", "meta", "br"}
+
+
+class Page(HTMLParser):
+    """Parses a page strictly: every tag is closed in order, and nothing is fetched."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.texts, self.ids, self.data = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in {"link", "img", "iframe", "object", "embed"}
+        assert not {"src", "href", "srcset"} & {name for name, _ in attrs}
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        self.open += [] if tag in VOID else [tag]
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.data = self.data or data
+        elif self.open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+def page_of(*folders):
+    file = folders[0].parent / "page.html"
+    assert write_page(folders, file) == len(folders)
+    text = file.read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+    return Page(text)
+
+
+def entry(step, **more):
+    counts = {"step": step, "samples": 8 * step, "tokens": 100 * step, "seconds": 0.5}
+    return {**counts, "loss": 4.0 / step, "lr": 0.01, **more}
+
+
+def saved(folder, entries, **files):
+    """A run's folder with records as they are written."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in entries))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+PLAN = {
+    "shapes": [
+        {"rank": 0, "num_samples": 4, "length": 10, "packed": False, "num_tokens": 30},
+        {"rank": 0, "num_samples": 2, "length": 8, "packed": False, "num_tokens": 16},
+        {"rank": 1, "num_samples": 2, "length": 10, "packed": True, "num_tokens": 10},
+    ],
+    "warnings": ["the batch is odd"],
+    "padding": 0.25,
+    "global_batch": 8,
+    "unit": "samples",
+    "predicted_peak_bytes": 3 << 20,
+    "memory_limit_bytes": 4 << 20,
+    "memory_parts": {"activations": 3 << 20},
+    "num_tokens": 5,
+    "num_samples": 2,
+    "steps": 3,
+    "device": "cuda",
+}
+RESULT = {
+    "peak_bytes": 2 << 20,
+    "eval_loss": 1.5,
+    "baselines": {"bigram": 2.0},
+    "advice": ["data: 30% of a step"],
+    "batch_advice": "a larger batch pays",
+    "time": {
+        "steps": 3,
+        "step_seconds": 0.5,
+        "share": {"data": 0.3, "compute": 0.7},
+        "seconds": {"data": 0.15, "compute": 0.35},
+    },
+}
+
+
+def test_a_page_shows_what_a_run_left_behind(tmp_path):
+    odd = {"odd_number": 7}
+    lines = [entry(1), entry(2, skipped="not finite", odd_number=8), entry(3, replays=1, **odd)]
+    lines += [{"step": 3, "eval_loss": 1.5, "eval_f1": 0.25}]
+    status = {"state": "completed", "exit_code": 0, "step": 3, "reason": None}
+    run = saved(tmp_path / "run", lines, plan=PLAN, result=RESULT, status=status)
+    (run / "config.yaml").write_text("name: mine\nbatch: {global: 8}\n")
+    found = page_of(run)
+    for text in (
+        "mine completed",
+        "held-out loss 1.5000 best 1.5000 at step 3",
+        "f1 0.25",
+        "skipped steps 1 ",
+        "replays 1 ",
+        "the batch is odd",
+        "data: 30% of a step",
+        "a larger batch pays",
+        "8 samples a step · 3 micro-batches · 2 accumulation steps · 25.0% padding",
+        "limit 4.00 MiB, of which 75.0% is predicted",
+        "500 ms a step, mean of 3 steps",
+        "bigram 2.0000 0.5000 better",
+        "batch.global 8",
+        "odd number",
+        "eval.predictions=true",
+    ):
+        assert text in found.text, text
+    (drawn,) = json.loads(found.data)["runs"]
+    assert [kind for _, kind in drawn["marks"]] == ["skipped", "replayed"]
+    assert drawn["x"]["seconds"][-2:] == [1.5, 1.5], "an evaluation stands at its step"
+
+
+def test_spikes_and_gaps_outlive_thinning(tmp_path):
+    lines = [entry(i, loss=1.0, lr=i) for i in range(1, 10_001)]
+    lines[7_321]["loss"], lines[2_500]["loss"] = 99.0, None
+    run = SavedRun(saved(tmp_path / "run", lines))
+    drawn = series_of(run, charts_of([run]), 1)["curves"]
+    places, values, middles, means = drawn["loss"]
+    assert len(values) <= MOST_POINTS + 3
+    assert 99.0 in values
+    assert None in values
+    assert places == sorted(places)
+    assert max(means) < 3, "which are smoothed, and hold no spike"
+    assert len(middles) == len(means)
+    assert drawn["lr"][1][0], drawn["lr"][1][-1] == (1, 10_000)
+
+
+def test_texts_of_a_run_are_never_markup(tmp_path):
+    evil = '</script><script>alert("x")</script><b a=\'"'
+    status = {"state": "failed", "exit_code": 1, "step": 1, "reason": evil}
+    worst = {"worst": [{"id": evil, "loss": 2.5, "text": evil, "label": evil, "set": evil}]}
+    lines = [entry(1, **{evil: 3.0})]
+    plan = PLAN | {"warnings": [evil], "unit": evil, "memory_parts": {evil: 1}}
+    run = saved(tmp_path / "run", lines, status=status, evaluate=worst, plan=plan)
+    (run / "config.yaml").write_text(json.dumps({"name": evil, evil: evil}))
+    found = page_of(run)
+    assert found.text.count(evil) >= 8
+    assert json.loads(found.data)["runs"][0]["name"] == evil
+    assert (run.parent / "page.html").read_text().lower().count("<script") == 2
+    assert el("p", evil, title=evil).count("<") == 2
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["nothing", "one step", "torn", "odd values", "odd files"],
+)
+def test_a_page_is_made_of_whatever_is_left(tmp_path, left):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    if left == "one step":
+        (run / "metrics.jsonl").write_text(json.dumps(entry(1)) + "\n")
+    elif left == "torn":
+        (run / "metrics.jsonl").write_text(json.dumps(entry(1)) + '\n{"step": 2, "lo')
+    elif left == "odd values":
+        lines = [{"step": 1, "loss": "x", "lr": [], "seconds": {}}, {"step": 1, "eval_loss": None}]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        odd = {name: [{}, "x"] for name in [*PLAN, *RESULT]}
+        for name in ("plan", "result", "status", "evaluate", "forked"):
+            (run / f"{name}.json").write_text(
+                json.dumps(odd | {"state": "completed", "worst": [1]})
+            )
+        (run / "config.yaml").write_text("[1, 2]")
+    elif left == "odd files":
+        (run / "plan.json").write_text("{")
+        (run / "config.yaml").write_text("{")
+        (run / "metrics.jsonl").write_bytes(b"\xff\x00\n")
+        (run / "predictions.jsonl").write_bytes(b"\xff\n{}\n")
+    found = page_of(run)
+    assert ("No step was taken yet." in found.text) == (
+        left in {"nothing", "odd files", "odd values"}
+    )
+
+
+def test_runs_are_compared_by_what_differs_and_the_best_is_first(tmp_path):
+    folders = []
+    for n, best in enumerate([3.0, 1.0, 2.0]):
+        lines = [entry(1), {"step": 1, "eval_loss": best}]
+        folders.append(saved(tmp_path / f"{n}", lines))
+        (folders[-1] / "config.yaml").write_text(f"seed: 7\noptimizer: {{lr: {n}e-3}}\n")
+    found = page_of(*folders)
+    table = found.text.partition("Runs, and what differs")[2].partition("Curves")[0]
+    assert "seed" not in table
+    assert "optimizer.lr" in table
+    assert re.findall(r"\b(\d) unknown", table) == ["1", "2", "0"]
+
+
+def test_what_cannot_be_written_is_one_warning(tmp_path, caplog):
+    run = saved(tmp_path / "run", [entry(1)])
+    (run / "report.html").mkdir()
+    write_own_page(run)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "report.html could not be written" in caplog.text
+
+
+def test_the_command_names_what_is_wrong_and_writes_where_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert shell("report") != 0
+    assert "no run below outputs has taken a step" in capsys.readouterr().err
+    (tmp_path / "outputs" / "day").mkdir(parents=True)
+    for name in ("a", "b"):
+        saved(tmp_path / "outputs" / "day" / name, [entry(1)])
+    for line, fault in {
+        "report rum=x": "rum: no setting of train report. Did you mean run?",
+        "report run=x": "run=x: no such folder",
+        "report run=outputs": "run=outputs: neither a run nor a sweep",
+        "reports": "Did you mean report?",
+    }.items():
+        assert shell(line) != 0
+        assert fault in capsys.readouterr().err
+    assert shell("report run=outputs/day/a,outputs/day/b") == 0
+    assert capsys.readouterr().out == "2 runs: outputs/report.html\n"
+    assert shell("report run=[outputs/day/a] to=one.html") == 0
+    assert capsys.readouterr().out == "1 run: one.html\n"
+    assert shell("report run=auto") == 0
+    assert capsys.readouterr().out == "1 run: outputs/day/b/report.html\n"
+    assert shell("report run=outputs/day") == 0
+    assert capsys.readouterr().out == "2 runs: outputs/day/report.html\n"

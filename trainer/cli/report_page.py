@@ -1,0 +1,75 @@
+"""Write the page of the runs that are named: `train report run=RUN[,RUN]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.cli import saved_runs
+from trainer.cli.trust import refuse_odd_files
+from trainer.config.messages import clip, did_you_mean
+from trainer.core.durable import as_save_error, make_folders
+from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.format import expanded, plural, shown_path
+from trainer.report.journal import METRICS_FILE
+from trainer.report.page import PAGE, write_page
+from trainer.report.page_runs import runs_in
+
+SETTINGS = {"run": saved_runs.AUTO, "to": "", "outputs": "outputs"}
+"""What may be typed, with its default: runs or sweeps, the file, and where runs and pages are."""
+
+
+def write_report(settings: Sequence[str]) -> str:
+    """Write the page, and say where it is.
+
+    Raises:
+        ConfigError: a setting is none of `SETTINGS`.
+        NoCheckpointError: there is no run in a folder that is named.
+    """
+    typed = dict(SETTINGS)
+    for line in settings:
+        key, equals, value = line.partition("=")
+        if key not in SETTINGS or not equals:
+            near = did_you_mean(key, SETTINGS)
+            choices = "run=RUN[,RUN], to=FILE, outputs=DIR"
+            raise ConfigError(clip(f"{key}: no setting of train report.{near} It takes {choices}"))
+        typed[key] = value.strip("'\"")
+    outputs = expanded(typed["outputs"])
+    folders = [_found(name, outputs) for name in _listed(typed["run"])]
+    home = folders[0] if len(folders) == 1 else outputs
+    file = expanded(typed["to"]) if typed["to"] else home / PAGE
+    with as_save_error(file):
+        make_folders(file.parent.absolute())
+        count = write_page(folders, file)
+    return f"{plural(count, 'run')}: {shown_path(file)}"
+
+
+def _listed(typed: str) -> list[str]:
+    """Read one folder, or several with commas between them, in brackets or not."""
+    if Path(expanded(typed)).is_dir():  # a comma may be in its name
+        return [typed]
+    return [each.strip(" '\"") for each in typed.strip("[] ").split(",") if each.strip(" '\"")]
+
+
+def _found(typed: str, outputs: Path) -> Path:
+    """Find a run or a sweep; `auto` is the newest run, and a checkpoint is of its run."""
+    if typed == saved_runs.AUTO:
+        return _newest(outputs)
+    path = expanded(typed).absolute()
+    path = path.parent.parent if saved_runs.step_of(path) is not None else path
+    if not path.is_dir():
+        raise NoCheckpointError(clip(f"run={typed}: no such folder; run=auto takes the newest run"))
+    refuse_odd_files(path)
+    if not runs_in(path):
+        raise NoCheckpointError(clip(f"run={typed}: neither a run nor a sweep"))
+    return path
+
+
+def _newest(outputs: Path) -> Path:
+    found = [p.parent for d in ("*", "*/*") for p in outputs.glob(f"{d}/{METRICS_FILE}")]
+    runs = [path.absolute() for path in found if path.parent.name != "multirun"]
+    if not runs:
+        raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
+    newest = max(runs, key=saved_runs.began)
+    refuse_odd_files(newest)
+    return newest

@@ -1,0 +1,257 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const all = (query) => [...document.querySelectorAll(query)];
+  const state = { x: "step", log: false, smooth: 0, off: new Set(), at: null };
+  const sign = { skipped: "skipped step", replayed: "replay", batch: "change of the batch", checkpoint: "checkpoint" };
+
+  // The address keeps the view: report.html#dark&x=tokens&log&smooth=0.6
+  const readHash = () => {
+    for (const part of location.hash.slice(1).split("&")) {
+      const [name, value] = part.split("=");
+      if (name === "dark" || name === "light") root.dataset.theme = name;
+      if (name === "x" && data.runs[0].x[value]) state.x = value;
+      if (name === "log") state.log = true;
+      if (name === "smooth") state.smooth = Math.min(0.98, Math.max(0, Number(value) || 0));
+    }
+  };
+  const keepHash = () => {
+    const parts = [root.dataset.theme, state.x !== "step" && `x=${state.x}`, state.log && "log", state.smooth && `smooth=${state.smooth}`];
+    history.replaceState(null, "", `#${parts.filter(Boolean).join("&")}`);
+  };
+
+  const scaled = (value, base, units) => {
+    let n = 0;
+    for (; Math.abs(value) >= 999.5 && n < units.length - 1; n++) value /= base;
+    return `${+value.toPrecision(3)}${units[n]}`;
+  };
+  const shown = (value, kind) => {
+    if (value === null || value === undefined) return "–";
+    if (kind === "bytes") return scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
+    if (kind === "share") return `${+(100 * value).toPrecision(3)}%`;
+    if (kind === "seconds") return value >= 3600 ? `${+(value / 3600).toPrecision(3)} h` : value >= 60 ? `${+(value / 60).toPrecision(3)} min` : `${+value.toPrecision(3)} s`;
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 10000) return scaled(value, 1000, ["", "k", "M", "B", "T"]);
+    return size < 0.001 ? value.toExponential(2) : `${+value.toPrecision(4)}`;
+  };
+
+  const ticks = (low, high, count, log, least = 0) => {
+    if (log) {
+      const found = [];
+      const from = Math.log10(low), to = Math.log10(high);
+      if (to - from < 0.9) return ticks(low, high, count, false);
+      const near = to - from < 2.2 ? [1, 2, 5] : [1];
+      const each = Math.max(1, Math.ceil((to - from) / 5));
+      for (let power = Math.floor(from); power <= to; power += each)
+        for (const n of near) if (n * 10 ** power >= low && n * 10 ** power <= high) found.push(n * 10 ** power);
+      return found;
+    }
+    const rough = Math.max(least, (high - low) / count || 1), power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 2.5, 5, 10].find((n) => n * power >= rough * 0.999) * power;
+    const found = [];
+    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
+    return found;
+  };
+
+  // A mean that forgets, corrected for where it begins; a gap stays a gap.
+  const smoothed = (values) => {
+    let sum = 0, weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = state.smooth * sum + (1 - state.smooth) * value;
+      weight = state.smooth * weight + (1 - state.smooth);
+      return sum / weight;
+    });
+  };
+
+  const linesOf = (chart) => {
+    const lines = [];
+    data.runs.forEach((run, n) => {
+      if (state.off.has(n)) return;
+      for (const name of [chart.key, chart.held_out]) {
+        if (!name || !run.curves[name]) continue;
+        const [at, values, middles, means] = run.curves[name];
+        const isHeldOut = name.startsWith("eval_"), isOne = data.runs.length === 1;
+        const line = { run: n, isHeldOut, label: isOne ? (isHeldOut ? "held out" : "training") : run.name };
+        line.color = isOne && isHeldOut && chart.held_out ? 1 : n % 8;
+        line.x = at.map((i) => run.x[state.x][i]);
+        line.y = values;
+        if (state.smooth && !isHeldOut) {
+          line.smoothX = middles.length ? middles.map((i) => run.x[state.x][i]) : line.x;
+          line.smoothY = smoothed(middles.length ? means : values);
+        }
+        lines.push(line);
+      }
+    });
+    return lines;
+  };
+
+  const make = (parent, tag, attributes, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const name in attributes) made.setAttribute(name, attributes[name]);
+    if (text !== undefined) made.textContent = text;
+    return parent.appendChild(made);
+  };
+
+  const draw = (figure) => {
+    const chart = data.charts[figure.dataset.chart], svg = figure.querySelector("svg");
+    const width = svg.clientWidth, height = svg.clientHeight, lines = linesOf(chart);
+    if (!width) return;
+    svg.textContent = "";
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    const numbers = lines.flatMap((line) => line.y).filter((y) => y !== null && (!state.log || y > 0));
+    const across = data.runs.filter((_, n) => !state.off.has(n)).flatMap((run) => run.x[state.x]);
+    if (!numbers.length) return void (figure.plot = null);
+    let low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
+    if (low === high) [low, high] = state.log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+    else if (!state.log) [low, high] = [low - 0.04 * (high - low), high + 0.04 * (high - low)];
+    const left = across.reduce((a, b) => Math.min(a, b)), right = Math.max(across.reduce((a, b) => Math.max(a, b)), left + 1e-9);
+    const box = { left: 52, right: width - 6, top: 6, bottom: height - 22 };
+    const grow = state.log ? Math.log : (y) => y;
+    const px = (x) => box.left + ((x - left) / (right - left)) * (box.right - box.left);
+    const py = (y) => box.bottom - ((grow(y) - grow(low)) / (grow(high) - grow(low))) * (box.bottom - box.top);
+    for (const y of ticks(low, high, height > 220 ? 5 : 4, state.log)) {
+      make(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: py(y), y2: py(y) });
+      make(svg, "text", { x: box.left - 8, y: py(y) + 4, "text-anchor": "end" }, shown(y, chart.kind));
+    }
+    const own = ticks(left, right, Math.max(2, width / 110), false, state.x === "seconds" ? 0 : 1);
+    for (const x of own) {
+      const anchor = px(x) < box.left + 14 ? "start" : px(x) > box.right - 18 ? "end" : "middle";
+      make(svg, "text", { x: px(x), y: height - 4, "text-anchor": anchor }, shown(x, state.x === "seconds" ? "seconds" : ""));
+    }
+    const path = (xs, ys, classes) => {
+      let way = "", open = false;
+      xs.forEach((x, i) => {
+        const there = ys[i] !== null && (!state.log || ys[i] > 0);
+        if (there) way += `${open ? "L" : "M"}${px(x).toFixed(1)},${py(ys[i]).toFixed(1)}`;
+        open = there;
+      });
+      make(svg, "path", { d: way, class: classes });
+    };
+    for (const line of lines) {
+      const style = `line s${line.color}${line.isHeldOut && data.runs.length > 1 ? " dashed" : ""}`;
+      path(line.x, line.y, line.smoothX ? `${style} faint` : style);
+      if (line.smoothX) path(line.smoothX, line.smoothY, style);
+      const few = line.x.length === 1 || (line.isHeldOut && line.x.length < 40);
+      if (few) line.x.forEach((x, i) => line.y[i] !== null && (!state.log || line.y[i] > 0) && make(svg, "circle", { class: `s${line.color}`, cx: px(x), cy: py(line.y[i]), r: 2.6 }));
+    }
+    if (chart.key === "loss") data.runs.forEach((run, n) => {
+      if (!state.off.has(n)) for (const [i, kind] of run.marks) {
+        const x = px(run.x[state.x][i]), mark = make(svg, "line", { class: `mark ${kind}`, x1: x, x2: x, y1: box.bottom - 7, y2: box.bottom });
+        make(mark, "title", {}, `${sign[kind]}, step ${run.x.step[i]}`);
+      }
+    });
+    const cursor = make(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
+    figure.plot = { lines, px, box, left, right, cursor, chart };
+  };
+
+  const nearest = (xs, x) => {
+    let low = 0, high = xs.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < x) low = middle + 1;
+      else high = middle;
+    }
+    return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
+  };
+
+  const read = (figure) => {
+    const plot = figure.plot, out = figure.querySelector("figcaption span");
+    out.textContent = "";
+    if (!plot) return;
+    const at = state.at === null ? plot.right : Math.min(plot.right, Math.max(plot.left, state.at));
+    plot.cursor.setAttribute("visibility", state.at === null ? "hidden" : "visible");
+    for (const end of ["x1", "x2"]) plot.cursor.setAttribute(end, plot.px(at));
+    const say = (text, color) => {
+      const span = out.appendChild(document.createElement("span"));
+      if (color !== undefined) {
+        const key = span.appendChild(document.createElement("i"));
+        key.className = `key s${color}`;
+        key.style.alignSelf = "center";
+        key.style.marginRight = 0;
+        span.style.gap = "5px";
+      }
+      span.append(text);
+    };
+    if (state.at !== null) say(`${state.x} ${shown(at, state.x === "seconds" ? "seconds" : "")}`.replace("seconds ", ""));
+    const isOne = data.runs.length === 1, paired = isOne && plot.chart.held_out;
+    const texts = new Map();  // one for each line of a run alone, and for each of several runs
+    for (const line of plot.lines) {
+      const value = shown(line.y[nearest(line.x, at)], plot.chart.kind), key = isOne ? line.label : line.run;
+      const before = texts.get(key);
+      texts.set(key, { color: line.color, text: before ? `${before.text} / ${value}` : paired ? `${line.label} ${value}` : value });
+    }
+    const each = [...texts.values()];
+    for (const { text, color } of each.slice(0, 6)) say(text, !isOne || paired ? color : undefined);
+    if (each.length > 6) say("…");
+  };
+
+  const drawAll = () => {
+    for (const figure of all("figure[data-chart]")) {
+      draw(figure);
+      read(figure);
+    }
+  };
+
+  const showMarks = () => {
+    const place = document.getElementById("marks");
+    for (const kind in sign) {
+      const count = data.runs.reduce((sum, run) => sum + run.marks.filter((mark) => mark[1] === kind).length, 0);
+      if (!count || !place) continue;
+      const span = place.appendChild(document.createElement("span"));
+      span.appendChild(document.createElement("i")).className = `key ${kind}`;
+      span.append(`${count} ${sign[kind]}${count > 1 ? "s" : ""}`.replace("changes of the batchs", "changes"));
+    }
+  };
+
+  const refresh = () => {
+    for (const button of all("[data-x]")) button.setAttribute("aria-pressed", String(button.dataset.x === state.x));
+    for (const button of all("[data-run]")) button.setAttribute("aria-pressed", String(!state.off.has(+button.dataset.run)));
+    const log = document.getElementById("log"), smooth = document.getElementById("smooth");
+    if (log) log.checked = state.log;
+    if (smooth) smooth.value = state.smooth;
+    drawAll();
+  };
+
+  const change = () => {
+    state.at = null;
+    keepHash();
+    refresh();
+  };
+  for (const button of all("[data-x]")) button.addEventListener("click", () => { state.x = button.dataset.x; change(); });
+  for (const button of all("[data-run]")) button.addEventListener("click", (event) => {
+    const run = +button.dataset.run, others = data.runs.map((_, n) => n).filter((n) => n !== run);
+    // With Shift a run is shown alone.
+    if (event.shiftKey) state.off = new Set(others);
+    else if (!state.off.delete(run)) state.off.add(run);
+    change();
+  });
+  document.getElementById("log")?.addEventListener("change", (event) => { state.log = event.target.checked; change(); });
+  document.getElementById("smooth")?.addEventListener("input", (event) => { state.smooth = +event.target.value; change(); });
+  document.getElementById("theme").addEventListener("click", () => {
+    const isDark = getComputedStyle(root).colorScheme.startsWith("dark");
+    root.dataset.theme = isDark ? "light" : "dark";
+    keepHash();
+  });
+  for (const figure of all("figure[data-chart]")) {
+    const svg = figure.querySelector("svg");
+    const move = (event) => {
+      if (!figure.plot) return;
+      const { box, left, right } = figure.plot, x = event.clientX - svg.getBoundingClientRect().left;
+      state.at = left + Math.min(1, Math.max(0, (x - box.left) / (box.right - box.left))) * (right - left);
+      all("figure[data-chart]").forEach(read);
+    };
+    svg.addEventListener("pointermove", move);
+    svg.addEventListener("pointerdown", move);
+    svg.addEventListener("pointerleave", () => { state.at = null; all("figure[data-chart]").forEach(read); });
+  }
+  for (const details of all("details")) details.addEventListener("toggle", drawAll);
+  addEventListener("resize", drawAll);
+  addEventListener("beforeprint", drawAll);
+  addEventListener("hashchange", () => { readHash(); refresh(); });
+  readHash();
+  showMarks();
+  refresh();
+})();

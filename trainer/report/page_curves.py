@@ -1,0 +1,208 @@
+"""Thin out the curves of runs so that spikes stay, and draw them for readers without JavaScript."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
+
+from trainer.report.page_html import Html, el
+from trainer.report.page_runs import SavedRun, is_number
+
+Numbers = Sequence[float | None]
+
+MOST_POINTS, LEAST_POINTS, POINTS_OF_ALL = 360, 40, 6000  # of one curve, and over all runs
+AXES = {"step": "steps", "samples": "samples", "tokens": "tokens", "seconds": "seconds"}
+TITLES = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+    "memory_bytes": "memory",
+    "noise_scale": "gradient noise scale",
+    "batch_size": "global batch",
+}
+_NOT_DRAWN = {
+    "epoch",
+    "accum_steps",
+    "micro_batches",
+    "replays",
+    "eval_seconds",
+    "model_flops_per_second",
+    *AXES,
+}
+_FIRST = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "padding")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 190, 52, 20, 8
+
+
+def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
+    """List what is drawn: for each metric its curves in training and over what is held out."""
+    trained = _names([entry for run in runs for entry in run.steps])
+    evaluated = _names([entry for run in runs for entry in run.evaluations])
+    pairs = [(n, f"eval_{n}" if f"eval_{n}" in evaluated else "") for n in trained]
+    pairs += [(n, "") for n in evaluated if n.removeprefix("eval_") not in trained]
+    rank = {name: place for place, name in enumerate(_FIRST)}
+
+    def place(pair: tuple[str, str]) -> float:  # metrics come behind the loss
+        is_metric = pair[1] or pair[0].startswith("eval_")
+        return rank.get(pair[0], 0.5 if is_metric else len(rank))
+
+    is_samples = all(run.noun == "sample" for run in runs)
+    own_titles = {"tokens_per_second": "samples per second"} if is_samples else {}
+    return [
+        {
+            "key": name,
+            "held_out": held_out,
+            "title": own_titles.get(name) or title(name),
+            "kind": "bytes" if name.endswith("_bytes") else "share" if name == "padding" else "",
+        }
+        for name, held_out in sorted(pairs, key=place)
+    ]
+
+
+def title(name: str) -> str:
+    """Name a metric in words."""
+    plain = name.removeprefix("eval_")
+    words = TITLES.get(plain, plain.replace("_", " "))
+    return f"{words}, held out" if name != plain else words
+
+
+def _names(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Name the metrics that change, or that are of a single step, in the order they come in."""
+    first: dict[str, float] = {}
+    changing = set[str]()
+    for entry in entries:
+        for name in entry.keys() - changing - _NOT_DRAWN:
+            value = entry[name]
+            if is_number(value) and first.setdefault(name, value) != value:
+                changing.add(name)
+    is_one = len({entry["step"] for entry in entries}) <= 1
+    order = dict.fromkeys(name for entry in (*entries[:1], *entries[-1:]) for name in entry)
+    names = [*order, *sorted(first.keys() - order.keys())]
+    return [n for n in names if n in changing or (n in first and (is_one or n == _FIRST[0]))]
+
+
+def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) -> dict[str, Any]:
+    """Give a run's curves, thinned out: places in `x`, and the values there.
+
+    A third and fourth list of a curve are the places and means of what was thinned out, by which
+    it is smoothed.
+    """
+    limit = max(LEAST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // num_runs))
+    times = [*accumulate(_or_zero(entry.get("seconds")) for entry in run.steps)]
+    places = [{**entry, "seconds": time} for entry, time in zip(run.steps, times, strict=True)]
+    numbers = [entry["step"] for entry in places]
+    for entry in run.evaluations:  # beside the last step before it
+        at = bisect_right(numbers, entry["step"])
+        places.append({**(places[at - 1] if at else {}), "step": entry["step"]})
+    behind, curves = len(numbers), {}
+    for chart in charts:
+        for name, entries, first in (
+            (chart["key"], run.steps, 0),
+            (chart["held_out"] or chart["key"], run.evaluations, behind),
+        ):
+            own = [(first + i, e[name]) for i, e in enumerate(entries) if name in e]
+            if own:
+                curves[name] = _thinned(own, limit)
+    marks = [(i, kind) for i, kind in _marks(run, numbers) if i < behind]
+    used = sorted(
+        {i for curve in curves.values() for i in (*curve[0], *curve[2])} | {i for i, _ in marks}
+    )
+    place = {i: n for n, i in enumerate(used)}
+    return {
+        "x": {axis: [_or_zero(places[i].get(axis)) for i in used] for axis in AXES},
+        "curves": {
+            name: [
+                [place[i] for i in at],
+                _short(values),
+                [place[i] for i in middles],
+                _short(means),
+            ]
+            for name, (at, values, middles, means) in curves.items()
+        },
+        "marks": [[place[i], kind] for i, kind in marks],
+    }
+
+
+def _thinned(
+    own: Sequence[tuple[int, Any]], limit: int
+) -> tuple[list[int], Numbers, list[int], list[float]]:
+    """Keep the least, the greatest and the first missing value of every stretch of a curve."""
+    values = [value if is_number(value) else None for _, value in own]
+    if len(own) <= limit:
+        return [i for i, _ in own], values, [], []
+    width = 2 * len(own) / limit
+    bounds = [round(k * width) for k in range(limit // 2 + 1)]
+    chosen, middles, means = {0, len(own) - 1}, list[int](), list[float]()
+    for begin, end in zip(bounds, [*bounds[1:-1], len(own)], strict=False):
+        there = [(v, i) for i in range(begin, end) if (v := values[i]) is not None]
+        chosen.update(next(([i] for i in range(begin, end) if values[i] is None), ()))
+        if there:
+            chosen |= {min(there)[1], max(there)[1]}
+            middles.append(own[(begin + end) // 2][0])
+            means.append(fmean(value for value, _ in there))
+    at = sorted(chosen)
+    return [own[i][0] for i in at], [values[i] for i in at], middles, means
+
+
+def _marks(run: SavedRun, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Mark skipped steps, replays, changes of the batch, and checkpoints that are there."""
+    before = None
+    for i, entry in enumerate(run.steps):
+        if "skipped" in entry:
+            yield i, "skipped"
+        if "replays" in entry:
+            yield i, "replayed"
+        if (size := entry.get("batch_size")) != before and i and before is not None:
+            yield i, "batch"
+        before = size
+    for step in run.checkpoints:
+        yield max(0, bisect_right(numbers, step) - 1), "checkpoint"
+
+
+def _short(values: Numbers) -> list[float | None]:
+    """Round to five digits, which is more than a screen shows."""
+    return [None if value is None else float(f"{value:.5g}") for value in values]
+
+
+def _or_zero(value: object) -> float:
+    return round(value, 2) if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def drawing(chart: dict[str, Any], series: Sequence[dict[str, Any]]) -> Html:
+    """Draw a chart over the steps; JavaScript draws it again, and over other axes."""
+    lines = []
+    for color, run in enumerate(series):
+        for name in filter(None, (chart["key"], chart["held_out"])):
+            at, values, *_ = run["curves"].get(name, ([], []))
+            tone = 1 if name == chart["held_out"] and len(series) == 1 else color % 8
+            lines.append(
+                (tone, [(run["x"]["step"][i], value) for i, value in zip(at, values, strict=True)])
+            )
+    points = [(x, y) for _, line in lines for x, y in line if y is not None]
+    if not points:
+        return el("svg", class_="plot", role="img", aria_label=f"{chart['title']}: no values")
+    (left, right), (low, high) = ((min(each), max(each)) for each in zip(*points, strict=True))
+
+    def place(x: float, y: float) -> str:
+        across = (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 8)
+        down = (high - y) / ((high - low) or 1) * (_HEIGHT - _BOTTOM - _TOP)
+        return f"{_LEFT + across:.1f},{_TOP + down:.1f}"
+
+    drawn = []
+    for color, line in lines:
+        path, is_open = "", False
+        for x, y in line:
+            path += "" if y is None else f"{'L' if is_open else 'M'}{place(x, y)}"
+            is_open = y is not None
+        drawn.append(el("path", d=path, class_=f"line s{color}"))
+    texts = [
+        el("text", f"{high:.4g}", x=_LEFT - 6, y=_TOP + 8, text_anchor="end"),
+        el("text", f"{low:.4g}", x=_LEFT - 6, y=_HEIGHT - _BOTTOM, text_anchor="end"),
+        el("text", f"{left:,.0f}", x=_LEFT, y=_HEIGHT - 4),
+        el("text", f"step {right:,.0f}", x=_WIDTH - 8, y=_HEIGHT - 4, text_anchor="end"),
+    ]
+    box, label = f"0 0 {_WIDTH} {_HEIGHT}", f"{chart['title']} over steps"
+    return el("svg", drawn, texts, class_="plot", viewBox=box, role="img", aria_label=label)

@@ -1,0 +1,217 @@
+"""Read what a run left behind, whole or not, for a page. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard, final
+
+import yaml
+
+from trainer.checkpoint.status import read_status
+from trainer.config.messages import flat, lookup
+from trainer.config.secrets import without_secrets
+from trainer.core.durable import parsed, read_json, read_yaml
+from trainer.report import journal
+from trainer.report.journal import Entry
+
+WORST = 8  # samples with the largest loss that are shown
+_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
+
+
+@final
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's folder; everything in it may be missing, torn or a stranger's."""
+
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved config by dotted keys; empty where there is none."""
+        return flat(as_mapping(_yaml(self.folder / "config.yaml")))
+
+    @cached_property
+    def config_text(self) -> str:
+        """The resolved config as it is written."""
+        return "\n".join(f"{key}: {value}" for key, value in self.config.items())
+
+    @cached_property
+    def typed(self) -> str:
+        """The command line, without secrets; of the latest start, where the run went on."""
+        records = (
+            self.folder / ".hydra" / each for each in ("resumed/overrides.yaml", "overrides.yaml")
+        )
+        lines = next((found for path in records if isinstance(found := _yaml(path), list)), [])
+        words = [str(line).lstrip("+") for line in lines]
+        return without_secrets(shlex.join(["train", *words]), os.environ)
+
+    @cached_property
+    def name(self) -> str:
+        """The user's word for the run, else that of its folder."""
+        return str(self.config.get("name") or self.folder.name)
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """status.json, without secrets."""
+        return read_status(self.folder)
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """result.json of a run that completed; a run that went on has one of before."""
+        return read_json(self.folder / "result.json") if self.state == "completed" else {}
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        """plan.json."""
+        return read_json(self.folder / "plan.json")
+
+    @cached_property
+    def forked(self) -> dict[str, Any]:
+        """forked.json: where the run began with a checkpoint of another."""
+        return read_json(self.folder / "forked.json")
+
+    @cached_property
+    def checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are there, ascending."""
+        found = (path.parent.name for path in self.folder.glob("checkpoints/step-*/manifest.json"))
+        return sorted(int(digits) for name in found if (digits := name[5:]).isdecimal())
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Versions, git revision and hardware, as the newest checkpoint has them."""
+        for step in reversed(self.checkpoints):
+            folder = self.folder / "checkpoints" / f"step-{step:08d}"
+            terms = lookup(read_json(folder / "manifest.json"), "parts.terms.state.environment")
+            if isinstance(terms, dict):
+                return terms
+        return {}
+
+    @cached_property
+    def worst(self) -> list[Entry]:
+        """The samples with the largest loss, with texts where `train evaluate` wrote them."""
+        found = read_json(self.folder / "evaluate.json").get("worst")
+        if not isinstance(found, list):
+            found = _lines(self.folder / "predictions.jsonl")
+        measured = [e for e in found if isinstance(e, dict) and is_number(e.get("loss"))]
+        return sorted(measured, key=lambda line: -line["loss"])[:WORST]
+
+    @cached_property
+    def _entries(self) -> list[Entry]:
+        with suppress(OSError):
+            return journal.read(self.folder / journal.METRICS_FILE)
+        return []
+
+    @cached_property
+    def steps(self) -> list[Entry]:
+        """The entries of optimizer steps."""
+        return [entry for entry in self._entries if "loss" in entry]
+
+    @cached_property
+    def evaluations(self) -> list[Entry]:
+        """The entries of evaluations."""
+        return [entry for entry in self._entries if "loss" not in entry]
+
+    @property
+    def state(self) -> str:
+        """How it goes, or ended."""
+        return str(self.status.get("state", "unknown"))
+
+    @property
+    def noun(self) -> str:
+        """What lengths count."""
+        counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
+        return "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
+
+    @property
+    def started(self) -> str | None:
+        """When it began, in the time of this machine."""
+        at = read_json(self.folder / ".hydra" / "started.json").get("started")
+        with suppress(OSError, OverflowError, ValueError):
+            return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M") if is_number(at) else None
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in steps and evaluations."""
+        times = (e.get("seconds", e.get("eval_seconds")) for e in self._entries)
+        return math.fsum(time for time in times if is_number(time))
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl; 0 where there is none."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The most memory measured."""
+        return numbers_of(self.result).get("peak_bytes") or self.last("memory_bytes")
+
+    @property
+    def peak_of(self) -> str:
+        """What the measured memory is of."""
+        return "of the whole process" if self.plan.get("device") == "cpu" else "of tensors"
+
+    def last(self, name: str) -> float | None:
+        """The last number of a metric; None where there is none."""
+        found = (entry.get(name) for entry in reversed(self._entries))
+        return next((value for value in found if is_number(value)), None)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The least held-out loss, and its step."""
+        losses = [
+            (e["eval_loss"], e["step"]) for e in self.evaluations if is_number(e.get("eval_loss"))
+        ]
+        return min(losses, default=None)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a finite number."""
+    return type(value) in (float, int) and -math.inf < value < math.inf  # type: ignore[operator] # one of both
+
+
+def numbers_of(record: object) -> dict[str, float]:
+    """Give the finite numbers of a mapping in a record; none where it is no mapping."""
+    return {name: value for name, value in as_mapping(record).items() if is_number(value)}
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one of a run."""
+    names = "config.yaml", "metrics.jsonl", "checkpoints"
+    return any((folder / name).exists() for name in names)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """List the run that a folder is, or those of its jobs, in their order."""
+    if is_run(folder):
+        return [folder]
+    jobs = (
+        [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
+        if folder.is_dir()
+        else []
+    )
+    return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
+
+
+def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
+    with suppress(*_UNREADABLE):
+        return read_yaml(path) if path.is_file() else None
+    return None
+
+
+def _lines(path: Path) -> list[Any]:
+    with suppress(OSError):
+        return [parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    return []
+
+
+def as_mapping(value: object) -> dict[str, Any]:
+    """Give a mapping of a record; an empty one where it is something else."""
+    return value if isinstance(value, dict) else {}
