@@ -18,7 +18,7 @@
   };
   const keepHash = () => {
     const parts = [root.dataset.theme, state.x !== "step" && `x=${state.x}`, state.log && "log", state.smooth && `smooth=${state.smooth}`];
-    history.replaceState(null, "", `#${parts.filter(Boolean).join("&")}`);
+    if (location.protocol !== "about:") history.replaceState(null, "", `#${parts.filter(Boolean).join("&")}`);  // a notebook's frame
   };
 
   const scaled = (value, base, units) => {
