@@ -204,6 +204,13 @@ def test_hydras_flags_work(
     }.items():
         assert shell(line) == 0
         assert shown in capsys.readouterr().out
+    for typed, offered in {"train pl": "plan ", "train plan accum=": "accum=fixed"}.items():
+        monkeypatch.setenv("COMP_LINE", typed)
+        assert shell("--shell-completion query=bash") == 0
+        assert offered in capsys.readouterr().out
+    monkeypatch.delenv("COMP_LINE")
+    assert shell("--shell-completion install=bash") == 0
+    assert capsys.readouterr().out.startswith("export _HYDRA_OLD_COMP")
     assert not (tmp_path / "outputs").exists()
 
 

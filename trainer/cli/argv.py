@@ -92,6 +92,19 @@ def split(argv: Sequence[str]) -> CommandLine:
     return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
 
 
+def to_complete(line: str) -> tuple[str, list[str]]:
+    """Take the command word out of a line that a shell completes, since Hydra knows none.
+
+    Returns:
+        The line, and the command words that its last word may become.
+    """
+    program, _, rest = line.partition(" ")
+    first, blank, others = rest.partition(" ")
+    if blank:
+        return f"{program} {others}" if first in COMMANDS else line, []
+    return line, [word for word in COMMANDS if word.startswith(first)]
+
+
 def _typed_apart(token: str, waiting: list[str]) -> str:
     """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
 
