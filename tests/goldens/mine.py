@@ -1,4 +1,4 @@
-"""Classes of a user's own that the goldens name, kept to what `docs/extending.md` promises now."""
+"""Classes of a user's own that the goldens name, kept to what `docs/how-to/own` promises now."""
 
 import pathlib
 import time

@@ -57,6 +57,11 @@ def test_several_ranks_keep_the_best_and_end_alike(mode):
     assert read["eval_loss"] == pytest.approx(run.result["best"]["value"])
 
 
+def test_the_best_step_is_saved_once_where_a_checkpoint_is_due_as_well():
+    run = go("steps=2 eval.every=1 checkpoint.every=1 checkpoint.best=eval_loss")
+    assert steps_of(run) == [1, 2]
+
+
 def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step():
     for line, fault in (
         ("checkpoint.best=eval_los", "checkpoint.mode=min or checkpoint.mode=max"),

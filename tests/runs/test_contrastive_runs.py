@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,14 +58,6 @@ def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     assert shell(f"evaluate run={whole.folder} trust=[tests]") == 0
     found = read_json(whole.folder / "evaluate.json")
     assert found["eval_loss"] == pytest.approx(last["eval_loss"])
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_the_model_and_data_of_the_page_run_as_they_stand():
-    page = (Path(__file__).parents[2] / "docs" / "contrastive.md").read_text()
-    Path("mine.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    line = page.partition("```sh\ntrain ")[2].partition("\n")[0].replace("=4096", "=64")
-    assert shell(f"{line} steps=1 eval.samples=16 device=cpu wandb.mode=disabled") == 0
 
 
 def test_verify_says_exact_and_what_cannot_be_is_refused():

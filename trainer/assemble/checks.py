@@ -85,7 +85,7 @@ def _unfit(part: object, kind: str) -> str:
     if isinstance(part, Objective) and kind == "batch":
         return (
             f"is wrong for {name}, which couples all samples of a step: derive it from "
-            f"CoupledObjective (docs/extending.md, Several passes), or {remedy}"
+            f"CoupledObjective (docs/how-to/own/coupled-objective.md), or {remedy}"
         )
     return f"is wrong for {name}, whose coupling is {kind}: {remedy}"
 
@@ -228,5 +228,5 @@ def check_noise(components: Components, plans: Sequence[Plan], cut: Cut) -> None
             what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
         raise ConfigError(
             f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
-            "larger batch.global, or see docs/batch_size.md"
+            "larger batch.global, or see docs/how-to/batch-size.md"
         )

@@ -140,7 +140,8 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     elif labels.is_floating_point() or labels.is_complex():
         raise ConfigError(
             f"objective: labels are {labels.dtype}, and {name} does not say what it is made for: "
-            "type objective._target_=mine.Loss, a class of your own (docs/extending.md), or "
+            "type objective._target_=mine.Loss, a class of your own "
+            "(docs/how-to/own/objective.md), or "
             "objective=model_loss where the model computes its loss"
         )
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)

@@ -43,7 +43,8 @@ def train(run: Run) -> None:
         _stop_if_not_finite(run, progress)
         _stop_if_asked(run, progress)
         _evaluate_if_due(run, progress)
-        if _due(run, config.checkpoint.every) or run.checkpointer.is_due:
+        is_due = _due(run, config.checkpoint.every) or run.checkpointer.is_due
+        if is_due and progress.saved_at != progress.step:  # not yet as the best one
             _save(run, progress)
             _stop_if_asked(run, progress)
     if progress.saved_at != progress.step:

@@ -1,0 +1,199 @@
+"""The pages of the documentation, the commands in them, and files to run those on."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.hf_toys import TEXTS, save_job_files, write_lines
+from tests.lib.run_support import shell, small_library
+from trainer.cli.argv import split
+from trainer.cli.main import composer_of
+from trainer.cli.prepare import prepare_run
+
+DOCS = CHECKOUT / "docs"
+PAGES = {
+    str(path.relative_to(CHECKOUT)): path for path in (CHECKOUT / "README.md", *DOCS.rglob("*.md"))
+}
+HOW_TO = [name for name in PAGES if name.startswith("docs/how-to/")]
+NOT_RUN = {"shell", "cluster", "gpu"}
+"""Marks of a block, ```{.sh .cluster}, whose lines are not run here; `.exit-9` is how it ends."""
+
+INSTALLS = ("python3 -m venv", "pip ")
+SMALL = {"steps": "2", "batch.global": "8", "device": "cpu", "wandb.mode": "disabled"}
+RESULTS = ("weights", "adapter", "base")
+"""Folders that commands of the pages write, and others read."""
+
+OTHERS = {"model._target_", "recipe", "model.path", "model.config"}
+TINY = {"model.width": "16", "model.num_heads": "2", "model.num_layers": "1"}
+_FENCE = re.compile(r"^( *)```(?:\{\.)?(\w+)([^\n`}]*)\}?\n(.*?)^ *```", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    marks: frozenset[str]
+    text: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Give the fenced blocks of a page that name a language."""
+    return [
+        Block(language, frozenset(marks.replace(".", " ").split()), textwrap.dedent(indent + inner))
+        for indent, language, marks, inner in _FENCE.findall(text)
+    ]
+
+
+def lines_of(text: str) -> list[tuple[str, int]]:
+    """Give each line of a page that is typed, and its exit code; not those that only install."""
+    typed = [
+        (line, max((int(mark.removeprefix("exit-")) for mark in block.marks), default=0))
+        for block in blocks_of(text)
+        if block.language == "sh" and not block.marks & NOT_RUN
+        for line in block.text.replace("\\\n", "").splitlines()
+    ]
+    parts = ((shlex.join(shlex.split(line, comments=True)), code) for line, code in typed)
+    return [pair for pair in parts if pair[0] and not pair[0].startswith(INSTALLS)]
+
+
+def write_files_of(text: str) -> None:
+    """Write the blocks that begin with a file's name, `# mine.py`, into the current folder."""
+    for block in blocks_of(text):
+        if named := re.match(r"# ([\w./-]+\.(?:py|yaml))\n", block.text):
+            path = Path(named[1])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+
+
+def make_workshop() -> None:
+    """Write what the pages name, into the current folder: models, records, images, a run `RUN`."""
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+    import numpy as np  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    from tests.lib.picture_toys import draw_pictures  # noqa: PLC0415
+
+    save_job_files()
+    datasets.Dataset.from_json("pairs.jsonl").to_parquet("pairs.parquet")
+    corpus = Path("corpus.jsonl")
+    corpus.write_text("".join(json.dumps({"text": t, "body": t}) + "\n" for t in TEXTS * 3))
+    for name in ("a", "b", "web", "code", "other"):
+        shutil.copy(corpus, f"{name}.jsonl")
+    for name in ("book.txt", "notes.txt", "README.md"):
+        Path(name).write_text("\n\n".join(TEXTS * 3) + "\n")
+    for folder in ("web", "books", "docs"):
+        Path(folder).mkdir()
+        for i, text in enumerate(TEXTS):
+            Path(folder, f"{i}.txt").write_text(text)
+    write_lines(Path("text_pairs.jsonl"), [{"anchor": t, "positive": t[::-1]} for t in TEXTS])
+    np.arange(20_000, dtype=np.uint16).tofile("tokens.bin")
+    for part in ("train", "val"):
+        draw_pictures(Path("photos", part))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320}
+    mixtral = transformers.MixtralConfig(
+        **sizes, num_local_experts=2, max_position_embeddings=64, output_router_logits=True
+    )
+    mixtral.to_json_file("mixtral.json")
+    small = shlex.join(f"{key}={value}" for key, value in {**SMALL, **TINY}.items())
+    line = "data=text data.path=corpus.jsonl checkpoint.every=1 ema.decay=0.9 eval.every=1"
+    assert shell(f"{line} checkpoint.best=eval_loss hydra.run.dir=outputs/0/run {small}") == 0
+    Path("RUN").symlink_to("outputs/0/run")
+    assert shell(f"export run=RUN export.to={RESULTS[0]}") == 0
+    for name in RESULTS[1:]:
+        shutil.copytree("llama", name)
+
+
+def _smaller(word: str, typed: Mapping[str, str]) -> str:
+    """Make one setting small; `typed` are all of the line."""
+    key, _, value = word.partition("=")
+    number = int(value) if value.isdecimal() else 0
+    if key == "step" and number:
+        return "step=1"
+    if key == "steps" and number > 8:
+        return f"steps={9 if 'resume' in typed else 2}"
+    if key == "batch.global" and number > 64:
+        return f"batch.global={256 if typed.get('batch.unit') == 'tokens' else 16}"
+    return word
+
+
+def made_small(line: str) -> list[str]:
+    """Give what is typed behind `train`, in a size that takes a second."""
+    words = [word for word in shlex.split(line)[1:] if not word.startswith("epochs=")]
+    typed = dict(word.partition("=")[::2] for word in words if not word.startswith("-"))
+    words = [_smaller(word, typed) for word in words]
+    if {"run", "resume"} & typed.keys():
+        return words  # the settings are the run's
+    sizes = dict(SMALL)
+    if typed.get("model") == "resnet":
+        sizes |= {"model.width": "4", "model.depth": "1"}
+    elif typed.get("model", "gpt").startswith("gpt") and not OTHERS & typed.keys():
+        sizes |= TINY
+    if {"-m", "batch=ramp", "batch=noise_ramp"} & {*words} or "accum.steps" in typed:
+        del sizes["batch.global"]
+    return [*words, *(f"{key}={value}" for key, value in sizes.items() if key not in typed)]
+
+
+def check(line: str) -> None:
+    """Check a command as the program does before it starts: keys, values, files and runs."""
+    words = [re.sub(r"^step=\d+$", "step=1", word) for word in shlex.split(line)[1:]]
+    sweeps = "-m" in words
+    words = [word for word in words if word != "-m" and not (sweeps and word.startswith("hydra"))]
+    if sweeps:
+        words = [re.sub(r"=(?:\w+\()?([^\[{,(]+),[^=]*$", r"=\1", word) for word in words]
+    request = split(words)
+    prepare_run(request.lines, composer_of(request.flags))
+
+
+def run(line: str, code: int, patch: pytest.MonkeyPatch) -> None:
+    """Run a line of a page in this process, in a small size."""
+    first, *words = shlex.split(line)
+    if first == "train":
+        assert shell(shlex.join(made_small(line))) == code, line
+    elif first == "pytest":
+        tests = runpy.run_path(words[0])
+        found = [test for name, test in tests.items() if name.startswith("test_")]
+        assert found
+        for test in found:
+            test()
+    else:
+        assert (first, words[0]) == ("python", "recipes/example_data.py"), f"{line}: unknown here"
+        source = SimpleNamespace(get_paths=lambda: {"stdlib": str(Path("documented").absolute())})
+        write_documented(Path("documented"))
+        patch.setitem(sys.modules, "sysconfig", source)
+        runpy.run_path(str(CHECKOUT / words[0]))["main"](Path(words[1]))
+        patch.delitem(sys.modules, "sysconfig")
+
+
+def write_documented(folder: Path) -> None:
+    """Write a small library of documented functions, as `recipes/example_data.py` reads one."""
+    for i in range(8):
+        package = folder / f"p{i}"
+        package.mkdir(parents=True, exist_ok=True)
+        functions = (
+            f'def f{j}():\n    """{TEXTS[(i * 11 + j) % 60]} {j}, long enough to be taken."""\n'
+            for j in range(30)
+        )
+        (package / "__init__.py").write_text("\n".join(functions))
+
+
+def stand_in(workshop: Path, page: str, patch: pytest.MonkeyPatch) -> None:
+    """Copy the workshop into the current folder, and write the files of a page."""
+    shutil.copytree(workshop, Path(), dirs_exist_ok=True, symlinks=True)
+    patch.syspath_prepend(str(Path.cwd()))
+    small_library(patch)
+    write_files_of(PAGES[page].read_text())
