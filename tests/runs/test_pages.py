@@ -19,7 +19,7 @@ def test_recipes_are_listed_with_what_they_say_and_one_that_is_broken_with_its_f
     shown = capsys.readouterr().out
     for path in data_dir("recipes").glob("*.yaml"):
         meta = yaml.safe_load(path.read_text())["meta"]
-        about = [f"  {key:<10}{meta[key]}" for key in ("purpose", "cost", "expected")]
+        about = [f"  {key:<10}{meta[key]}" for key in ("purpose", "cost", "expected", "version")]
         lines = [f"recipe={path.stem}", *about]
         assert "\n".join(lines) in shown
     assert "recipe=mine\n  purpose   try it\n" in shown

@@ -123,7 +123,8 @@ def _typed_apart(token: str, waiting: list[str]) -> str:
     from trainer.config.validate import hint_for  # noqa: PLC0415
 
     key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
-    hint = hint_for(key, KEYS).replace("?", f"={value}?")
+    hint = hint_for(key, KEYS)
+    hint = hint if "=" in hint else hint.replace("?", f"={value}?")
     if is_flag and not equals:
         return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
     return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")

@@ -143,6 +143,9 @@ class Composer:
             full = full or compose(CONFIG_NAME, list(lines), return_hydra_config=True)
         except (*_HYDRA_ERRORS, yaml.YAMLError, ConfigError, ValueError) as error:
             raise ConfigError(*explain(error)) from error
+        except RecursionError:
+            recipe = next((line for line in lines if line.startswith(recipes.GROUP)), "recipe")
+            raise ConfigError(clip(f"{recipe}: extends itself, by its defaults")) from None
         if is_ours:
             full = deepcopy(_COMPOSED.setdefault((*lines,), full))
             with open_dict(full.hydra):
@@ -172,10 +175,12 @@ class Composer:
         """
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
+        chosen: object = None
         keys = {dotted(o) for o in overrides if not o.is_hydra_override()}
         typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
+            chosen = full.hydra.runtime.choices.get(recipes.GROUP)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
             faults += _folder_faults(full, tree, keys)
@@ -192,7 +197,7 @@ class Composer:
         except ConfigError as error:
             faults += error.faults
         if faults:
-            raise ConfigError(*dict.fromkeys(faults))
+            raise ConfigError(*dict.fromkeys(_with_versions(faults, keys, chosen)))
         _refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
@@ -207,6 +212,9 @@ class Composer:
             lines=(*parts.hydra, *parts.lines),
             typed=(*parts.hydra, *parts.lines),
             folder=Path(str(full.hydra.run.dir)).absolute(),
+            note="".join(
+                f"warning: {line}\n" for line in recipes.other_versions(chosen, newer=True)
+            ),
         )
 
     def _compose_with_examples(self, parts: Classified) -> tuple[DictConfig, dict[str, Any]]:
@@ -225,6 +233,18 @@ class Composer:
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
         _set_values(full, parts.values)
         return full, examples
+
+
+def _with_versions(faults: list[str], typed: Collection[str], chosen: object) -> list[str]:
+    """Add to settings that are unknown, and not typed, for which version their recipe is."""
+    versions = "; ".join(recipes.other_versions(chosen))
+    unknown = ": unknown setting."
+    return [
+        clip(f"{fault}; {versions}")
+        if versions and unknown in fault and fault.partition(unknown)[0] not in typed
+        else fault
+        for fault in faults
+    ]
 
 
 def _refuse_missing(config: RunConfig) -> None:
@@ -256,9 +276,13 @@ def explain(error: BaseException) -> list[str]:
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             return [clip(f"{cause.full_key}: {str(cause).splitlines()[0]}")]
         error, cause = cause, cause.__cause__
-    if isinstance(error, MissingConfigException) and error.options:
+    if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        return [no_such_option(group, name, error.options)]
+        if group == recipes.GROUP:  # one that another extends
+            place = str(error).partition(":")[0]
+            return [clip(f"{place}: {no_such_option(group, name, recipes.available())}")]
+        if error.options:
+            return [no_such_option(group, name, error.options)]
     return [clip(str(error).partition("See https://")[0])]
 
 

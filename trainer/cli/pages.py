@@ -51,8 +51,8 @@ def _recipes() -> Iterator[str]:
     """Give each recipe with its purpose, its cost and the result to expect."""
     for name in recipes.available():
         yield f"recipe={name}"
-        path = next(p for f in recipes.folders() if (p := f / f"{name}.yaml").is_file())
-        yield from (f"  {key:<10}{value}" for key, value in recipes.about(path).items())
+        about = recipes.about(path) if (path := recipes.path_of(name)) else {}
+        yield from (f"  {key:<10}{value}" for key, value in about.items())
     variable = recipes.FOLDERS_VARIABLE
     yield f"your own: NAME.yaml in a folder on {variable}, or recipe=path/to/file.yaml"
 

@@ -86,7 +86,7 @@ def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
     job = _check_over(run, overrides, composer, "resume")
     saved_runs.refuse_changes(run, job.config)
     note = f"a new run from step {saved_runs.step_of(checkpoint)} of {shown_path(run)}\n"
-    return replace(_place(job, job.folder), forked=checkpoint, note=note)
+    return replace(_place(job, job.folder), forked=checkpoint, note=job.note + note)
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:
@@ -98,7 +98,7 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
     called = "without a name" if job.config.name is None else f"named {job.config.name}"
     there = f"no run {called} below {job.config.outputs} can be resumed"
     note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
-    return replace(_place(job, job.folder), note=note)
+    return replace(_place(job, job.folder), note=job.note + note)
 
 
 def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:

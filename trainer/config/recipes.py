@@ -24,6 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer import __version__
 from trainer.config import torch_optimizers
 from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.keys import data_dir
@@ -74,6 +75,12 @@ def folders() -> list[Path]:
 def available() -> list[str]:
     """Name every recipe that can be typed as `recipe=NAME`."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
+
+
+def path_of(name: str) -> Path | None:
+    """Find the file of a recipe by its name or absolute path; None where there is none."""
+    paths = [folder / f"{name.removesuffix('.yaml')}.yaml" for folder in folders()]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def locate(typed: str) -> str:
@@ -135,14 +142,30 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def about(path: Path) -> dict[str, str]:
-    """Give what a recipe says of itself under `meta`: purpose, cost, what to expect."""
+    """Give what a recipe says of itself under `meta`, and which ones it extends."""
     try:
-        read(path)
+        defaults = read(path).get("defaults", [])
         meta = yaml.safe_load(path.read_text(encoding="utf-8")).get("meta")
     except ConfigError as error:
         return {"fault": error.faults[0]}
     pairs = meta.items() if isinstance(meta, dict) else ()
-    return {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
+    said = {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
+    bases = ", ".join(each for each in defaults if isinstance(each, str) and each != "_self_")
+    return said | ({"extends": bases} if bases else {})
+
+
+def other_versions(chosen: object, *, newer: bool = False) -> Iterator[str]:
+    """Say of each chosen recipe that it was written for another version, or a newer one, alone."""
+    names = [chosen] if isinstance(chosen, str) else chosen or []
+    for name in names if isinstance(names, Collection) else []:
+        theirs = about(path).get("version") if (path := path_of(str(name))) else None
+        is_newer = _numbers(theirs or "") > _numbers(__version__)
+        if theirs and (is_newer if newer else theirs != __version__):
+            yield clip(f"recipe={name}: written for version {theirs}, this is {__version__}")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:

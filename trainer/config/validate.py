@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -50,6 +50,7 @@ from trainer.config.messages import (
     show,
     value_fault,
 )
+from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import is_secret, leaked
@@ -237,7 +238,7 @@ def _section_faults(
         key, default = f"{place}.{name}", example.get(name)
         if name in extra_keys(place) or value == MISSING:
             continue
-        is_refused = name in _REFUSED and not (is_own and place == "data")
+        is_refused = name in REFUSED and not (is_own and place == "data")
         is_known = not is_refused and (name in example or is_open)
         if not is_known and place not in COMPONENTS:
             names = [each for each in example if each != "_target_"]
@@ -264,54 +265,12 @@ def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
     return types | {n: t for n, t in SHARED.get(owner, {}).items() if is_shared or n in own}
 
 
-_ELSEWHERE: Mapping[str, Sequence[str]] = {
-    "accum.micro": ["micro_batch_size", "per_device_train_batch_size"],
-    "accum.steps": ["gradient_accumulation_steps", "accumulate_grad_batches"],
-    "batch.global": ["batch_size", "global_batch_size", "train_batch_size"],
-    "batchnorm=sync": ["sync_bn", "sync_batchnorm", "convert_sync_batchnorm"],
-    "checkpoint.best": ["metric_for_best_model", "load_best_model_at_end"],
-    "checkpoint.every": ["save_steps", "save_interval"],
-    "checkpoint.keep": ["save_total_limit", "save_top_k"],
-    "clip_norm": ["max_grad_norm", "gradient_clip_val", "grad_clip"],
-    "data.chat_template": ["chat_template_path"],
-    "data.columns": ["dataset_text_field"],
-    "data.max_samples": ["max_train_samples"],
-    "data.subset": ["dataset_config_name"],
-    "data.max_length": ["max_seq_length", "max_length", "block_size", "seq_len"],
-    "device": ["accelerator"],
-    "epochs": ["num_train_epochs", "max_epochs", "num_epochs"],
-    "eval.every": ["eval_steps", "val_check_interval", "check_val_every_n_epoch"],
-    "log.every": ["logging_steps", "log_every_n_steps"],
-    "objective.label_smoothing": ["label_smoothing_factor"],
-    "optimizer.lr": ["learning_rate"],
-    "outputs": ["default_root_dir"],
-    "parallel": ["strategy"],
-    "parallel.ranks": ["devices", "num_gpus", "nproc_per_node", "num_processes"],
-    "precision": ["bf16", "fp16", "mixed_precision"],
-    "resume": ["resume_from_checkpoint", "ckpt_path"],
-    "stop.patience": ["early_stopping_patience"],
-    "steps": ["max_steps", "num_steps"],
-    "scheduler.warmup": ["warmup_ratio", "warmup_steps", "num_warmup_steps"],
-}
-"""What other trainers call a setting, where no letters say it."""
-
-
-_REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit"),
-        "quantised weights are not supported, since no step over them can be proven exact; type "
-        "adapter=lora model.dtype=bfloat16",
-    ),
-    "streaming": "records are read at random, so that every step is known before: files are mapped "
-    "and not loaded, so leave it out; for a try type data.max_samples=1000",
-}
-"""Settings of other trainers that there will be none of, and what to type instead."""
-
-
 def hint_for(key: str, offers: Collection[str]) -> str:
     """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
     name = key.rpartition(".")[2]
-    meant = next((ours for ours, names in _ELSEWHERE.items() if name in names), None)
+    if name in NONE_HERE:
+        return f" Here {NONE_HERE[name]}"
+    meant = OTHER_WORDS.get(name)
     return f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
 
 
@@ -323,8 +282,8 @@ def _is_open(option: Tree) -> bool:
 def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     """Say what is meant by a key that is none."""
     owner, name = owner_of(key), key.rpartition(".")[2]
-    if name in _REFUSED:
-        return line(key, value, _REFUSED[name])
+    if name in REFUSED:
+        return line(key, value, REFUSED[name])
     options = options_of(owner) if owner else {}
     others = [o for o, keys in options.items() if name in keys or _is_open(keys)]
     others.sort(key="auto".__eq__)  # which leaves more open than the rest

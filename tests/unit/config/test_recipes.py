@@ -7,6 +7,7 @@ import yaml
 
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import composed, options
+from trainer import __version__
 from trainer.config import recipes
 from trainer.config.keys import data_dir
 from trainer.config.validate import validate
@@ -16,8 +17,11 @@ SHIPPED = sorted(data_dir("recipes").glob("*.yaml"))
 NEEDS = {
     "cifar10_resnet": ["data.path=cifar10"],
     "chat_lora": ["model.path=base", "data.path=chat.jsonl"],
+    "glue": ["model.path=base", "data.path=pairs.csv"],
     "gpt2_124m": ["data.path=tokens.bin"],
+    "mrpc": ["model.path=base", "data.path=pairs.csv"],
     "squad_lora": ["model.path=base", "data.path=squad.jsonl"],
+    "trl_sft": ["model.path=base", "data.path=chat.jsonl"],
 }
 
 
@@ -49,12 +53,15 @@ def test_every_shipped_recipe_composes_and_validates(path):
 
 
 def test_every_shipped_recipe_says_purpose_command_cost_and_result():
+    assert len(SHIPPED) >= 15
     for path in SHIPPED:
         text = path.read_text()
         assert f"train recipe={path.stem}" in text or f"-m recipe={path.stem}" in text
         assert "# Cost:" in text
         assert "Expected:" in text
-        assert set(yaml.safe_load(text)["meta"]) == {"purpose", "cost", "expected"}
+        meta = yaml.safe_load(text)["meta"]
+        assert set(meta) == {"purpose", "cost", "expected", "version"}
+        assert meta["version"] <= __version__
 
 
 def test_a_recipe_beats_the_defaults_later_ones_beat_it_and_the_command_line_beats_all():
@@ -78,6 +85,44 @@ def test_a_folder_of_recipes_comes_before_the_shipped_ones(tmp_path, monkeypatch
     assert recipes.available() == sorted({*(path.stem for path in SHIPPED), "mine"})
     both = composed("recipe=[mine,quickstart]")
     assert (both.seed, both.batch.unit) == (5, "tokens")
+
+
+def test_a_recipe_extends_another_and_a_base_that_is_missing_or_itself_is_one_line(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(recipes.FOLDERS_VARIABLE, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "defaults: [digits, override /batch: tokens]\nsteps: 8\naccum: fixed\n", "mid")
+    write(tmp_path, "defaults: [mid]\nsteps: 9\naccum: budget\n", "last")
+    full = composed("recipe=last")
+    assert (full.steps, full.batch.unit, full.model.width) == (9, "tokens", 16)
+    assert full.hydra.runtime.choices["accum"] == "budget"
+    write(tmp_path, "defaults: [again]\n", "again")
+    write(tmp_path, "defaults: [friend2]\n", "friend3")
+    write(tmp_path, "defaults: [friend3]\n", "friend2")
+    write(tmp_path, "defaults: [digit]\n", "none")
+    for typed, answer in {
+        "friend2": r"^recipe=friend2: extends itself, by its defaults$",
+        "none": r"^In 'recipe/.*none.*': recipe=digit: no such option\. Did you mean digits\?",
+        "./none": r"^In 'recipe/.*none.*': recipe=digit: no such option\. Did you mean digits\?",
+    }.items():
+        with pytest.raises(ConfigError, match=answer):
+            prepared(f"recipe={typed}")
+
+
+def test_a_recipe_of_a_newer_version_warns_and_one_of_another_says_so_where_a_key_is_unknown(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for version in ("0.0.9", __version__, "0.10.0"):
+        path = write(tmp_path, f"meta: {{version: {version}}}\nsteps: 3\n", version)
+        said = f"recipe={path}: written for version {version}, this is {__version__}"
+        job = prepared(f"recipe={path}")
+        assert job.note == (f"warning: {said}\n" if version == "0.10.0" else "")
+        write(tmp_path, f"meta: {{version: {version}}}\nstpes: 3\n", version)
+        with pytest.raises(ConfigError, match=r"stpes: unknown setting\. Did") as why:
+            prepared(f"recipe={path}")
+        assert (said in str(why.value)) == (version != __version__)
 
 
 def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 
@@ -11,8 +12,9 @@ from tests.lib.config_support import checked, faults_of, options, put
 from trainer.config.components import GROUPS, parse_bytes
 from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import lookup
+from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS
 from trainer.config.run_config import to_plain
-from trainer.config.validate import _ELSEWHERE, from_plain, validate
+from trainer.config.validate import from_plain, validate
 from trainer.core.errors import ConfigError
 
 
@@ -221,8 +223,8 @@ def test_every_setting_that_is_meant_is_one():
         *GROUPS,
         *(f"{o}.{k}" for o in GROUPS for ks in options_of(o).values() for k in ks),
     }
-    names = [name for theirs in _ELSEWHERE.values() for name in theirs]
-    assert ({each.partition("=")[0] for each in _ELSEWHERE} - known, len(names)) == (
-        set(),
-        len({*names}),
-    )
+    meant = {re.match(r"[\w.]+", each)[0] for each in _MEANT}
+    words = " ".join(_MEANT.values()).split()
+    assert meant <= known
+    assert len(words) == len({*words, *NONE_HERE}) - len(NONE_HERE)
+    assert not known & {*OTHER_WORDS, *NONE_HERE}
