@@ -23,6 +23,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer import __version__
 from trainer.cli.overrides import (
     TARGET,
     Classified,
@@ -47,6 +48,7 @@ from trainer.config.components import (
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
+from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError, DataError, NoCheckpointError
@@ -213,7 +215,7 @@ class Composer:
             typed=(*parts.hydra, *parts.lines),
             folder=Path(str(full.hydra.run.dir)).absolute(),
             note="".join(
-                f"warning: {line}\n" for line in recipes.other_versions(chosen, newer=True)
+                map("warning: {}\n".format, other_versions(chosen, __version__, newer=True))
             ),
         )
 
@@ -237,7 +239,7 @@ class Composer:
 
 def _with_versions(faults: list[str], typed: Collection[str], chosen: object) -> list[str]:
     """Add to settings that are unknown, and not typed, for which version their recipe is."""
-    versions = "; ".join(recipes.other_versions(chosen))
+    versions = "; ".join(other_versions(chosen, __version__))
     unknown = ": unknown setting."
     return [
         clip(f"{fault}; {versions}")

@@ -24,7 +24,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer import __version__
 from trainer.config import torch_optimizers
 from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.keys import data_dir
@@ -154,14 +153,14 @@ def about(path: Path) -> dict[str, str]:
     return said | ({"extends": bases} if bases else {})
 
 
-def other_versions(chosen: object, *, newer: bool = False) -> Iterator[str]:
+def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:
     """Say of each chosen recipe that it was written for another version, or a newer one, alone."""
     names = [chosen] if isinstance(chosen, str) else chosen or []
     for name in names if isinstance(names, Collection) else []:
         theirs = about(path).get("version") if (path := path_of(str(name))) else None
-        is_newer = _numbers(theirs or "") > _numbers(__version__)
-        if theirs and (is_newer if newer else theirs != __version__):
-            yield clip(f"recipe={name}: written for version {theirs}, this is {__version__}")
+        is_newer = _numbers(theirs or "") > _numbers(here)
+        if theirs and (is_newer if newer else theirs != here):
+            yield clip(f"recipe={name}: written for version {theirs}, this is {here}")
 
 
 def _numbers(version: str) -> list[int]:
