@@ -112,11 +112,12 @@
     const grow = state.log ? Math.log : (y) => y;
     const px = (x) => box.left + ((x - left) / (right - left)) * (box.right - box.left);
     const py = (y) => box.bottom - ((grow(y) - grow(low)) / (grow(high) - grow(low))) * (box.bottom - box.top);
-    for (const y of ticks(low, high, height > 220 ? 5 : 4, state.log)) {
+    const unit = chart.kind === "bytes" ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
+    for (const y of ticks(low / unit, high / unit, height > 220 ? 5 : 4, state.log).map((n) => n * unit)) {
       make(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: py(y), y2: py(y) });
       make(svg, "text", { x: box.left - 8, y: py(y) + 4, "text-anchor": "end" }, shown(y, chart.kind));
     }
-    const own = ticks(left, right, Math.max(2, width / 110), false, state.x === "seconds" ? 0 : 1);
+    const own = ticks(left, right, Math.max(3, width / 110), false, state.x === "seconds" ? 0 : 1);
     for (const x of own) {
       const anchor = px(x) < box.left + 14 ? "start" : px(x) > box.right - 18 ? "end" : "middle";
       make(svg, "text", { x: px(x), y: height - 4, "text-anchor": anchor }, shown(x, state.x === "seconds" ? "seconds" : ""));

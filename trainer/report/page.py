@@ -95,7 +95,7 @@ def _head(runs: Sequence[SavedRun], title: str) -> Html:
         if forked.get("run")
         else None,
     ]
-    reason = run.status.get("reason") if is_one else None
+    reason = (run.status.get("reason") or run.result.get("stopped")) if is_one else None
     code = run.status.get("exit_code") if is_one else None
     ending = f"exit {code}: {reason}" if code else reason
     pill = el("span", run.state, class_=f"pill {run.state}") if is_one else None
@@ -180,7 +180,13 @@ def _about(run: SavedRun) -> Html:
             "Samples with the largest loss", el("p", text), el("pre", remedy, class_="command")
         )
     pair = join(bars.memory(run), bars.times(run), parts.baselines(run), parts.machine(run))
-    return join(bars.plan(run), el("div", pair, class_="pair"), shown, parts.settings(run))
+    return join(
+        bars.plan(run),
+        el("div", pair, class_="pair"),
+        shown,
+        parts.generated(run),
+        parts.settings(run),
+    )
 
 
 def _each(runs: Sequence[SavedRun], names: Sequence[str]) -> Html:

@@ -162,7 +162,7 @@ def times(run: SavedRun) -> Html:
         )
         for name, share in shares.items()
     ]
-    cells = table(("", "part", "", "a step", "share"), rows, "numbers")
+    cells = table(("", "part", "", "a step", "share"), rows, "numbers times")
     steps = plural(whole.get("steps", 0), "step")
     note = f"{duration(whole.get('step_seconds'))} a step, mean of {steps}"
     return card("Where time went", el("div", pieces, class_="bar tall"), cells, note=note)

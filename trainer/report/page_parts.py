@@ -29,6 +29,7 @@ def figures(run: SavedRun) -> Html:
             f"best {loss(best[0])} at step {number(best[1])}" if best else None,
         ),
         *_metrics(run),
+        *_best(run),
         ("steps", number(run.last_step), f"of {number(planned)} planned" if planned else None),
         (f"{run.noun}s per second", short(speed) if speed else None, None),
         ("peak memory", size(peak) if peak else None, run.peak_of),
@@ -52,6 +53,14 @@ def _metrics(run: SavedRun) -> Iterator[tuple[str, str | None, None]]:
     others = (n for n in names if n not in ("step", "eval_loss", "eval_seconds"))
     for name in islice(others, 3):
         yield name.removeprefix("eval_").replace("_", " "), f"{run.last(name):.4g}", None
+
+
+def _best(run: SavedRun) -> Iterator[tuple[str, str | None, str]]:
+    """Give the best value of the metric by which a checkpoint is kept; the loss has it anyway."""
+    found = as_mapping(run.result.get("best"))
+    name, value = str(found.get("metric")).removeprefix("eval_"), found.get("value")
+    if is_number(value) and name != "loss":
+        yield f"best {name.replace('_', ' ')}", f"{value:.4g}", f"at step {found.get('step')}"
 
 
 def _count(run: SavedRun, name: str) -> str | None:
@@ -94,6 +103,17 @@ def samples(run: SavedRun) -> Html:
     note = "of the last evaluation with predictions"
     body = el("ol", items, class_="samples") if items else None
     return card("Samples with the largest loss", body, note=note)
+
+
+def generated(run: SavedRun) -> Html:
+    """Show what prompts gave."""
+    items = (
+        el("li", el("pre", el("b", _text(each.get("prompt"))), _text(each.get("text"))))
+        for each in run.generated
+    )
+    note = f"after step {number(run.generated[-1]['step'])}" if run.generated else None
+    body = el("ol", items, class_="samples") if run.generated else None
+    return card("Prompts, and what the model adds", body, note=note)
 
 
 def baselines(run: SavedRun) -> Html:

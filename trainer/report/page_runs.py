@@ -103,6 +103,14 @@ class SavedRun:
         return sorted(measured, key=lambda line: -line["loss"])[:WORST]
 
     @cached_property
+    def generated(self) -> list[Entry]:
+        """What prompts gave at the last evaluation that continued any."""
+        with suppress(OSError):
+            found = journal.read(self.folder / journal.TEXTS_FILE)
+            return [entry for entry in found if entry["step"] == found[-1]["step"]]
+        return []
+
+    @cached_property
     def _entries(self) -> list[Entry]:
         with suppress(OSError):
             return journal.read(self.folder / journal.METRICS_FILE)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from tests.lib.run_support import shell
+from trainer.report import page
 from trainer.report.page import write_own_page, write_page
 from trainer.report.page_curves import MOST_POINTS, charts_of, series_of
 from trainer.report.page_html import el
@@ -92,6 +94,8 @@ RESULT = {
     "peak_bytes": 2 << 20,
     "eval_loss": 1.5,
     "baselines": {"bigram": 2.0},
+    "best": {"metric": "eval_f1", "value": 0.75, "step": 2},
+    "stopped": "stop.metric=eval_f1: no better",
     "advice": ["data: 30% of a step"],
     "batch_advice": "a larger batch pays",
     "time": {
@@ -115,6 +119,8 @@ def test_a_page_shows_what_a_run_left_behind(tmp_path):
         "mine completed",
         "held-out loss 1.5000 best 1.5000 at step 3",
         "f1 0.25",
+        "best f1 0.75 at step 2",
+        "stop.metric=eval_f1: no better",
         "skipped steps 1 ",
         "replays 1 ",
         "the batch is odd",
@@ -157,8 +163,9 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     plan = PLAN | {"warnings": [evil], "unit": evil, "memory_parts": {evil: 1}}
     run = saved(tmp_path / "run", lines, status=status, evaluate=worst, plan=plan)
     (run / "config.yaml").write_text(json.dumps({"name": evil, evil: evil}))
+    (run / "generated.jsonl").write_text(json.dumps({"step": 1, "prompt": evil, "text": evil}))
     found = page_of(run)
-    assert found.text.count(evil) >= 8
+    assert found.text.count(evil) >= 10
     assert json.loads(found.data)["runs"][0]["name"] == evil
     assert (run.parent / "page.html").read_text().lower().count("<script") == 2
     assert el("p", evil, title=evil).count("<") == 2
@@ -239,3 +246,33 @@ def test_the_command_names_what_is_wrong_and_writes_where_it_says(tmp_path, monk
     assert capsys.readouterr().out == "1 run: outputs/day/b/report.html\n"
     assert shell("report run=outputs/day") == 0
     assert capsys.readouterr().out == "2 runs: outputs/day/report.html\n"
+
+
+def contrast(one, other):
+    """The contrast of two colors, as WCAG 2 has it."""
+
+    def light(color):
+        digits = color[1:] if len(color) == 7 else "".join(2 * each for each in color[1:])
+        parts = (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_texts_are_legible_in_both_themes():
+    style = (Path(page.__file__).parent / "page.css").read_text()
+    themes = [
+        dict(re.findall(r"--([\w-]+): (#\w+);", b))
+        for b in re.findall(r"\{([^{}]*--bg:[^{}]*)\}", style)
+    ]
+    light, dark, by_system = themes
+    assert dark == by_system
+    for colors in (light, dark):
+        pairs = [("ink", "bg"), ("ink", "card"), ("soft", "bg"), ("soft", "card"), ("ink", "grid")]
+        pairs += [("accent", "info-bg"), ("card", "c0")]
+        pairs += [(name, f"{name}-bg") for name in ("good", "warn", "bad")]
+        assert min(contrast(colors[a], colors[b]) for a, b in pairs) >= 4.5
+        lines = [contrast(colors[f"c{n}"], colors["card"]) for n in range(8)]
+        assert min(lines) >= 3, "what is drawn"
