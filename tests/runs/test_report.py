@@ -29,7 +29,20 @@ PROBE = """
     const path = () => document.querySelector("figure path").getAttribute("d");
     const before = path();
     document.querySelector("[data-x=tokens]").click();
-    const seen = { width: innerWidth, scroll: wide.scrollWidth, before, after: path(), faults };
+    const after = path(), set = (name, kind, values) => {
+      const input = Object.assign(document.getElementById(name), values);
+      input.dispatchEvent(new Event(kind));
+    };
+    set("log", "change", { checked: true });
+    set("smooth", "input", { value: 0.5 });
+    const changed = path(), svg = document.querySelector("figure svg");
+    const at = svg.getBoundingClientRect();
+    svg.dispatchEvent(new PointerEvent("pointermove", { clientX: at.left + at.width / 2 }));
+    const read = document.querySelector("figcaption span").textContent;
+    document.getElementById("theme").click();
+    const theme = wide.dataset.theme;
+    const seen = { width: innerWidth, scroll: wide.scrollWidth, before, after };
+    Object.assign(seen, { changed, read, theme, faults });
     document.body.insertAdjacentHTML("beforeend", `<pre id="probe">${JSON.stringify(seen)}</pre>`);
   });
 </script>
@@ -114,4 +127,6 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     assert seen["width"] == width
     assert seen["scroll"] <= width
     assert seen["before"].startswith("M")
-    assert seen["before"] != seen["after"]
+    assert len({seen["before"], seen["after"], seen["changed"]}) == 3
+    assert re.match(r"tokens \d+training [\d.]+held out [\d.]+$", seen["read"])
+    assert seen["theme"] == "dark"

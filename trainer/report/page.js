@@ -176,7 +176,7 @@
       }
       span.append(text);
     };
-    if (state.at !== null) say(`${state.x} ${shown(at, state.x === "seconds" ? "seconds" : "")}`.replace("seconds ", ""));
+    if (state.at !== null) say(`${state.x} ${state.x === "seconds" ? shown(at, "seconds") : shown(Math.round(at))}`.replace("seconds ", ""));
     const isOne = data.runs.length === 1, paired = isOne && plot.chart.held_out;
     const texts = new Map();  // one for each line of a run alone, and for each of several runs
     for (const line of plot.lines) {
