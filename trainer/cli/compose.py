@@ -34,6 +34,7 @@ from trainer.cli.overrides import (
     values_in,
 )
 from trainer.cli.paths import absolute_paths, exists
+from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
 from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
 from trainer.config import recipes
 from trainer.config.components import (
@@ -99,12 +100,15 @@ class Composer:
             Hydra; what it raises inside becomes a `ConfigError`.
 
         Raises:
-            ConfigError: a folder of the search path does not exist.
+            ConfigError: a folder of the search path does not exist, or a plugin is not installed.
         """
         own = self.own_folder
         if own is not None and not os.path.isdir(own):  # noqa: PTH112 - see `exists`
             raise ConfigError(clip(f"--config-dir={own}: no such folder"))
+        without_plugins()
         recipes.register(own)
+        overrides = [*overrides]
+        load_plugins(overrides)
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
         lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
@@ -284,7 +288,8 @@ def explain(error: BaseException) -> list[str]:
             place = str(error).partition(":")[0]
             return [clip(f"{place}: {no_such_option(group, name, recipes.available())}")]
         if error.options:
-            return [no_such_option(group, name, error.options)]
+            options = dict.fromkeys([*error.options, *EXTRAS.get(group, ())])
+            return [no_such_option(group, name, [*options])]
     return [clip(str(error).partition("See https://")[0])]
 
 

@@ -1,0 +1,78 @@
+"""Load the plugins of Hydra that a command line names, and no others: installed ones alone.
+
+Hydra imports every module of `hydra_plugins` when it starts, which with the launchers and sweepers
+that are commonly installed takes longer than everything else before a config error is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+
+from trainer.config.messages import clip
+from trainer.core.errors import ConfigError
+
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "hydra/launcher": {
+        "joblib": "joblib",
+        "submitit_local": "submitit",
+        "submitit_slurm": "submitit",
+    },
+    "hydra/sweeper": {"optuna": "optuna"},
+}
+"""Options that a plugin brings, and which extra of ours installs it."""
+
+_PACKAGE = "hydra_plugins"
+_NO_NAME = {"", "hydra", "launcher", "sweeper"}
+
+
+def without_plugins() -> Plugins:
+    """Give Hydra's registry; where it is made here, nothing that is installed is imported."""
+    before = sys.modules.get(_PACKAGE)
+    sys.modules[_PACKAGE] = None  # type: ignore[assignment] # how Python says: not to be found
+    try:
+        return Plugins.instance()
+    finally:
+        del sys.modules[_PACKAGE]
+        if before is not None:
+            sys.modules[_PACKAGE] = before
+
+
+def load_plugins(overrides: Iterable[Override]) -> None:
+    """Import and register the plugins that are named, or all where no package is called so.
+
+    Raises:
+        ConfigError: one that is named is not installed.
+    """
+    for override in overrides:
+        key, _, value = (override.input_line or "").lstrip("+").partition("=")
+        if key.startswith("hydra/") or (key.startswith("hydra.") and key.endswith("._target_")):
+            _load(key, value.strip("'\""))
+
+
+def _load(key: str, name: str) -> None:
+    if name in ("basic", "none", "default", "disabled", "null"):
+        return
+    try:
+        installed = [m.name for m in iter_modules(import_module(_PACKAGE).__path__)]
+    except ImportError:
+        installed = []
+    words = {*re.split(r"[\W_]+", name.lower())}
+    named = [each for each in installed if words & ({*each.split("_")} - _NO_NAME)]
+    if not named and name in EXTRAS.get(key, ()):
+        remedy = f"pip install 'step-trainer[{EXTRAS[key][name]}]'"
+        raise ConfigError(clip(f"{key}={name}: not installed; {remedy}"))
+    registry: Any = Plugins.instance()
+    for package in (f"{_PACKAGE}.{each}" for each in named or installed):
+        is_known = any(each.startswith(f"{package}.") for each in registry.class_name_to_class)
+        module = import_module(package)
+        if not is_known and hasattr(module, "__path__"):
+            for plugin in registry._scan_all_plugins([module])[0]:
+                registry.register(plugin)
