@@ -291,16 +291,16 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} seed=1"
     assert shell(line) == 1
     sweep, rows = table_of(tmp_path)
-    assert [row["state"] for row in rows] == ["failed", "completed"]
-    assert [row["model._target_"] for row in rows] == ["net.broken", "net.Net"]
+    of_jobs = [(row["rank"], row["job"], row["state"], row["model._target_"]) for row in rows]
+    assert of_jobs == [("1", "1", "completed", "net.Net"), ("", "0", "failed", "net.broken")]
+    assert rows[1]["reason"] == "a fault in the user's own class"
     assert "seed" not in rows[0]
     ended = json.loads((sweep / "1" / "result.json").read_text())
     assert "1: model._target_=net.Net" in (sweep / "report.html").read_text()
-    assert float(rows[1]["eval_accuracy"]) == ended["metrics"]["accuracy"]
-    assert rows[0]["eval_accuracy"] == ""
+    assert float(rows[0]["eval_accuracy"]) == ended["metrics"]["accuracy"]
     out = capsys.readouterr().out
     assert "held-out" in out
-    assert "net.broken" in out.splitlines()[-3]
+    assert "job 0: a fault in the user's own class" in out
     assert "…" not in out, "folded where the terminal is narrow, never cut"
     assert "job 1 of 2: model._target_=net.Net" in out
     assert "job 0: exit code 1\n" in out

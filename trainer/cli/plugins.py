@@ -61,7 +61,8 @@ def _load(key: str, name: str) -> None:
     if name in ("basic", "none", "default", "disabled", "null"):
         return
     try:
-        installed = [m.name for m in iter_modules(import_module(_PACKAGE).__path__)]
+        places = getattr(import_module(_PACKAGE), "__path__", ())
+        installed = [module.name for module in iter_modules(places)]
     except ImportError:
         installed = []
     words = {*re.split(r"[\W_]+", name.lower())}

@@ -98,7 +98,9 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | 
     return max(found, key=began, default=None)
 
 
-def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
+def newest_sweep(
+    outputs: Path, overrides: Sequence[str], record: str = "multirun.yaml"
+) -> Path | None:
     """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
 
     What is typed anew for every command does not count, nor does the order.
@@ -109,7 +111,7 @@ def newest_sweep(outputs: Path, overrides: Sequence[str]) -> Path | None:
         return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
 
     found = []
-    for path in outputs.glob("multirun/**/multirun.yaml"):
+    for path in outputs.glob(f"multirun/**/{record}"):
         with suppress(*_UNREADABLE):
             begun = [str(line) for line in read_yaml(path)["hydra"]["overrides"]["task"]]
             found += [path.parent] if settings(begun) == settings(overrides) else []

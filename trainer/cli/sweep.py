@@ -12,36 +12,54 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
+from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
 from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
-from trainer.cli.exit_messages import print_error, print_out
+from trainer.cli.exit_messages import print_error
+from trainer.cli.launchers import (
+    BASIC_LAUNCHER,
+    BASIC_SWEEPER,
+    begin_search,
+    cover,
+    record_of,
+    refuse_other_jobs,
+    settings_of,
+    slots_of,
+    tidy,
+)
 from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
-from trainer.cli.start import must_stage, run_and_report, write_config
-from trainer.config.messages import line, show
+from trainer.cli.sweep_jobs import (
+    ENDED,
+    Slots,
+    SweepTask,
+    figures_of,
+    passing_signals_on,
+    title_of,
+    was_stopped,
+)
+from trainer.config.messages import clip, line, show
+from trainer.config.metric_mode import mode_of
 from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.report.page import write_own_page
-from trainer.report.run_status import staged
 
-# The only sweeper that runs every combination of the values; Hydra names it by a private module.
-_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _LOGGING = "hydra/hydra_logging"
 _TITLES = {"tokens_per_second": "tokens/s"}
 
@@ -55,25 +73,33 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
     if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
     overrides, faults = parse(lines)
-    codes: list[int] = []
-    all_done = interrupted = False
+    interrupted = failed = False
     with composer.open(overrides) as hydra:
         sweep = prepare_sweep(overrides, faults, composer)
         raise_on_interrupt()
+        if not sweep.jobs:
+            begin_search(sweep.sweeper, sweep.folder, sweep.typed)
         try:
             # Launchers start Python with `-m`, which has the current folder first.
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
-            task = _task_of(sweep, composer, codes)
-            with env_override(safe):
-                hydra.multirun(CONFIG_NAME, task, [*sweep.lines])
+            passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
+            with env_override(safe), passing:
+                hydra.multirun(CONFIG_NAME, _task_of(sweep, composer), [*sweep.lines])
+            tidy(sweep.folder)
         except KeyboardInterrupt:
             interrupted = True
+        except Exception as error:  # of a launcher or sweeper, which may be anybody's
+            if isinstance(error, (TrainError, HydraException)):
+                raise
+            failed = True
+            print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
         finally:
-            is_train = sweep.command == "train"
-            all_done = not is_train or report(sweep.folder, sweep.jobs, Console())
-    if interrupted:
+            codes = _exit_codes(sweep)
+            if sweep.command == "train":
+                report(sweep, Console())
+    if interrupted or (sweep.is_parallel and was_stopped(sweep.folder)):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
-    return 1 if any(codes) or not all_done else 0
+    return 1 if failed or any(codes) else 0
 
 
 @final
@@ -86,6 +112,12 @@ class Sweep:
     lines: Sequence[str]  # the overrides Hydra gets, several values in some of them
     folder: Path
     goes_on: bool  # `resume=auto` was typed
+    metric: str  # that the jobs are ranked by
+    mode: Literal["min", "max"]  # which value of it is better
+    sweeper: str  # its class
+    typed: Sequence[str]  # `lines` without settings of Hydra
+    slots: Slots | None  # of jobs that run at once on this machine
+    is_parallel: bool  # jobs run in other processes
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
@@ -100,7 +132,10 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if command in READING or any(override.key_or_group == "run" for override in overrides):
         faults.append("-m: a sweep can only train; run this command without -m, once for each run")
     parts = classify(without(overrides, "resume"), composer.groups)
-    hydra, jobs = parse(parts.hydra)[0], expand(parts.lines)
+    hydra = parse(parts.hydra)[0]
+    # A search could have more combinations than anybody can check.
+    is_search = any(each.lstrip("+").startswith("hydra/sweeper=") for each in parts.hydra)
+    jobs = cover(parts.lines) if is_search else expand(parts.lines)
     checked: list[Job] = []
     faults += parts.faults
     for each in jobs:
@@ -111,28 +146,47 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     first = checked[0]
-    lines = _with_absolute_paths(parts.lines, checked)
-    folder = Path(str(first.composed.hydra.sweep.dir)).absolute()
-    is_planned = first.composed.hydra.sweeper._target_ == _BASIC_SWEEPER
-    if resume:
-        if not is_planned:
-            raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
-        outputs = Path(first.config.outputs).absolute()
-        folder = saved_runs.newest_sweep(outputs, lines) or folder
+    metric, mode = first.config.sweep.metric, first.config.sweep.mode
+    lines, record = _with_absolute_paths(parts.lines, checked), first.composed.hydra
+    folder = _folder_of(first, lines, goes_on=resume is not None)
+    sweeper = record.sweeper._target_
     goes_on = resume is not None and folder.exists()
+    slots = slots_of(checked, record, folder, None if is_search else len(jobs))
+    direction = mode_of("sweep.metric", metric, mode, "sweep.mode")
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
         f"hydra.sweep.dir={quote(folder)}",
         f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}",
+        *settings_of(record, parts.hydra, slots, seed=first.config.seed, direction=direction),
     ]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(
         command=first.config.command,
-        jobs=expand(lines) if is_planned else (),
+        jobs=expand(lines) if sweeper == BASIC_SWEEPER else (),
         lines=(*own, *lines),
         folder=folder,
         goes_on=resume is not None,
+        metric=metric,
+        mode=direction,
+        sweeper=sweeper,
+        typed=lines,
+        slots=slots,
+        is_parallel=record.launcher._target_ != BASIC_LAUNCHER,
     )
+
+
+def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
+    """Choose the folder of a sweep: the newest of the same words, or a new one.
+
+    Raises:
+        ConfigError: its sweeper cannot go on.
+    """
+    record, found = first.composed.hydra, None
+    if goes_on:
+        refuse_other_jobs(record)
+        outputs = Path(first.config.outputs).absolute()
+        found = saved_runs.newest_sweep(outputs, lines, record_of(record.sweeper._target_))
+    return found or Path(str(record.sweep.dir)).absolute()
 
 
 def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]:
@@ -154,69 +208,46 @@ def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]
     return found
 
 
-def _task_of(sweep: Sweep, composer: Composer, codes: list[int]) -> Callable[[Any], float]:
-    """Make Hydra's task of a job; it gives the held-out loss, which sweepers minimise, or inf."""
-    common = set.intersection(*map(set, sweep.jobs)) if len(sweep.jobs) > 1 else set()
-    here, safe = OWN_CODE.folder, os.environ.get("PYTHONSAFEPATH")
-
-    def task(_: object) -> float:
-        OWN_CODE.folder = here  # a launcher may have started another process
-        if safe is None:  # what the user's code starts is their own matter
-            os.environ["PYTHONSAFEPATH"] = ""  # off
-        record = HydraConfig.get()
-        folder = Path(record.runtime.output_dir)
-        number = f"{record.job.num} of {len(sweep.jobs)}" if sweep.jobs else record.job.num
-        swept = (each.lstrip("+") for each in record.overrides.task if each not in common)
-        print_out(f"job {number}: {' '.join(swept)}\n")
-        code = _run_job(record.overrides.task, folder, composer, goes_on=sweep.goes_on)
-        loss = _loss(read_json(folder / "result.json")) if code == 0 else math.inf
-        shown = f", held-out loss {loss:.4f}" if math.isfinite(loss) else ""
-        # Those of jobs that run at once come in any order.
-        print_out(f"job {record.job.num}: exit code {code}{shown}\n")
-        codes.append(code)
-        if code == Preempted.exit_code:
-            raise KeyboardInterrupt
-        return loss
-
-    return task
+def _task_of(sweep: Sweep, composer: Composer) -> SweepTask:
+    """Make Hydra's task of a job."""
+    fixed = [each for each in map(read, sweep.typed) if not each.is_sweep_override()]
+    return SweepTask(
+        composer=composer,
+        folder=sweep.folder,
+        common=frozenset(map(dotted, fixed)),
+        num_jobs=len(sweep.jobs) or None,
+        goes_on=sweep.goes_on,
+        metric=sweep.metric,
+        mode=sweep.mode,
+        slots=sweep.slots,
+        own_folder=OWN_CODE.folder,
+        safe_path=os.environ.get("PYTHONSAFEPATH"),
+        process=(socket.gethostname(), os.getpid()),
+    )
 
 
-def _run_job(lines: Sequence[str], folder: Path, composer: Composer, *, goes_on: bool) -> int:
-    """Run one job in its folder, which Hydra made, or went on with, and give the exit code."""
-    from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
-
-    try:
-        overrides, faults = parse(lines)
-        config = composer.check(overrides, faults).config
-        if config.wandb.group is None:
-            wandb = config.wandb.model_copy(update={"group": folder.parent.name})
-            config = config.model_copy(update={"wandb": wandb})
-        if goes_on and saved_runs.has_checkpoint(folder):
-            saved_runs.refuse_changes(folder, config)
-            config = config.model_copy(update={"resume": str(folder)})
-            if saved_runs.is_finished(folder, config):
-                return 0
-        with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
-            write_config(config, records, folder)
-            with env_override({BRIEF: "1"} if config.command == "train" else {}):
-                return run_and_report(config, folder)
-    except TrainError as error:
-        return print_error(error)
+def _folders(sweep: Path) -> dict[int, Path]:
+    """Find the folders of a sweep's jobs, by number."""
+    folders = [path.parent for path in sweep.glob("*/.hydra")]
+    return {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
 
 
-def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> bool:
-    """Show the table of a sweep, and write `sweep.csv` and `sweep.png`.
+def _exit_codes(sweep: Sweep) -> list[Any]:
+    """Read the exit code of every job, whichever process ran it; None where it did not end."""
+    found = _folders(sweep.folder)
+    count = len(sweep.jobs) or max(found, default=0) + 1
+    ended = (read_json(found[n] / ENDED) if n in found else {} for n in range(count))
+    return [each.get("exit_code", 1) for each in ended]
+
+
+def report(sweep: Sweep, console: Console) -> None:
+    """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
 
     Args:
-        folder: the sweep folder; nothing is written if it does not exist.
-        planned: overrides of the jobs that were to run; none where the sweeper chooses as it goes.
+        sweep: whose folder may not exist; nothing is written then.
         console: where the table goes.
-
-    Returns:
-        Whether every job is completed.
     """
-    folders = [path.parent for path in folder.glob("*/.hydra")]
-    found = {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
+    found, planned = _folders(sweep.folder), sweep.jobs
     count = max([len(planned), *(number + 1 for number in found)])
     typed = [_overrides(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
     # The keys that differ between jobs, in the order they were typed.
@@ -227,25 +258,47 @@ def report(folder: Path, planned: Sequence[Sequence[str]], console: Console) -> 
         for n, each in enumerate(typed)
     ]
     columns = dict.fromkeys(name for row in rows for name in row)  # jobs may have other metrics
-    rows = [columns | row for row in rows]
-    if rows:
-        console.print(_table(rows))
-    if rows and folder.is_dir():
+    rows = _ranked([columns | row for row in rows], sweep.metric, sweep.mode)
+    if not rows:
+        return
+    console.print(_table(rows))
+    for row in rows:
+        if row["reason"]:
+            console.print(f"job {row['job']}: {row['reason']}", markup=False, soft_wrap=True)
+    if all(row["rank"] is None for row in rows):
+        given = ", ".join(name for name in columns if name.startswith("eval_")) or "none"
+        console.print(f"sweep.metric={sweep.metric}: no job has it; evaluations gave {given}")
+    if sweep.folder.is_dir():
         text = io.StringIO()
         writer = csv.DictWriter(text, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        write_file_atomic(folder / "sweep.csv", text.getvalue().encode())
-        files = "sweep.csv and sweep.png" if _plot(folder, rows, keys) else "sweep.csv"
-        console.print(f"[dim]{files} in[/] {folder}", soft_wrap=True)
-        write_own_page(folder)
-    return all(row["state"] == saved_runs.COMPLETED for row in rows)
+        write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
+        is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
+        files = "sweep.csv and sweep.png" if is_drawn else "sweep.csv"
+        console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
+        write_own_page(sweep.folder)
+
+
+def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
+    """Put the best job first; those without the metric come last, without a rank."""
+    sign = 1.0 if mode == "min" else -1.0
+
+    def value(row: Mapping[str, Any]) -> float:
+        found = row.get(metric) if row["state"] == saved_runs.COMPLETED else None
+        return sign * found if isinstance(found, int | float) else math.nan
+
+    best = sorted((row for row in rows if math.isfinite(value(row))), key=value)
+    rest = [row for row in rows if not math.isfinite(value(row))]
+    ranked = [{"rank": n, **row} for n, row in enumerate(best, start=1)]
+    return ranked + [{"rank": None, **row} for row in rest]
 
 
 def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
     """Give what a job ran with, or is to run with, by dotted key."""
-    record = None if folder is None else folder / ".hydra" / "overrides.yaml"
-    typed = yaml.safe_load(record.read_text()) if record and record.is_file() else None
+    places = [] if folder is None else [folder / ".hydra", folder / saved_runs.RESUMED]
+    records = [path for place in places if (path := place / "overrides.yaml").is_file()]
+    typed = yaml.safe_load(records[0].read_text()) if records else None
     pairs = (line.lstrip("+").partition("=") for line in typed or planned)
     return {key.replace("/", "."): value for key, _, value in pairs}
 
@@ -253,50 +306,50 @@ def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
 def _ended(folder: Path | None) -> dict[str, Any]:
     """Give how a job ended by its records; a `None` folder is of a job that never started."""
     status = {"state": "not started"} if folder is None else read_status(folder)
-    result = {} if folder is None else read_json(folder / "result.json")
-    metrics = result.get("metrics")
-    pairs = metrics.items() if isinstance(metrics, dict) else ()
-    named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
-    figures = {"step": status.get("step"), **result}
-    names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
+    ended = {} if folder is None else read_json(folder / ENDED)
+    figures = {"step": None} if folder is None else figures_of(folder)
     return {
         "state": str(status.get("state", "failed")),
-        "exit_code": status.get("exit_code"),
-        **{name: (named | figures).get(name) for name in names},
+        "exit_code": status.get("exit_code", ended.get("exit_code")),
+        **figures,
+        "reason": status.get("reason") or ended.get("reason"),
         "folder": folder,
     }
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
-    shown = [name for name in rows[0] if name not in ("exit_code", "folder")]
+    shown = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
     for name in shown:
         title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
         table.add_column(title, justify="left" if name == "state" else "right", overflow="fold")
-    best = min(map(_loss, rows))
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)
-        texts = (f"{cell:,.6g}" if isinstance(cell, float) else show(cell) for cell in cells)
-        table.add_row(*texts, style="bold green" if _loss(row) == best < math.inf else "")
+        table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")
     return table
 
 
-def _loss(record: Mapping[str, Any]) -> float:
-    """Read the held-out loss of a job; infinity where there is none."""
-    value = record.get("eval_loss")
-    return float(value) if isinstance(value, int | float) else math.inf
+def _short(cell: object) -> str:
+    """Write a figure, or a value that a search chose, with six digits."""
+    text = show(cell)
+    long = 10  # characters
+    if isinstance(cell, float) or (len(text) > long and re.fullmatch(r"-?[\d.]+(e-?\d+)?", text)):
+        return f"{float(text):,.6g}"
+    return text
 
 
-def _plot(folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bool:
-    """Draw the held-out loss of each job, by what differs; false where no job has any."""
+def _plot(
+    folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str], metric: str
+) -> bool:
+    """Draw the metric of each job, best first, by what differs; false where no job has any."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    ended = [row for row in rows if math.isfinite(_loss(row))]
-    labels = ["\n".join(f"{key}={row[key]}" for key in keys or ["job"]) for row in ended]
+    ended = [row for row in rows if row["rank"] is not None]
+    labels = ["\n".join(f"{key}={_short(row[key])}" for key in keys or ["job"]) for row in ended]
     figure = Figure(figsize=(max(7, len(ended)), 4.2), layout="constrained")
-    axes = figure.add_subplot(ylabel="held-out loss")
-    axes.plot([*map(_loss, ended)], "o")
+    axes = figure.add_subplot(ylabel=title_of(metric))
+    axes.plot([row[metric] for row in ended], "o")
     axes.set_xticks(range(len(ended)), labels, rotation=30, ha="right")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144)

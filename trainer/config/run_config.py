@@ -60,6 +60,7 @@ from trainer.config.sections import (
     Nonfinite,
     ParallelSection,
     Stop,
+    SweepSection,
     Wandb,
 )
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
@@ -115,6 +116,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint
     log: Log
     stop: Stop
+    sweep: SweepSection
     nonfinite: Nonfinite
     hooks: tuple[Component, ...] = Field(strict=False)
     parts: tuple[Component, ...] = Field(strict=False)

@@ -101,6 +101,13 @@ class Stop(Section):
     min_delta: NonNegative
 
 
+class SweepSection(Section):
+    """How the jobs of a sweep are compared."""
+
+    metric: Figure
+    mode: Literal["auto", "min", "max"]
+
+
 class Nonfinite(Section):
     """Steps whose loss or gradient is not finite."""
 

@@ -136,6 +136,7 @@ _LATER_SECTIONS: Mapping[str, Tree] = {
     "log": {"parameters": None, "noise_scale": None, "generate": [], "generate_tokens": 64},
     "checkpoint": {"best": None, "mode": "auto"},
     "stop": {"metric": None, "patience": 3, "min_delta": 0.0},
+    "sweep": {"metric": "eval_loss", "mode": "auto"},
 }
 
 

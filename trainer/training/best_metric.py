@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Self, final
 
 from trainer.config.messages import did_you_mean
+from trainer.config.metric_mode import mode_of
 from trainer.core.errors import ConfigError
 from trainer.core.format import plural
 from trainer.core.stateful import State, Stateful
@@ -15,8 +16,6 @@ BEST, STOP = "best", "stop"
 """Names of such parts in a checkpoint."""
 
 _PREFIX = "eval_"  # of evaluations in metrics.jsonl
-_LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
-_SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
 
 
 @final
@@ -42,14 +41,8 @@ class BestMetric(Stateful):
         Raises:
             ConfigError: it does not.
         """
-        if mode == "auto":
-            words = set(metric.split("_"))
-            if not words & (_SMALLER | _LARGER):
-                why = "whether less or more of it is better is not known"
-                text = f"{key}={metric}: {why}; type checkpoint.mode=min or checkpoint.mode=max"
-                raise ConfigError(text)
-            mode = "min" if words & _SMALLER else "max"
-        return cls(key=key, metric=metric, mode=mode, min_delta=min_delta)
+        known = mode_of(key, metric, mode, "checkpoint.mode")
+        return cls(key=key, metric=metric, mode=known, min_delta=min_delta)
 
     def check(self, means: Mapping[str, float]) -> None:
         """Refuse a metric that an evaluation does not give.

@@ -30,8 +30,8 @@ num_workers objective objective.metrics optimizer optimizer.groups optimizer.lay
 optimizer.lr optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode
 parallel.ranks parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume
 resume_allow run scheduler scheduler.keep_half_life scheduler.reference_batch scheduler.scale
-scheduler.warmup seed step steps stop.metric stop.min_delta stop.patience sync tokenizer transforms
-trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
+scheduler.warmup seed step steps stop.metric stop.min_delta stop.patience sweep.metric sweep.mode
+sync tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
 """
 
 OPTIONS = {

@@ -1,0 +1,197 @@
+"""Sweeps over launchers and sweepers that are installed beside Hydra: joblib, submitit, Optuna."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, faults, make_own_folder
+from tests.lib.nightly import nightly
+from tests.lib.run_support import read_json, shell
+from trainer.cli.launchers import cover
+from trainer.cli.sweep_jobs import Slots
+
+SEEN = """
+import os
+from pathlib import Path
+
+_broken, _Net = broken, Net
+
+
+def broken(width=8):
+    Path(f"threads-{os.getpid()}").write_text(os.environ.get("OMP_NUM_THREADS", ""))
+    return _broken(width)
+
+
+class Net(_Net):
+    def __init__(self, width=8, wait=0.0):
+        super().__init__(width)
+        self.wait = wait
+        Path(f"threads-{os.getpid()}").write_text(os.environ.get("OMP_NUM_THREADS", ""))
+
+    def forward(self, input_ids):
+        import time
+
+        time.sleep(self.wait)
+        return super().forward(input_ids)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_own_folder(tmp_path, monkeypatch, OWN_CLASSES + SEEN)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}")
+
+
+def table() -> tuple[Path, list[dict[str, str]]]:
+    (path,) = Path().glob("outputs/multirun/*/*/sweep.csv")
+    with path.open() as file:
+        return path.parent.absolute(), list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("launcher", ["joblib", nightly("submitit_local")])
+def test_jobs_in_other_processes_are_ranked_with_reasons_and_are_not_run_twice(
+    launcher: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} hydra/launcher={launcher}"
+    assert shell(line) == 1
+    sweep, rows = table()
+    assert [row["rank"] for row in rows] == ["1", ""]
+    assert [row["exit_code"] for row in rows] == ["0", "1"]
+    assert rows[1]["reason"] == "a fault in the user's own class"
+    assert "job 0: a fault in the user's own class" in capsys.readouterr().out
+    threads = {path.name: path.read_text() for path in Path().glob("threads-*")}
+    assert f"threads-{os.getpid()}" not in threads, "in a process of its own"
+    assert set(threads.values()) == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    before = (sweep / "1" / "result.json").read_bytes()
+    assert shell(f"{line} resume=auto") == 1
+    assert table()[0] == sweep
+    assert (sweep / "1" / "result.json").read_bytes() == before
+
+
+def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    search = "'optimizer.lr=tag(log,interval(1e-3,1))' model._target_=net.Net,net.broken"
+    line = f"-m {OWN_RUN.replace('model._target_=net.Net', search)} hydra/sweeper=optuna"
+    line += " sweep.metric=eval_accuracy seed=3"
+    assert shell(f"{line} hydra.sweeper.n_trials=3") == 1
+    sweep, first = table()
+    assert {row["state"] for row in first} == {"completed", "failed"}, "one that fails ends nothing"
+    before = {path: path.read_bytes() for path in sweep.glob("*/result.json")}
+    assert shell(f"{line} hydra.sweeper.n_trials=5 resume=auto") == 1
+    again, rows = table()
+    assert again == sweep
+    assert {path: path.read_bytes() for path in before} == before
+    rates = {row["job"]: row["optimizer.lr"] for row in rows}
+    assert len(rates) == 5
+    assert {row["job"]: row["optimizer.lr"] for row in first}.items() <= rates.items()
+    found = yaml.safe_load((sweep / "optimization_results.yaml").read_text())
+    completed = [row for row in rows if row["state"] == "completed"]
+    assert found["best_value"] == max(float(row["eval_accuracy"]) for row in completed)
+    assert completed[0]["rank"] == "1"
+    assert float(completed[0]["eval_accuracy"]) == found["best_value"]
+    assert found["best_params"].keys() == {"optimizer.lr", "model._target_"}
+    capsys.readouterr()
+    assert shell(f"{line} hydra.sweeper.storage=sqlite:///x.db resume=auto") == 2
+    assert "goes on by itself" in capsys.readouterr().err
+    assert shell(f"{line} sweep.metric=eval_mine") == 2  # given twice
+    assert shell(f"{line.replace('1e-3,1', '-1,1')}") == 2
+    assert any("optimizer.lr=-1" in fault for fault in faults(capsys.readouterr().err))
+
+
+def test_both_ends_of_every_interval_and_every_choice_are_checked() -> None:
+    lines = ["optimizer=adamw,sgd,lion", "++optimizer.lr=tag(log,interval(0.001,1))", "++seed=1"]
+    assert cover(lines) == [
+        ["optimizer=adamw", "++optimizer.lr=0.001", "++seed=1"],
+        ["optimizer=sgd", "++optimizer.lr=1.0", "++seed=1"],
+        ["optimizer=lion", "++optimizer.lr=0.001", "++seed=1"],
+    ]
+
+
+def test_each_job_has_gpus_of_its_own_and_its_share_of_the_threads(tmp_path: Path) -> None:
+    def slots(count: int, gpus: str, ranks: int) -> list[dict[str, str]]:
+        all_of = Slots(folder=tmp_path, count=count, gpus=gpus.split(), ranks=ranks, cores=16)
+        return [all_of.environment(number) for number in range(count)]
+
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in slots(4, "0 1 2 3", 1)] == ["0", "1", "2", "3"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in slots(2, "4 5 6 7", 2)] == ["4,5", "6,7"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in slots(3, "0 1", 1)] == ["0", "1", "0"]
+    assert slots(4, "0 1 2 3", 1)[0]["OMP_NUM_THREADS"] == "4"
+    assert slots(2, "", 4) == [{"OMP_NUM_THREADS": "2"}] * 2
+
+
+def test_what_is_not_installed_or_has_no_direction_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.cli.plugins.iter_modules", lambda _: [])
+    for typed, said in {
+        "hydra/launcher=joblib": "not installed; pip install 'step-trainer[joblib]'",
+        "hydra/sweeper=optnua": "no such option. Did you mean optuna?",
+        "sweep.metric=eval_mine": "type sweep.mode=min or sweep.mode=max",
+    }.items():
+        assert shell(f"-m {OWN_RUN} seed=1,2 {typed}") == 2
+        (fault,) = faults(capsys.readouterr().err)
+        assert fault.startswith(f"{typed}: ")
+        assert said in fault
+    assert not list(Path("outputs").glob("*"))
+
+
+def begun(line: str, count: int) -> subprocess.Popen[str]:
+    """Start a sweep as a terminal does, and wait until some of its jobs have taken a step."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *shlex.split(line)],
+        start_new_session=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    until = time.monotonic() + 200
+    while time.monotonic() < until and process.poll() is None:
+        if len([*Path().glob("outputs/multirun/*/*/*/metrics.jsonl")]) >= count:
+            return process
+        time.sleep(0.1)
+    raise AssertionError(process.communicate()[0])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("joblib", signal.SIGINT),
+        nightly("joblib", signal.SIGKILL),
+        nightly("submitit_local", signal.SIGTERM),
+        nightly("submitit_local", signal.SIGKILL),
+        nightly("basic", signal.SIGKILL),
+    ],
+)
+def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(
+    launcher: str, number: signal.Signals
+) -> None:
+    line = f"-m {OWN_RUN.replace('steps=2', 'steps=20')} seed=1,2,3 model.wait=0.1"
+    line += f" hydra/launcher={launcher} checkpoint.every=5"
+    process = begun(line, 1)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    out = process.communicate(timeout=200)[0]
+    assert process.returncode == (-9 if number == signal.SIGKILL else 75), out
+    if number == signal.SIGKILL:
+        time.sleep(0 if launcher == "basic" else 10)  # its jobs see it, and save
+    done = [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
+    assert any(each["step"] > 0 for each in done)
+    assert shell(f"{line} resume=auto") == 0
+    _, rows = table()
+    assert [row["step"] for row in rows] == ["20"] * 3
+    assert all(math.isfinite(float(row["eval_loss"])) for row in rows)

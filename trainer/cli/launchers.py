@@ -1,0 +1,132 @@
+"""Set up launchers and sweepers of Hydra: one GPU for each job, and a search that can go on.
+
+A search by Optuna goes on without a storage: its seed, and the values of the jobs that ended, give
+the same values again, until the first job that had not ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from trainer.cli.compose import Job
+from trainer.cli.overrides import read, values_of
+from trainer.cli.sweep_jobs import Slots
+from trainer.core.durable import make_folders, write_file_atomic
+from trainer.core.errors import ConfigError
+
+# Hydra names both by private modules.
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # runs every combination
+OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+
+_JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
+_LOCAL = (_JOBLIB, "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher")
+_FOUND = "optimization_results.yaml"
+
+
+def record_of(sweeper: str) -> str:
+    """Name the file in a sweep's folder that says what was typed; each sweeper has its own."""
+    return "search.yaml" if sweeper == OPTUNA else "multirun.yaml"
+
+
+def cover(lines: Sequence[str]) -> list[list[str]]:
+    """List jobs that together have every value of every override, and both ends of intervals."""
+    columns = []
+    for line in lines:
+        key, equals, _ = line.partition("=")
+        columns.append([f"{key}{equals}{value}" for value in values_of(read(line))])
+    longest = max(map(len, columns), default=1)
+    return [[column[n % len(column)] for column in columns] for n in range(longest)]
+
+
+def refuse_other_jobs(hydra: DictConfig) -> None:
+    """Refuse to go on with a search that would not try the same values again.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    sweeper = hydra.sweeper
+    if sweeper._target_ not in (BASIC_SWEEPER, OPTUNA):
+        raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
+    if sweeper._target_ == OPTUNA and sweeper.storage is not None:
+        why = "a study in a storage goes on by itself, with new jobs"
+        raise ConfigError(f"hydra.sweeper.storage={sweeper.storage}: {why}; leave resume out")
+    if sweeper._target_ == OPTUNA and "seed" not in sweeper.sampler:
+        why = "draws without a seed; sweep without hydra/sweeper to try every combination"
+        raise ConfigError(f"resume=auto: {sweeper.sampler._target_} {why}")
+
+
+def slots_of(
+    jobs: Sequence[Job], hydra: DictConfig, folder: Path, most: int | None
+) -> Slots | None:
+    """Give what jobs share that run at once on this machine; None where they run one by one.
+
+    Args:
+        jobs: those that were checked.
+        hydra: Hydra's own settings.
+        folder: of the sweep.
+        most: how many jobs there are; None where a sweeper decides.
+    """
+    if hydra.launcher._target_ not in _LOCAL:
+        return None
+    from trainer.report.records import num_cores  # noqa: PLC0415 - where it is needed
+
+    ranks = max(r if (r := job.config.parallel.ranks) != "auto" else 1 for job in jobs)
+    gpus = () if jobs[0].config.device == "cpu" else _gpus()
+    typed, cores = int(hydra.launcher.get("n_jobs", -1)), num_cores()
+    fitting = max(1, (len(gpus) or cores) // ranks)
+    count = typed if typed > 0 else min(fitting, fitting if most is None else most)
+    return Slots(folder=folder, count=count, gpus=gpus, ranks=ranks, cores=cores)
+
+
+def _gpus() -> tuple[str, ...]:
+    import torch  # noqa: PLC0415 - where it is needed, once every job is checked
+
+    typed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(torch.cuda.device_count())]
+    return tuple(typed.split(",")[: len(names)] if typed else names)
+
+
+def settings_of(
+    hydra: DictConfig, typed: Sequence[str], slots: Slots | None, *, seed: int, direction: str
+) -> Iterator[str]:
+    """List settings of launcher and sweeper that follow from the run's, where nobody typed them."""
+    found: dict[str, object] = {}
+    if hydra.launcher._target_ == _JOBLIB and slots is not None:
+        found["hydra.launcher.n_jobs"] = slots.count
+    if hydra.sweeper._target_ == OPTUNA:
+        found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
+        found["hydra.sweeper.direction"] = f"{direction}imize"
+        if "seed" in hydra.sweeper.sampler:
+            found["hydra.sweeper.sampler.seed"] = seed % 2**32
+    keys = {line.lstrip("+").partition("=")[0] for line in typed}
+    yield from (f"{key}={value}" for key, value in found.items() if key not in keys)
+
+
+def begin_search(sweeper: str, folder: Path, lines: Sequence[str]) -> None:
+    """Write what was typed into a search's folder, as Hydra does for its own sweeper."""
+    if sweeper == OPTUNA:
+        with warnings.catch_warnings():  # of the libraries that it uses
+            warnings.simplefilter("ignore")
+            optuna = import_module("optuna")
+        optuna.logging.set_verbosity(logging.WARNING)  # it prints a line for each study
+    make_folders(folder)
+    content: dict[str, Any] = {"hydra": {"overrides": {"task": [*lines]}}}
+    write_file_atomic(folder / record_of(OPTUNA), yaml.safe_dump(content).encode())
+
+
+def tidy(folder: Path) -> None:
+    """Name keys in what Optuna found as they are typed, without `++`."""
+    if (path := folder / _FOUND).is_file():
+        found = re.sub(r"^(\s*)\+\+", r"\1", path.read_text(), flags=re.MULTILINE)
+        write_file_atomic(path, found.encode())

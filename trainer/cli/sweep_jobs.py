@@ -1,0 +1,273 @@
+"""Run one job of a sweep, in whichever process a launcher starts it.
+
+Jobs of other processes find each other through the sweep's folder: a lock for each slot, which is
+a GPU or a share of the processors, and a file that says how many signals asked the sweep to stop.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Literal, final
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import env_override
+
+from trainer.checkpoint.status import read_status
+from trainer.cli import saved_runs
+from trainer.cli.compose import Composer
+from trainer.cli.exit_messages import print_error, print_out
+from trainer.cli.overrides import parse
+from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.config.secrets import without_secrets
+from trainer.core.durable import make_folders, read_json, write_json
+from trainer.core.errors import Preempted, TrainError
+from trainer.core.own_code import OWN_CODE
+from trainer.core.signals import STOPPING, TOGETHER_S, caught, stop_signals
+from trainer.report.run_status import staged
+
+ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
+_STOP = ".stop"  # in the sweep's folder: as many bytes as signals came
+_SLOTS = ".slots"
+_POLL_S = 0.2
+_UNENDED = (None, 0, Preempted.exit_code)  # exit codes of jobs that are run again, or are done
+
+_slots: list[tuple[int, IO[str]]] = []
+"""The slot of this process, and its lock: a process that has used a GPU cannot take another."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What jobs that run at once share: so many at a time, each with its own GPUs and threads."""
+
+    folder: Path  # of the sweep
+    count: int
+    gpus: Sequence[str]  # names for CUDA_VISIBLE_DEVICES
+    ranks: int  # of each job
+    cores: int
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Give what a job of a slot finds in its environment."""
+        threads = max(1, self.cores // (self.count * self.ranks))
+        found = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+        if self.gpus:
+            own = (slot * self.ranks + rank for rank in range(self.ranks))
+            names = dict.fromkeys(self.gpus[number % len(self.gpus)] for number in own)
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        return found
+
+    def take(self) -> int:
+        """Wait for a slot that no other process has; a process keeps its own."""
+        make_folders(self.folder / _SLOTS)
+        while not _slots:
+            for number in range(self.count):
+                file = (self.folder / _SLOTS / str(number)).open("w")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    file.close()
+                else:
+                    _slots.append((number, file))
+                    break
+            else:
+                time.sleep(_POLL_S)
+        return _slots[0][0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SweepTask:
+    """Hydra's task of a job; it gives the metric that sweepers search by, or an infinity."""
+
+    composer: Composer
+    folder: Path  # of the sweep
+    common: frozenset[str]  # keys whose value all jobs have
+    num_jobs: int | None
+    goes_on: bool
+    metric: str
+    mode: Literal["min", "max"]
+    slots: Slots | None  # None where jobs do not run at once on this machine
+    own_folder: Path | None  # of the user's code
+    safe_path: str | None  # PYTHONSAFEPATH as the user has it
+    process: tuple[str, int]  # host and number of the process that the sweep began in
+
+    def __call__(self, _: object) -> float:
+        """Run the job that Hydra is at."""
+        OWN_CODE.folder = self.own_folder  # a launcher may have started another process
+        if self.safe_path is None:  # what the user's code starts is their own matter
+            os.environ["PYTHONSAFEPATH"] = ""  # off
+        record = HydraConfig.get()
+        folder = Path(record.runtime.output_dir)
+        lines = [str(each) for each in record.overrides.task]
+        if is_here(self.process):
+            code = self._run(lines, folder, record.job.num)
+            if code == Preempted.exit_code:
+                raise KeyboardInterrupt
+        else:
+            code = self._run_elsewhere(lines, folder, record.job.num)
+        value = value_of(folder, self.metric) if code == 0 else None
+        return value if value is not None else math.inf * (1 if self.mode == "min" else -1)
+
+    def _run_elsewhere(self, lines: Sequence[str], folder: Path, job: int) -> int:
+        """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
+        if self.process[0] == socket.gethostname():
+            with suppress(PermissionError):  # it leads a session of its own
+                os.setpgid(0, 0)  # a terminal's signals come once, through the sweep's file
+        done = threading.Event()
+        with stop_signals():
+            threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+            try:
+                if self.slots is not None:
+                    os.environ.update(self.slots.environment(self.slots.take()))
+                code = Preempted.exit_code
+                if not self._num_signals():
+                    code = self._run(lines, folder, job)
+            finally:
+                done.set()
+        if code == Preempted.exit_code and "SLURM_JOB_ID" in os.environ:
+            os.kill(os.getpid(), signal.SIGUSR1)  # submitit puts the job back into the queue
+        return code
+
+    def _num_signals(self) -> int:
+        """Count the signals that asked the sweep to stop; its end without a word is one."""
+        file, (host, number) = self.folder / _STOP, self.process
+        if file.exists():
+            return file.stat().st_size
+        try:
+            os.kill(number if host == socket.gethostname() else os.getpid(), 0)
+        except ProcessLookupError:
+            return 1
+        return 0
+
+    def _watch(self, done: threading.Event) -> None:
+        sent = 0
+        while not done.wait(_POLL_S):
+            if self._num_signals() > sent:
+                sent += 1
+                os.kill(os.getpid(), signal.SIGTERM)
+                done.wait(2 * TOGETHER_S)
+
+    def _run(self, lines: Sequence[str], folder: Path, job: int) -> int:
+        number = job if self.num_jobs is None else f"{job} of {self.num_jobs}"
+        swept = (
+            line.lstrip("+")
+            for line in lines
+            if line.lstrip("+").partition("=")[0].replace("/", ".") not in self.common
+        )
+        print_out(f"job {number}: {' '.join(swept)}\n")
+        code, reason = self._run_once(lines, folder)
+        if code and not reason:
+            reason = str(read_status(folder).get("reason") or "")
+        write_json(folder / ENDED, {"exit_code": code, "reason": reason or None})
+        value = value_of(folder, self.metric) if code == 0 else None
+        shown = "" if value is None else f", {title_of(self.metric)} {value:.4f}"
+        # Those of jobs that run at once come in any order.
+        print_out(f"job {job}: exit code {code}{shown}\n")
+        return code
+
+    def _run_once(self, lines: Sequence[str], folder: Path) -> tuple[int, str]:
+        """Run one job in its folder, which Hydra made, or went on with.
+
+        Returns:
+            The exit code, and why it could not begin.
+        """
+        from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
+
+        before, goes_on = read_json(folder / ENDED), self.goes_on
+        if goes_on and self.num_jobs is None and before.get("exit_code") not in _UNENDED:
+            # The values of the jobs behind it were chosen by how it ended.
+            return int(before["exit_code"]), str(before.get("reason") or "")
+        try:
+            overrides, faults = parse(lines)
+            config = self.composer.check(overrides, faults).config
+            if config.wandb.group is None:
+                wandb = config.wandb.model_copy(update={"group": folder.parent.name})
+                config = config.model_copy(update={"wandb": wandb})
+            # Slurm may have put the job back into its queue
+            goes_on = goes_on or "SLURM_RESTART_COUNT" in os.environ
+            if goes_on and saved_runs.has_checkpoint(folder):
+                saved_runs.refuse_changes(folder, config)
+                config = config.model_copy(update={"resume": str(folder)})
+                if saved_runs.is_finished(folder, config):
+                    return 0, ""
+            with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
+                write_config(config, records, folder)
+                with env_override({BRIEF: "1"} if config.command == "train" else {}):
+                    return run_and_report(config, folder), ""
+        except TrainError as error:
+            reason = without_secrets(str(error).splitlines()[0], os.environ)
+            return print_error(error), reason
+
+
+def is_here(process: tuple[str, int]) -> bool:
+    """Whether this is a process, by its host and number."""
+    return process == (socket.gethostname(), os.getpid())
+
+
+@contextmanager
+def passing_signals_on(folder: Path) -> Iterator[None]:
+    """Let the first signal reach jobs in other processes, and the second one raise.
+
+    Yields:
+        Nothing.
+    """
+    file, last = folder / _STOP, [-math.inf]
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - last[0] > TOGETHER_S:
+            is_second, last[0] = file.exists(), now
+            with file.open("a") as stop:
+                stop.write(".")
+            if is_second:
+                raise KeyboardInterrupt
+            if sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), STOPPING)
+
+    make_folders(folder)
+    file.unlink(missing_ok=True)
+    before = {each: signal.signal(each, on_signal) for each in caught()}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def was_stopped(folder: Path) -> bool:
+    """Whether a signal stopped the jobs of a sweep in other processes."""
+    return (folder / _STOP).exists()
+
+
+def figures_of(folder: Path) -> dict[str, Any]:
+    """Give the figures in a job's result.json: of training, then those of the held-out data."""
+    result = read_json(folder / "result.json")
+    metrics = result.get("metrics")
+    pairs = metrics.items() if isinstance(metrics, dict) else ()
+    named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
+    figures = {"step": read_status(folder).get("step"), **result}
+    names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
+    return {name: (named | figures).get(name) for name in names}
+
+
+def value_of(folder: Path, metric: str) -> float | None:
+    """Read a metric of a job; None where it gave none, or no number."""
+    value = figures_of(folder).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def title_of(metric: str) -> str:
+    """Write a metric for people: `held-out loss`."""
+    return metric.replace("eval_", "held-out ", 1).replace("_", " ")

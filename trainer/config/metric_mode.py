@@ -1,0 +1,33 @@
+"""Tell by a metric's name whether less or more of it is better."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from trainer.core.errors import ConfigError
+
+_LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
+_SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
+
+
+def mode_of(
+    key: str, metric: str, mode: Literal["auto", "min", "max"], mode_key: str
+) -> Literal["min", "max"]:
+    """Give the direction of a metric, by its name where nobody says it.
+
+    Args:
+        key: that names the metric.
+        metric: as in metrics.jsonl: `eval_loss`.
+        mode: as typed.
+        mode_key: where it can be typed.
+
+    Raises:
+        ConfigError: the name does not tell.
+    """
+    if mode != "auto":
+        return mode
+    words = set(metric.split("_"))
+    if not words & (_SMALLER | _LARGER):
+        why = "whether less or more of it is better is not known"
+        raise ConfigError(f"{key}={metric}: {why}; type {mode_key}=min or {mode_key}=max")
+    return "min" if words & _SMALLER else "max"
