@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 
 import pytest
 
 from tests.lib.config_support import checked, faults_of, options, put
-from trainer.config.components import GROUPS, parse_bytes
-from trainer.config.keys import KEYS, options_of
+from trainer.config.components import parse_bytes
 from trainer.config.messages import lookup
-from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain, validate
 from trainer.core.errors import ConfigError
@@ -215,16 +212,3 @@ def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_b
     plain["checkpoint"]["kep"] = 3
     with pytest.raises(ConfigError, match=r"checkpoint\.kep: unknown setting\. Did you mean"):
         from_plain(plain)
-
-
-def test_every_setting_that_is_meant_is_one():
-    known = {
-        *KEYS,
-        *GROUPS,
-        *(f"{o}.{k}" for o in GROUPS for ks in options_of(o).values() for k in ks),
-    }
-    meant = {re.match(r"[\w.]+", each)[0] for each in _MEANT}
-    words = " ".join(_MEANT.values()).split()
-    assert meant <= known
-    assert len(words) == len({*words, *NONE_HERE}) - len(NONE_HERE)
-    assert not known & {*OTHER_WORDS, *NONE_HERE}

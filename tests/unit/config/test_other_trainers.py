@@ -1,0 +1,54 @@
+"""What other trainers call a setting: one table of words, explained in `docs/coming-from/`."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trainer.config import recipes, torch_optimizers
+from trainer.config.components import GROUPS
+from trainer.config.keys import KEYS, data_dir, options_of
+from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS, REFUSED
+from trainer.config.validate import hint_for
+
+PAGES = {
+    path.stem: path.read_text()
+    for path in sorted((data_dir("conf").parent / "docs" / "coming-from").glob("*.md"))
+    if path.stem != "index"
+}
+OPTIONS = {group: {*options_of(group)} for group in GROUPS}
+OPTIONS["optimizer"] |= {*torch_optimizers.names()}
+OWN = {f"{group}.{key}" for group in GROUPS for keys in options_of(group).values() for key in keys}
+KNOWN = {*KEYS, *GROUPS, *OWN, "scheduler._target_"}
+
+
+def test_every_setting_that_is_meant_is_one_and_no_word_is_meant_twice():
+    assert {re.match(r"[\w.]+", each)[0] for each in _MEANT} <= KNOWN
+    words = [word for theirs in (*_MEANT.values(), *NONE_HERE, *REFUSED) for word in theirs.split()]
+    assert len(words) == len({*words})
+    assert not KNOWN & {*words}
+    assert hint_for("trainer.max_steps", ()) == " Did you mean steps?"
+    assert hint_for("tp_size", ()) == f" Here {NONE_HERE['tp_size']}"
+
+
+def test_every_word_that_is_answered_is_explained_on_a_page():
+    spans = " ".join(span for text in PAGES.values() for span in re.findall(r"`([^`]+)`", text))
+    assert {*OTHER_WORDS, *NONE_HERE, *REFUSED} <= {*re.findall(r"\w+", spans)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_settings_options_and_recipes_that_there_are(name):
+    text = PAGES[name]
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")][1:]
+    settings = [s for row in rows for span in re.findall(r"`([^`]+)`", row) for s in span.split()]
+    assert len(rows) >= 15
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        assert key in KNOWN, setting
+        assert key not in OPTIONS or key in KEYS or value in OPTIONS[key], setting
+    commands = re.findall(r"^train recipe=(\w+)", text, flags=re.MULTILINE)
+    assert commands
+    assert {*commands} <= {*recipes.available()}
+    assert "Silent differences" in text
+    assert len(text.splitlines()) <= 60
