@@ -140,7 +140,7 @@ def made_small(line: str) -> list[str]:
     words = [word for word in shlex.split(line)[1:] if not word.startswith("epochs=")]
     typed = dict(word.partition("=")[::2] for word in words if not word.startswith("-"))
     words = [_smaller(word, typed) for word in words]
-    if {"run", "resume"} & typed.keys():
+    if {"run", "resume"} & typed.keys() or {*words} & PAGES_OF_TEXT:
         return words  # the settings are the run's
     sizes = dict(SMALL)
     if typed.get("model") == "resnet":

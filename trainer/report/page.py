@@ -64,6 +64,7 @@ def page(runs: Sequence[SavedRun]) -> str:
         _head(runs, title),
         parts.figures(runs[0]) if len(runs) == 1 else parts.comparison(runs, names),
         parts.notes(runs[0]) if len(runs) == 1 else None,
+        bars.plan(runs[0]) if len(runs) == 1 else None,
         _curves(charts, series, names),
         _about(runs[0]) if len(runs) == 1 else _each(runs, names),
     )
@@ -181,7 +182,6 @@ def _about(run: SavedRun) -> Html:
         )
     pair = join(bars.memory(run), bars.times(run), parts.baselines(run), parts.machine(run))
     return join(
-        bars.plan(run),
         el("div", pair, class_="pair"),
         shown,
         parts.generated(run),
@@ -192,7 +192,7 @@ def _about(run: SavedRun) -> Html:
 def _each(runs: Sequence[SavedRun], names: Sequence[str]) -> Html:
     """Fold what is of each run."""
     return join(
-        parts.details(name, parts.figures(run), parts.notes(run), _about(run))
+        parts.details(name, parts.figures(run), parts.notes(run), bars.plan(run), _about(run))
         for run, name in zip(runs[: parts.MOST_FOLDED], names, strict=False)
     )
 

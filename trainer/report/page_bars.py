@@ -10,7 +10,7 @@ from trainer.core.format import duration, number, percent, plural, size
 from trainer.report.page_html import Html, card, el, table
 from trainer.report.page_runs import SavedRun, as_mapping, numbers_of
 
-MOST_RANKS, MOST_BLOCKS = 16, 160  # of the plan that are drawn
+MOST_RANKS, MOST_BLOCKS = 8, 160  # of the plan that are drawn
 _TIMES = {
     "data": "waiting for samples",
     "compute": "forward and backward",
