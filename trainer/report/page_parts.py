@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from trainer.config.messages import show
+from trainer.config.metric_mode import mode_of
 from trainer.config.secrets import without_secrets
+from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
 from trainer.report.page_html import Html, Piece, card, el, join, table
 from trainer.report.page_runs import SavedRun, as_mapping, is_number, numbers_of
@@ -192,13 +195,14 @@ def _class(text: str) -> str:
     return text.rpartition(".")[2] if text.startswith("trainer.") else text
 
 
-def ranked_by(runs: Iterable[SavedRun]) -> tuple[str, bool]:
+def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:
     """Name the metric that runs are ranked by, and whether more of it is better."""
-    for run in runs:
-        typed = run.config.get("sweep.metric")
-        if isinstance(typed, str):
-            return typed, run.config.get("sweep.mode") == "max"
-    return "eval_loss", False
+    config = runs[0].config
+    metric, mode = str(config.get("sweep.metric", "eval_loss")), config.get("sweep.mode")
+    with suppress(ConfigError):  # of an odd name
+        is_open = mode not in ("min", "max")
+        return metric, (mode_of("", metric, "auto", "") if is_open else mode) == "max"
+    return metric, False
 
 
 def _rank(value: float | None, *, is_max: bool) -> tuple[bool, float]:

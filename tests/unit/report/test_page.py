@@ -213,6 +213,12 @@ def test_runs_are_compared_by_what_differs_and_the_best_is_first(tmp_path):
     assert "seed" not in table
     assert "optimizer.lr" in table
     assert re.findall(r"\b(\d) unknown", table) == ["1", "2", "0"]
+    for n, folder in enumerate(folders):
+        (folder / "config.yaml").write_text("sweep: {metric: eval_accuracy, mode: auto}\n")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 1, "eval_accuracy": [0.5, 0.25, 0.75][n]}) + "\n")
+    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
+    assert re.findall(r"\b(\d) unknown", table) == ["2", "0", "1"]
 
 
 def test_what_cannot_be_written_is_one_warning(tmp_path, caplog):
