@@ -51,9 +51,13 @@ def plan(run: SavedRun) -> Html:
         "" if cap is None else f"cap {number(cap)} {run.noun}s",
     ]
     meanings = (("real", f"{run.noun}s"), ("pad", "padding"), ("idle", "nothing to compute"))
+    is_even = all(sum(map(_positions, own)) == widest for own in ranks.values())
     key = el(
         "p",
-        (el("span", el("i", class_=f"key {kind}"), text) for kind, text in meanings),
+        (
+            el("span", el("i", class_=f"key {kind}"), text)
+            for kind, text in meanings[: 2 if is_even else 3]
+        ),
         class_="legend",
     )
     more = el("p", f"and {plural(left, 'rank')} more", class_="note") if left > 0 else None
