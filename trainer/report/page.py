@@ -111,7 +111,9 @@ def _head(runs: Sequence[SavedRun], title: str) -> Html:
         el("div", el("h1", title, " ", pill), theme, class_="top"),
         el("p", line, class_="facts"),
         el("pre", run.typed, class_="command") if is_one and run.config else None,
-        el("p", without_secrets(str(ending), os.environ), class_="reason") if ending else None,
+        el("p", without_secrets(str(ending), os.environ), class_=f"reason {run.state}")
+        if ending
+        else None,
     )
 
 
