@@ -124,7 +124,7 @@ def _typed_apart(token: str, waiting: list[str]) -> str:
 
     key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
     hint = hint_for(key, KEYS)
-    hint = hint if "=" in hint else hint.replace("?", f"={value}?")
+    hint = re.sub(r"mean ([\w.]+)\?$", lambda meant: f"mean {meant[1]}={value}?", hint)
     if is_flag and not equals:
         return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
     return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")
