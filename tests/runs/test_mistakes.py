@@ -48,7 +48,7 @@ MISTAKES = {
     "--multirn": "--multirn: unknown flag. Did you mean --multirun?",
     "--batch.global 3": "--batch.global: unknown flag. Settings are key=value",
     "--stpes 5": "--stpes: unknown flag. Settings are key=value. Did you mean steps=5?",
-    "--per_device_train_batch_size 8": "Did you mean batch.global, samples of all devices and micro",
+    "--per_device_train_batch_size 8": "Did you mean batch.global, samples of all devices",
     "--bf16 true": "Did you mean precision=bf16?",
     "--num-train-epochs 5": "Settings are key=value. Did you mean epochs=5?",
     "steps= 5": "steps= 5: a setting has no spaces. Did you mean steps=5?",
