@@ -33,27 +33,23 @@ from trainer.cli.overrides import (
     refuse_twice,
     values_in,
 )
-from trainer.cli.paths import absolute_paths, exists
+from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
-from trainer.cli.trust import consented_components, refuse_odd_files, trust_faults
+from trainer.cli.trust import consented_components, trust_faults
 from trainer.config import recipes
 from trainer.config.components import (
     COMPONENTS,
     GROUPS,
     OWN,
     SHARED,
-    ExistingPath,
-    owner_of,
     targets_in,
 )
-from trainer.config.declared import declared
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
 from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
-from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.core.hub_cache import weights_path
+from trainer.core.errors import ConfigError
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -204,7 +200,7 @@ class Composer:
             faults += error.faults
         if faults:
             raise ConfigError(*dict.fromkeys(_with_versions(faults, keys, chosen)))
-        _refuse_missing(config)
+        refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
             OWN_CODE.permit(target)
@@ -251,26 +247,6 @@ def _with_versions(faults: list[str], typed: Collection[str], chosen: object) ->
         else fault
         for fault in faults
     ]
-
-
-def _refuse_missing(config: RunConfig) -> None:
-    """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
-    init, paths = config.init, {"data.eval_path": config.data.eval_path}
-    for key, each in (("data", config.data), *config.listed()):
-        if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
-            paths[f"{key}.path"] = each.params.get("path")
-    for key, path in paths.items() if config.command != "export" else ():
-        if path and not exists(path):
-            raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
-    if init is not None:
-        if not exists(str(source := weights_path(init))):
-            raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
-        refuse_odd_files(source, links=(source / "config.yaml").exists())
-
-
-def _below(path: str) -> str:
-    """Name the folder that a relative path was looked for in."""
-    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"
 
 
 def explain(error: BaseException) -> list[str]:

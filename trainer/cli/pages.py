@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from trainer.cli import help_page
-from trainer.config import recipes
 from trainer.config.messages import clip
 from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
@@ -34,6 +32,8 @@ def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> N
         ConfigError: settings are typed behind a page that takes none.
     """
     if word == "help":
+        from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
+
         help_page.show(own_folder)
         return
     if word == "report":
@@ -49,6 +49,8 @@ def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> N
 
 def _recipes() -> Iterator[str]:
     """Give each recipe with its purpose, its cost and the result to expect."""
+    from trainer.config import recipes  # noqa: PLC0415 - imports Hydra
+
     for name in recipes.available():
         yield f"recipe={name}"
         about = recipes.about(path) if (path := recipes.path_of(name)) else {}

@@ -1,9 +1,10 @@
-"""Make the paths of a run absolute, so that it goes on from another folder with the same files."""
+"""Make the paths of a run absolute, so that it goes on elsewhere, and refuse those of no file."""
 
 from __future__ import annotations
 
 import os
 from operator import attrgetter
+from pathlib import Path
 from typing import get_args
 
 from hydra.core.override_parser.types import Override
@@ -12,9 +13,12 @@ from trainer.cli.overrides import quote, read
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.data_sets import sources
 from trainer.config.declared import declared
-from trainer.config.messages import flat
+from trainer.config.messages import clip, flat
+from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import RunConfig, to_plain
+from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.format import expanded
+from trainer.core.hub_cache import weights_path
 
 
 def exists(path: str) -> bool:
@@ -49,3 +53,23 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
             if paths != texts:
                 found[key] = read(f"++{key}={f'[{line}]' if isinstance(value, list) else line}")
     return found
+
+
+def refuse_missing(config: RunConfig) -> None:
+    """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
+    init, paths = config.init, {"data.eval_path": config.data.eval_path}
+    for key, each in (("data", config.data), *config.listed()):
+        if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
+            paths[f"{key}.path"] = each.params.get("path")
+    for key, path in paths.items() if config.command != "export" else ():
+        if path and not exists(path):
+            raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
+    if init is not None:
+        if not exists(str(source := weights_path(init))):
+            raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
+        refuse_odd_files(source, links=(source / "config.yaml").exists())
+
+
+def _below(path: str) -> str:
+    """Name the folder that a relative path was looked for in."""
+    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"

@@ -16,9 +16,9 @@ from omegaconf import open_dict
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
 from trainer.cli.overrides import classify, dotted, parse, quote, read, without, word_of
-from trainer.cli.trust import refuse_odd_files
 from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
+from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import shown_path

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli import saved_runs
-from trainer.cli.trust import refuse_odd_files
 from trainer.config.messages import clip, did_you_mean
+from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path
 from trainer.report.journal import METRICS_FILE
 from trainer.report.page import PAGE, write_page
-from trainer.report.page_runs import runs_in
+from trainer.report.page_runs import SavedRun, runs_in
 
-SETTINGS = {"run": saved_runs.AUTO, "to": "", "outputs": "outputs"}
+AUTO = "auto"
+SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 """What may be typed, with its default: runs or sweeps, the file, and where runs and pages are."""
 
 
@@ -53,10 +53,10 @@ def _listed(typed: str) -> list[str]:
 
 def _found(typed: str, outputs: Path) -> Path:
     """Find a run or a sweep; `auto` is the newest run, and a checkpoint is of its run."""
-    if typed == saved_runs.AUTO:
+    if typed == AUTO:
         return _newest(outputs)
     path = expanded(typed).absolute()
-    path = path.parent.parent if saved_runs.step_of(path) is not None else path
+    path = path.parent.parent if path.parent.name == "checkpoints" else path
     if not path.is_dir():
         raise NoCheckpointError(clip(f"run={typed}: no such folder; run=auto takes the newest run"))
     refuse_odd_files(path)
@@ -70,6 +70,6 @@ def _newest(outputs: Path) -> Path:
     runs = [path.absolute() for path in found if path.parent.name != "multirun"]
     if not runs:
         raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
-    newest = max(runs, key=saved_runs.began)
+    newest = max(runs, key=lambda run: (SavedRun(run).began, str(run)))
     refuse_odd_files(newest)
     return newest

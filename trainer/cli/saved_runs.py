@@ -21,9 +21,9 @@ from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, text
-from trainer.cli.trust import refuse_odd_files
 from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
+from trainer.config.odd_files import refuse_odd_files
 from trainer.config.recipes import ONLY_TYPED, asked
 from trainer.config.run_config import READING, RunConfig, contract, reading_faults, step_faults
 from trainer.config.validate import from_plain
@@ -95,7 +95,7 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | 
         can_begin = can_go_on(run) and (has_checkpoint(run) or not is_read)
         if run.parent.name != "multirun" and is_named and can_begin:
             found.append(run)
-    return max(found, key=began, default=None)
+    return max(found, key=_began, default=None)
 
 
 def newest_sweep(
@@ -115,7 +115,7 @@ def newest_sweep(
         with suppress(*_UNREADABLE):
             begun = [str(line) for line in read_yaml(path)["hydra"]["overrides"]["task"]]
             found += [path.parent] if settings(begun) == settings(overrides) else []
-    return max(found, key=began, default=None)
+    return max(found, key=_began, default=None)
 
 
 def record_start(run: Path) -> None:
@@ -126,7 +126,7 @@ def record_start(run: Path) -> None:
         write_json(path, {"started": time.time()})
 
 
-def began(folder: Path) -> tuple[float, str]:
+def _began(folder: Path) -> tuple[float, str]:
     """When a run, or the first job of a sweep, began, in seconds since the epoch."""
     records = map(read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
     times = [r["started"] for r in records if isinstance(r.get("started"), int | float)]

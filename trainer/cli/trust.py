@@ -1,4 +1,4 @@
-"""Decide whose classes may run, and which folders may be read.
+"""Decide whose classes may run.
 
 Classes may run that the user typed, has in a folder of options, ran before in the same run
 (`core/consent.py`), or trusts.
@@ -6,10 +6,7 @@ Classes may run that the user typed, has in a folder of options, ran before in t
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,8 @@ from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, LISTS, owner_of, targets_in
 from trainer.config.data_sets import eval_sets
 from trainer.config.keys import options_of
-from trainer.config.messages import clip, line, lookup
+from trainer.config.messages import line, lookup
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import NoCheckpointError
-
-WANDB_LINK = "debug-core.log"
-"""W&B leaves a link of this name to its own log, outside; nothing is ever written through it."""
 
 
 def consented_components(
@@ -92,24 +85,3 @@ def trust_faults(config: RunConfig) -> list[str]:
     packages = ",".join(dict.fromkeys(target.partition(".")[0] for _, target in unknown))
     why = f"comes from a recipe or a saved run; to trust it, type 'trust=[{packages}]'"
     return [line(f"{place}.{TARGET}", target, why) for place, target in unknown]
-
-
-def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
-    """Refuse a folder, perhaps a stranger's, that leads elsewhere, or that reading waits for.
-
-    Args:
-        folder: a run, or any other files.
-        links: whether to refuse links that lead out of it, as caches of downloads hold them.
-
-    Raises:
-        NoCheckpointError: a link in it leads out of it, or a file is a pipe or a device.
-    """
-    home = folder.resolve()
-    names = ((parent, name) for parent, *inner in os.walk(folder) for name in chain(*inner))
-    for path in (Path(*each) for each in names):
-        if path.is_symlink():
-            is_foreign = not path.resolve().is_relative_to(home)
-            if links and is_foreign and path.name != WANDB_LINK:
-                raise NoCheckpointError(clip(f"{path}: a link that leads out of the folder"))
-        elif stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-            raise NoCheckpointError(clip(f"{path}: neither a file nor a folder"))

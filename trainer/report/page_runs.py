@@ -137,12 +137,18 @@ class SavedRun:
         counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
         return "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
 
+    @cached_property
+    def began(self) -> float:
+        """When it began, in seconds since the epoch; 0 where nobody wrote it down."""
+        record = read_json(self.folder / ".hydra" / "started.json")
+        return numbers_of(record).get("started", 0.0)
+
     @property
     def started(self) -> str | None:
         """When it began, in the time of this machine."""
-        at = read_json(self.folder / ".hydra" / "started.json").get("started")
         with suppress(OSError, OverflowError, ValueError):
-            return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M") if is_number(at) else None
+            at = datetime.fromtimestamp(self.began)
+            return at.strftime("%Y-%m-%d %H:%M") if self.began else None
         return None
 
     @property
