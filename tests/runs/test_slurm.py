@@ -1,0 +1,79 @@
+"""Run the very files of docs/how-to/slurm.md, by a stand-in for Slurm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import nightly
+from tests.lib.run_support import TOYS, curve, go, overrides, read_json, state
+from tests.lib.slurm import install
+
+LINE = f"steps=40 hooks=[{TOYS}.Slow]"
+PREEMPTED_AT = 5  # steps
+LIMIT_S = 250
+
+DOC = (CHECKOUT / "docs" / "how-to" / "slurm.md").read_text()
+FILES = {
+    name: text for text, name in re.findall(r"```sh\n(#!/bin/bash\n# (\S+)\n.*?)```", DOC, re.S)
+}
+
+
+def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> str:
+    """Queue a job, preempt it if asked to, and wait; gives what its script printed."""
+    environment = install(folder, CHECKOUT)
+    if preempted_at is not None:
+        (folder / "preempt").write_text(str(preempted_at))
+    subprocess.run(["sbatch", *command], env=environment, check=True, capture_output=True)
+    until = time.monotonic() + LIMIT_S
+    while not (done := folder / "job-1" / "done").exists():
+        assert time.monotonic() < until, (folder / "job-1" / "log").read_text()
+        time.sleep(0.1)
+    assert done.exists()
+    assert not (folder / "preempt").exists(), "it was preempted"
+    return (folder / "job-1" / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("nodes.sh", 2), nightly("one-node.sh", 1), nightly("torchrun.sh", 2)]
+)
+def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANKS", "1")  # of each node, under torchrun
+    monkeypatch.setenv("SLURM_JOB_NAME", "gpt")
+    text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
+    Path("job.sh").write_text(text)
+    printed = ended(["job.sh", "name=gpt", *overrides(LINE)], tmp_path / "slurm", PREEMPTED_AT)
+    (run,) = Path().glob("outputs/*/*-gpt")
+    first, last = re.findall(r"job 1: exit code (\d+)", printed)
+    assert (first, last) == ("0", "0"), "of the script, which put the job back"
+    assert "40 steps" in printed
+    status = read_json(run / "status.json")
+    assert (status["state"], status["step"]) == ("completed", 40)
+    assert (run / ".hydra" / "resumed").is_dir(), "in the same folder"
+    whole = go(f"{LINE} parallel.ranks={ranks} parallel={'ddp' if ranks > 1 else 'none'}")
+    assert curve(run, "loss") == curve(whole, "loss")
+    expected = state(whole)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in state(run).items())
+
+
+@pytest.mark.nightly
+def test_every_job_of_an_array_ends_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.sh").write_text(FILES["array.sh"])
+    typed = [each for each in overrides(LINE) if not each.startswith("optimizer.lr")]
+    ended(["job.sh", *typed], tmp_path / "slurm", PREEMPTED_AT)
+    runs = sorted(Path().glob("outputs/*/*-rate-*"))
+    assert [run.name.rpartition("rate-")[2] for run in runs] == ["1e-3", "3e-3", "1e-2"]
+    assert [read_json(run / "status.json")["state"] for run in runs] == ["completed"] * 3
+    assert [(run / ".hydra" / "resumed").is_dir() for run in runs] == [True, False, False]
