@@ -111,6 +111,7 @@ def make_workshop() -> None:
     mixtral = transformers.MixtralConfig(
         **sizes, num_local_experts=2, max_position_embeddings=64, output_router_logits=True
     )
+    mixtral.architectures = ["MixtralForCausalLM"]
     mixtral.to_json_file("mixtral.json")
     small = shlex.join(f"{key}={value}" for key, value in {**SMALL, **TINY}.items())
     line = "data=text data.path=corpus.jsonl checkpoint.every=1 ema.decay=0.9 eval.every=1"
@@ -144,7 +145,7 @@ def made_small(line: str) -> list[str]:
         return words  # the settings are the run's
     sizes = dict(SMALL)
     if typed.get("model") == "resnet":
-        sizes |= {"model.width": "4", "model.depth": "1"}
+        sizes |= {"model.width": "4", "model.depth": "1", "batch.global": "32"}
     elif typed.get("model", "gpt").startswith("gpt") and not OTHERS & typed.keys():
         sizes |= TINY
     if {"-m", "batch=ramp", "batch=noise_ramp"} & {*words} or "accum.steps" in typed:
@@ -158,7 +159,7 @@ def check(line: str) -> None:
     sweeps = "-m" in words
     words = [word for word in words if word != "-m" and not (sweeps and word.startswith("hydra"))]
     if sweeps:
-        words = [re.sub(r"=(?:\w+\()?([^\[{,(]+),[^=]*$", r"=\1", word) for word in words]
+        words = [re.sub(r"=([^\[{,]+),.*$", r"=\1", word) for word in words if "(" not in word]
     request = split(words)
     prepare_run(request.lines, composer_of(request.flags))
 
