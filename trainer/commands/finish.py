@@ -67,9 +67,9 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     if config.total_epochs is not None:
         clock, steps = "epochs", config.total_epochs
     commands = (
+        f"{shown_path(folder / PAGE)}  (curves, plan, memory, time: open it in a browser)",
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
         f"{to_go_on(config, folder)} {clock}={2 * steps}",
-        f"{shown_path(folder / PAGE)}  is a report, for a browser",
     )
     run.reporter.finish(result, commands)
