@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 from pathlib import Path
 
+from trainer.config import trackers
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir, docs_of, load_yaml
 from trainer.config.messages import flat, show
@@ -47,18 +48,21 @@ def page() -> str:
         if name not in in_options and key.annotation is not None
     ]
     lines += table(rows)
-    for group in GROUPS:
+    for group in (*GROUPS, trackers.GROUP):
         lines += [f"## `{group}`", ""]
-        for file in sorted((data_dir("conf") / group.replace(".", "/")).glob("*.yaml")):
+        folder = trackers.FOLDER if group == trackers.GROUP else group.replace(".", "/")
+        for file in sorted((data_dir("conf") / folder).glob("*.yaml")):
             if file.stem == OWN:
                 continue
             docs = docs_of(file)
+            root = file.stem if group == trackers.GROUP else group
             values = flat(load_yaml(file))
             head = takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
             about = " ".join(line.lstrip("# ") for line in head)
-            lines += [f"### `{group.replace('.', '/')}={file.stem}`", "", about, ""]
+            option = f"[{file.stem}]" if group == trackers.GROUP else file.stem
+            lines += [f"### `{group.replace('.', '/')}={option}`", "", about, ""]
             rows = [
-                (f"`{group}.{key}`", f"`{show(value)}`", words(f"{group}.{key}"), docs.get(key, ""))
+                (f"`{root}.{key}`", f"`{show(value)}`", words(f"{root}.{key}"), docs.get(key, ""))
                 for key, value in values.items()
                 if key != "_target_"
             ]

@@ -34,6 +34,7 @@ from tests.lib.run_support import (
 from tests.reliability.rank_work import run_as_rank
 from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
+from trainer.core.errors import ConfigError
 
 HEADS, PAIRS = head_toys.__name__, pair_toys.__name__
 EXACT = 1e-12
@@ -323,6 +324,57 @@ def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
         assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
         lengths = [shape["length"] for shape in shapes]
         assert lengths == sorted(lengths)
+
+
+NOTES = """
+from trainer.report.tracker import Tracker
+
+
+class Notes(Tracker):
+    def __init__(self, path="notes.txt"):
+        self.path = path
+
+    def start(self, run):
+        self.file = open(self.path, "a")
+        print(run.name, run.config["steps"], run.plan["global_batch"], file=self.file)
+
+    def log(self, step, figures):
+        print(step, *figures, file=self.file)
+
+    def finish(self, summary):
+        self.file.close()
+
+
+class Asks:
+    def on_step(self, values, model):
+        return {"weights": sum(p.numel() for p in model.parameters())}
+"""
+
+
+def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
+    """An option of the user's folder, and the class by its path, in one run; the hook's figures."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("notes.py").write_text(NOTES)
+    Path("my_conf", "trackers").mkdir(parents=True)
+    Path("my_conf", "trackers", "notes.yaml").write_text("_target_: notes.Notes\npath: a.txt\n")
+    own = "'logger=[notes,{_target_: notes.Notes, path: b.txt}]' hooks=[notes.Asks] name=n steps=2"
+    run = go(f"{own} eval.every=2", config_dir="my_conf")
+    for path in ("a.txt", "b.txt"):
+        first, one, two, evaluation = Path(path).read_text().splitlines()
+        assert first == "n 2 8"
+        assert (one.split()[:2], two.split()[:2]) == (["1", "train/epoch"], ["2", "train/epoch"])
+        assert "train/weights" in one
+        assert evaluation.split()[:2] == ["2", "eval/loss"]
+    count = sum(t.numel() for n, t in state(run).items() if n.startswith("model."))
+    assert curve(run, "weights") == [count] * 2
+    with pytest.raises(
+        ConfigError, match=r"notes\.pth: unknown setting\. Did you mean notes\.path"
+    ):
+        go(f"{own} notes.pth=c.txt", config_dir="my_conf")
+    with pytest.raises(ConfigError, match=r"tensorboard\.folder=x: tensorboard is not among"):
+        go("logger=[] tensorboard.folder=x")
+    bare = go("logger=[] steps=1")
+    assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
 
 
 def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate():

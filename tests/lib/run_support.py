@@ -47,6 +47,7 @@ def overrides(line: str) -> list[str]:
     keys = {each.partition("=")[0] for each in typed}
     dropped = {key for key in BASE if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
     dropped |= {key for key in BASE if f"{key.partition('.')[0]}._target_" in keys}
+    dropped |= {"wandb.mode"} & BASE.keys() if "logger" in keys else set()
     return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
 
 

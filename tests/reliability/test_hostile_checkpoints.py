@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lib.tracked import mirror_of
 from tests.reliability.support import parts_of, put, save
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.resumption import SavedCut
@@ -39,7 +40,8 @@ from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import Stateful
 from trainer.report.metrics import evaluation_at
-from trainer.report.wandb import WandbMirror
+from trainer.report.mirror import close_all
+from trainer.report.trackers.wandb import WandbTracker
 
 SLOTS = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
 
@@ -258,7 +260,9 @@ def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(tmp_path):
     for text in ("é", "../../elsewhere", ""):
         (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
         warnings: list[str] = []
-        WandbMirror("offline", tmp_path, {}, warnings.append).close()
+        mirror = mirror_of("wandb", WandbTracker(), tmp_path, warnings.append)
+        mirror.start()
+        close_all([mirror], None)
         assert "holds no run id" in " ".join(warnings)
 
 

@@ -310,7 +310,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     assert "accuracy" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
     config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())
-    assert (config["seed"], config["wandb"]["group"]) == (1, sweep.name)
+    assert (config["seed"], config["logger"]) == (1, ["wandb"])
     before = (sweep / "1" / "result.json").read_bytes()
     assert shell(f"{line} resume=auto") == 1
     again, _ = table_of(tmp_path)

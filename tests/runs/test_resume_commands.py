@@ -264,10 +264,12 @@ def test_a_run_folder_does_not_say_where_anything_goes() -> None:
     stolen = ["export.to=stolen", "wandb={mode: online, entity: evil}"]
     record.write_text(yaml.safe_dump([*own, *stolen]))
     config = prepared(f"resume={run}").config
-    assert (config.export.to, config.wandb.mode, config.wandb.entity) == (None, "offline", None)
+    params = config.logger[0].params
+    assert (config.export.to, params["mode"], params["entity"]) == (None, "offline", None)
     with pytest.raises(ConfigError, match="command=export: needs a folder"):
         prepared(f"export run={run}")
-    assert prepared(f"resume={run} wandb.mode=online").config.wandb.mode == "online"
+    config = prepared(f"resume={run} wandb.mode=online").config
+    assert config.logger[0].params["mode"] == "online"
     lines = [*own, "model.p={mode: online, entity: evil}", "wandb=${model.p}"]
     record.write_text(yaml.safe_dump(lines))
     with pytest.raises(ConfigError) as caught:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.assemble.components import Components
 from trainer.assemble.instantiate import construct
 from trainer.checkpoint.store import Loaded
+from trainer.config.components import Component
 from trainer.config.run_config import to_plain
 from trainer.core.durable import write_record
+from trainer.core.errors import ConfigError
 from trainer.report.console import Screen
+from trainer.report.hooks import Hook, Hooks
+from trainer.report.journal import PLAN_FILE
+from trainer.report.mirror import Mirror
 from trainer.report.records import Record
-from trainer.report.reporter import Hook, Reporter, RunReporter, SilentReporter
+from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish
-from trainer.report.wandb import WandbMirror
+from trainer.report.tracker import Tracker
 
-PLAN_FILE = "plan.json"
 SPLITS_FILE = "splits.json"
 
 
@@ -26,30 +31,70 @@ def open_reporter(
     components.world.on_main(lambda: _record_begin(folder, plan, components))
     if not components.world.is_main:
         return SilentReporter()
-    config = components.config
+    config, screen = components.config, Screen(folder)
     hooks = {
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
-    screen, labels = Screen(folder), config.wandb.model_dump(exclude={"mode"})
     for message in () if loaded is None else loaded.messages:
         screen.warn(message)
-    wandb = WandbMirror(
-        config.wandb.mode,
-        folder,
-        to_plain(config),
-        screen.warn,
-        labels={**labels, "name": config.name},
-    )
+    resumed_step = None if loaded is None else loaded.step
+    is_swept = (folder.parent / "multirun.yaml").exists()
+    trackers = {
+        _name(each, i, config.logger): _tracker(each, i, config.trust)
+        for i, each in enumerate(config.logger)
+    }
+    mirrors = [
+        Mirror(
+            name,
+            tracker,
+            folder,
+            screen.warn,
+            resumed_step=resumed_step,
+            name=config.name,
+            group=folder.absolute().parent.name if is_swept else None,
+            config=to_plain(config),
+            plan=plan,
+            outputs=Path(config.outputs).absolute(),
+        )
+        for name, tracker in trackers.items()
+        if tracker.is_on
+    ]
     return RunReporter(
         folder,
         screen,
         log_every=config.log.every,
-        resumed_step=None if loaded is None else loaded.step,
+        resumed_step=resumed_step,
         keep_samples=config.log.samples,
-        hooks=hooks,
-        wandb=wandb,
+        hooks=Hooks(hooks, screen.warn, components.module),
+        mirrors=mirrors,
     )
+
+
+def _name(component: Component, index: int, every: tuple[Component, ...]) -> str:
+    """Name a tracker as the user did, the second of a class by its number."""
+    is_first = component.target not in [each.target for each in every[:index]]
+    return component.name or component.target + f"-{index}" * (not is_first)
+
+
+def _tracker(component: Component, index: int, trusted: tuple[str, ...]) -> Tracker:
+    """Build a tracker.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    key = f"logger[{index}]"
+    tracker = construct(component, key, Tracker, trusted)
+    root = tracker.package.partition(".")[0]
+    for package in filter(None, (root, tracker.package)):
+        try:
+            is_there = find_spec(package) is not None
+        except ImportError:
+            is_there = False
+        if not is_there:
+            text = f"needs {package}, which is not installed"
+            raise ConfigError(f"{key}: {text}: pip install '{tracker.install or root}'")
+    return tracker
 
 
 def _record_begin(folder: Path, plan: Record, components: Components) -> None:

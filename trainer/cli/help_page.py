@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.argv import COMMANDS
-from trainer.config import torch_optimizers
+from trainer.config import torch_optimizers, trackers
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir, default_options
 from trainer.config.messages import show as show_value
@@ -73,6 +73,7 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
         more = torch_optimizers.names() if group == torch_optimizers.GROUP else ()
         names = sorted({*(file.stem for file in files), *more} - {OWN})
         groups[group] = sorted(names, key=lambda name: name != defaults.get(group))
+    groups[f"{trackers.GROUP}=[...]"] = sorted(trackers.options(str(folders[-1])))
     yield "groups  (the default first)", ((name, "  ".join(row)) for name, row in groups.items())
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, entry in ((key, entry) for key, entry in KEYS.items() if key not in GROUPS):

@@ -31,7 +31,7 @@ def main() -> None:
     """Run the command line of this process, and exit."""
     code = run(sys.argv[1:])
     flush_std_streams()
-    mirror = sys.modules.get("trainer.report.wandb")
+    mirror = sys.modules.get("trainer.report.mirror")
     if mirror is not None and mirror.is_hanging():
         os._exit(code)
     sys.exit(code)

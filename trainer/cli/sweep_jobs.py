@@ -192,9 +192,6 @@ class SweepTask:
         try:
             overrides, faults = parse(lines)
             config = self.composer.check(overrides, faults).config
-            if config.wandb.group is None:
-                wandb = config.wandb.model_copy(update={"group": folder.parent.name})
-                config = config.model_copy(update={"wandb": wandb})
             # Slurm may have put the job back into its queue
             goes_on = goes_on or "SLURM_RESTART_COUNT" in os.environ
             if goes_on and saved_runs.has_checkpoint(folder):

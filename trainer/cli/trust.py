@@ -19,6 +19,7 @@ from trainer.config.data_sets import eval_sets
 from trainer.config.keys import options_of
 from trainer.config.messages import line, lookup
 from trainer.config.run_config import RunConfig
+from trainer.config.trackers import is_name
 
 
 def consented_components(
@@ -61,7 +62,8 @@ def _typed_classes(typed: Mapping[str, Any]) -> Iterator[str]:
 def _classes(path: str, section: object) -> set[str]:
     """Find the classes of a component, without those of a component within it."""
     if path in LISTS and isinstance(section, list):
-        section = [{TARGET: each} if isinstance(each, str) else each for each in section]
+        classes = [each for each in section if not is_name(each)]  # of options: `validate`
+        section = [{TARGET: each} if isinstance(each, str) else each for each in classes]
     pairs = targets_in(path, section)
     return {target for place, target in pairs if place == path or place not in COMPONENTS}
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assemble.noise_advice import advice_rows
-from trainer.assemble.reporter import PLAN_FILE
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
@@ -17,6 +16,7 @@ from trainer.core.rows import record_of
 from trainer.core.world import World
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
+from trainer.report.journal import PLAN_FILE
 from trainer.tune.predict import CannotRunFake
 
 

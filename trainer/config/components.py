@@ -107,6 +107,10 @@ Bytes = Annotated[
 Text = Annotated[str, Field(min_length=1, description="text")]
 PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
 FieldName = Text  # of a record
+SENDS = "sends figures away"
+"""Marks what says where a run's figures go, which neither a recipe nor a run may."""
+Online = Annotated[Literal["online"], SENDS]
+Address = Annotated[Text, SENDS]
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
@@ -355,7 +359,7 @@ COMPONENTS: Mapping[str, type[Component]] = {
 }
 """Where a config names a class, by dotted key."""
 
-LISTS: tuple[str, ...] = ("transforms", "parts", "hooks")
+LISTS: tuple[str, ...] = ("transforms", "parts", "hooks", "logger")
 """Where a config names several classes, in their order."""
 
 EVAL_SETS = "eval.sets"

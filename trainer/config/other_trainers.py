@@ -48,6 +48,7 @@ _MEANT = {
     "eval.samples": "limit_val_batches max_eval_samples",
     "init": "load_path starting_checkpoint_load_path",
     "log.every": "logging_steps log_every_n_steps steps_per_print log_freq",
+    "logger": "report_to",
     "model.path": "model_name_or_path pretrained_model_name_or_path base_model",
     "name": "run_name experiment_name",
     "num_workers": "dataloader_num_workers",
@@ -74,7 +75,6 @@ _MEANT = {
     "steps": "max_steps num_steps max_iters",
     "steps=3": "fast_dev_run",
     "stop.patience": "early_stopping_patience",
-    "wandb.mode": "report_to",
 }
 """What to type here, and what others call it."""
 

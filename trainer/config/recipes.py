@@ -24,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config import torch_optimizers
+from trainer.config import torch_optimizers, trackers
 from trainer.config.components import COMPONENTS, GROUPS, OWN
 from trainer.config.keys import data_dir
 from trainer.config.messages import ancestors, clip, flat, lookup, show
@@ -50,13 +50,10 @@ ONLY_TYPED: Mapping[str, str] = {
     "init": "it chooses weights to read",
     "outputs": "it chooses where a run writes",
     "export": "it chooses where weights are written",
-    "wandb.mode": "it chooses where metrics go",
-    "wandb.entity": "it chooses where metrics go",
 }
 """Keys that neither a recipe nor a run folder gives, whole sections among them, with the reason."""
 
 _REMOTE_CODE = ("trust_remote_code", "attn_implementation", "experts_implementation")
-_LOCAL = ("disabled", "offline")
 
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _ENTRY = re.compile(r"(?:(?:override|optional) +)*/?(?!hydra(?:/|$))(\w+(?:/\w+)*)")
@@ -217,15 +214,22 @@ def reason_to_type(key: str) -> str | None:
     return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
 
 
-def asked(key: str, value: object) -> Iterator[str]:
+def _sends(key: str, value: object, target: object) -> bool:
+    """Whether a value says where figures go, of the class that it is an argument of, if of one."""
+    root, _, name = key.rpartition(".")
+    of = trackers.options(str(OptionFolders.own_folder or "") or None) if target is None else {}
+    return trackers.sends(of.get(root, {}).get("_target_", target), name, value)
+
+
+def asked(key: str, value: object, target: object = None) -> Iterator[str]:
     """Find keys that need consent, at any depth; what stays on this machine needs none."""
     # An implementation of the hub's is written owner/name.
     is_word = "implementation" in key and isinstance(value, str) and "/" not in value
-    if reason_to_type(key) and not is_word and (key != "wandb.mode" or value not in _LOCAL):
+    if (reason_to_type(key) and not is_word) or _sends(key, value, target):
         yield key
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from asked(f"{key}.{name}", inner)
+            yield from asked(f"{key}.{name}", inner, value.get("_target_"))
     elif isinstance(value, list):
         for inner in value:
             yield from asked(key, inner)
@@ -249,7 +253,8 @@ def consent_faults(
         if key not in typed and not (key in offers and offers[key] == value):
             for found in asked(key, value):
                 text = f"{found}={show(value)}: comes from a recipe or a run"
-                yield clip(f"{text}; type it yourself: {reason_to_type(found)}")
+                why = reason_to_type(found) or "it chooses where metrics go"
+                yield clip(f"{text}; type it yourself: {why}")
 
 
 @final

@@ -61,7 +61,6 @@ from trainer.config.sections import (
     ParallelSection,
     Stop,
     SweepSection,
-    Wandb,
 )
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 
@@ -120,7 +119,7 @@ class RunConfig(Section):
     nonfinite: Nonfinite
     hooks: tuple[Component, ...] = Field(strict=False)
     parts: tuple[Component, ...] = Field(strict=False)
-    wandb: Wandb
+    logger: tuple[Component, ...] = Field(strict=False)
     outputs: Text
     init: Text | None
     resume: Text | None
@@ -209,8 +208,10 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
     `trust`, consent and `--config-dir` stay out: a file cannot give them.
     """
-    plain = _plain(config).items()
-    return {key: value for key, value in plain if key not in ("trust", "config_dir")}
+    plain = _plain(config)
+    plain["logger"] = [each.name or _plain(each) for each in config.logger]
+    plain |= {each.name: _plain(each) for each in config.logger if each.name}
+    return {key: value for key, value in plain.items() if key not in ("trust", "config_dir")}
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars

@@ -83,16 +83,6 @@ class Log(Section):
     noise_scale: Auto | Count | None
 
 
-class Wandb(Section):
-    """Weights & Biases, a mirror of metrics.jsonl."""
-
-    mode: Literal["offline", "disabled", "online"]
-    project: Text | None
-    entity: Text | None
-    group: Text | None
-    tags: Words
-
-
 class Stop(Section):
     """When a run ends before its last step, since it gets no better."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer.config import trackers
 from trainer.config.components import (
     COMPONENTS,
     EVAL_SETS,
@@ -37,7 +38,8 @@ from trainer.config.data_sets import (
     sources_argument,
 )
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, as_option, options_of
+from trainer.config.keys import KEYS, options_of
+from trainer.config.later import with_later_keys
 from trainer.config.messages import (
     MISSING,
     ancestors,
@@ -96,10 +98,15 @@ def validate(
         raise ConfigError(*(line(p, lookup(tree, p), "takes an option or a mapping") for p in odd))
     # One search of all values at once: of each, it would take most of the time of a start.
     environ = os.environ if leaked(tree, os.environ) else {}
-    faults = [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
+    known, built_in = trackers.options(config_dir), trackers.options()
+    typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
+    faults = [*trackers.complete(tree, config_dir)]
+    faults += [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
     tree |= _replaced_length(tree, typed_keys)
     faults += rule_faults(tree, named)
+    for name in known.keys() & trackers.names_in(tree):
+        faults += _section_faults(name, tree[name], known[name], base, named)
     if why := why_unfit(kind := str(lookup(tree, "optimizer._target_"))):
         faults.append(line("optimizer._target_", kind, why))
 
@@ -107,9 +114,6 @@ def validate(
         same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
         return same.isdisjoint(typed_keys) and all(lookup(raw, k) == lookup(base, k) for k in same)
 
-    mode = os.environ.get("WANDB_MODE")
-    if mode in KEYS["wandb.mode"].choices and is_default("wandb.mode"):
-        tree["wandb"] = {**tree["wandb"], "mode": mode}
     beside = {"config_dir": config_dir, "unset": [*filter(is_default, _SHOWN_DEFAULTS)]}
     try:
         config = RunConfig.model_validate(_fields(tree, named, typed_targets) | beside)
@@ -129,34 +133,15 @@ def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
     return {b: None for a, b in pairs if a in typed and b not in typed and tree[a] is not None}
 
 
-# Off in runs of earlier versions
-_LATER_SECTIONS: Mapping[str, Tree] = {
-    "ema": {"decay": None},
-    "accum": {"buffer": "native"},
-    "log": {"parameters": None, "noise_scale": None, "generate": [], "generate_tokens": 64},
-    "checkpoint": {"best": None, "mode": "auto"},
-    "stop": {"metric": None, "patience": 3, "min_delta": 0.0},
-    "sweep": {"metric": "eval_loss", "mode": "auto"},
-}
-
-
-def _later_batchnorm(plain: Tree) -> object:
-    """Give the section that a run of an earlier version had one word for."""
-    section = as_option("batchnorm", plain.get("batchnorm"))
-    return {"precise": None, **section} if isinstance(section, dict) else section
-
-
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`.
 
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    choices = dict(plain.get("choices", {}))
-    plain = {**plain, "batchnorm": _later_batchnorm(plain)}
+    choices, whole = dict(plain.get("choices", {})), with_later_keys(plain)
+    list(trackers.complete(whole))  # what their options lack by now is in the run
     try:
-        later = {name: {**keys, **plain.get(name, {})} for name, keys in _LATER_SECTIONS.items()}
-        whole = {"max_time": None, **plain, **later, "trust": []}
         return RunConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
@@ -249,7 +234,8 @@ def _section_faults(
             yield _unknown(key, value, base, choices)
         elif name in types and not (type(value) is type(default) and value == default):
             try:
-                own[name] = convert(types[name], value)
+                read = convert(types[name], value)
+                own[name] = [*read] if isinstance(read, tuple) else read  # as a file has it
             except ValidationError as error:
                 entry = error.errors()[0]["loc"]
                 yield value_fault(key, types[name], value, default, entry)
@@ -291,7 +277,8 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
     if owner and others and key != owner:
         better = f"{owner}={others[0]} {key}={show(value)}"
         return line(key, value, f"not a setting of {_choice(owner, choices)}; type {better}")
-    offers = [k for k in (*flat(known), *KEYS) if not k.endswith("_target_")]
+    every = (*flat(known), *KEYS, *flat(trackers.options()))
+    offers = [each for each in every if not each.endswith("_target_")]
     hint = hint_for(key, offers)
     if not hint and owner:
         names = [k for k in lookup(known, owner) if f"{owner}.{k}" in offers]
@@ -307,8 +294,9 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
             fields[path] = _component(tree.get(path), path, choices, typed)
     for name in LISTS:
         if isinstance(entries := tree.get(name), list | tuple):
-            sections = [{"_target_": each} if isinstance(each, str) else each for each in entries]
-            fields[name] = [_component(section, name, {}, typed) for section in sections]
+            fields[name] = [_entry(each, name, tree, typed) for each in entries]
+    for name in trackers.names_in(tree):
+        fields.pop(name, None)
     if isinstance(evaluation := tree.get("eval"), Mapping) and "sets" in evaluation:
         options = {key.replace(".", "/"): choices.get("data") for key in eval_sets(tree)}
         sets = {
@@ -317,6 +305,13 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
         }
         fields["eval"] = {**evaluation, "sets": sets or evaluation["sets"]}
     return fields
+
+
+def _entry(entry: object, path: str, tree: Tree, typed: Collection[str]) -> object:
+    """Read an entry of a list of classes; the settings of a tracker stand beside the list."""
+    if path == trackers.GROUP and trackers.is_name(entry):
+        return _component(tree.get(str(entry)), str(entry), {str(entry): entry}, typed)
+    return _component({"_target_": entry} if isinstance(entry, str) else entry, path, {}, typed)
 
 
 def _component(section: object, path: str, choices: Tree, typed: Collection[str]) -> object:

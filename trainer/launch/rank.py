@@ -26,8 +26,8 @@ from trainer.core.rank_progress import RankProgress
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
+from trainer.report.mirror import is_hanging
 from trainer.report.run_status import rank_log
-from trainer.report.wandb import is_hanging
 
 if TYPE_CHECKING:
     from trainer.core.world import World

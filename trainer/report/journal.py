@@ -17,6 +17,8 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 METRICS_FILE, SAMPLES_FILE, TEXTS_FILE = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
+PLAN_FILE = "plan.json"
+EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
 
@@ -83,10 +85,10 @@ def read(path: Path) -> list[Entry]:
 
 @final
 class Follower:
-    """Reads what a journal, which may not exist yet, gets from here on."""
+    """Reads what a journal, which may not exist yet, holds and gets."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, path.stat().st_size if path.exists() else 0
+        self._path, self._offset = path, 0
 
     def new(self) -> list[Entry]:
         """Read the whole entries that have come since the last call."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.core.durable import as_save_error
 from trainer.core.format import named_means
 from trainer.report.journal import (
+    EVAL_SECONDS,
     METRICS_FILE,
     SAMPLES_FILE,
     TEXTS_FILE,
@@ -26,8 +27,6 @@ from trainer.report.journal import (
 
 Means = Mapping[str, Mapping[str, float]]
 """Of an evaluation: by the name of what is held out, then by that of the figure."""
-
-EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 
 
 @final
@@ -43,6 +42,7 @@ class MetricsLog:
         resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
             which cuts all that one without a checkpoint left there.
         keep_samples: whether to write samples.jsonl.
+        more_of: gives further figures of an entry, called with `on_step` or `on_eval` and it.
 
     Raises:
         SaveError: a log cannot be cut.
@@ -55,7 +55,9 @@ class MetricsLog:
         *,
         resumed_step: int | None = None,
         keep_samples: bool = False,
+        more_of: Callable[[str, Entry], Mapping[str, float]] = lambda *_: {},
     ) -> None:
+        self._more_of = more_of
         for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
@@ -77,7 +79,7 @@ class MetricsLog:
             copied.record(torch.cuda.current_stream(packed.device))
             self._waiting = entry, remote, numbers, copied
             return written
-        return [*written, self._write(entry)]
+        return [*written, self._write("on_step", entry)]
 
     def consumed(
         self, step: int, ids: Iterable[int], skipped: Iterable[int] = (), **more: object
@@ -105,7 +107,7 @@ class MetricsLog:
         """
         entry: Entry = {"step": step}
         entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
-        return self._write(entry | {EVAL_SECONDS: round(seconds, 6)})
+        return self._write("on_eval", entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def generated(self, step: int, prompt: str, text: str) -> None:
         """Write how a prompt was continued after a step."""
@@ -118,7 +120,8 @@ class MetricsLog:
             return []
         (entry, names, numbers, copied), self._waiting = self._waiting, None
         copied.synchronize()
-        return [self._write(entry | dict(zip(names, numbers.tolist(), strict=True)))]
+        entry |= zip(names, numbers.tolist(), strict=True)
+        return [self._write("on_step", entry)]
 
     def sync(self) -> list[Entry]:
         """Write the step that is on its way, as `flush`, and wait until the disk has everything.
@@ -131,8 +134,9 @@ class MetricsLog:
             journal.sync()
         return written
 
-    def _write(self, entry: Entry) -> Entry:
+    def _write(self, event: str, entry: Entry) -> Entry:
         entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
+        entry |= self._more_of(event, entry)
         self._metrics.write(entry)
         return entry
 

@@ -16,7 +16,7 @@ from trainer.report.page_html import Html, Piece, card, el, join, table
 from trainer.report.page_runs import SavedRun, as_mapping, is_number, numbers_of
 
 MOST_JOBS, MOST_FOLDED = 500, 50
-_NAMES = ("name", "run", "resume", "outputs", "wandb.group")
+_NAMES = ("name", "run", "resume", "outputs")
 
 
 def figures(run: SavedRun) -> Html:

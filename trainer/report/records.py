@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
 
 GIT_TIMEOUT_S = 2.0
-PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "wandb")
+PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors")
 
 
 @final

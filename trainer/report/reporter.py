@@ -1,9 +1,8 @@
-"""Report a run: what happened goes in; files, screen, W&B and hooks come out."""
+"""Report a run: what happened goes in; files, screen, trackers and hooks come out."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,35 +14,22 @@ from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
-from trainer.core.user_code import described
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, step_of
+from trainer.report.hooks import Hooks
 from trainer.report.journal import Entry
 from trainer.report.metrics import Means, MetricsLog
+from trainer.report.mirror import Mirror, close_all
+from trainer.report.page import write_own_page
 from trainer.report.records import Record
-from trainer.report.wandb import WandbMirror
 from trainer.report.watch import EarlyWatch
 
 Ids = Sequence[int]
 
-WATCHED = ("on_step", "on_eval", "on_checkpoint")
-
-
-class Hook(ABC):  # noqa: B024 - known by its methods
-    """Whatever has a method of `WATCHED`; it sees what happened, and cannot change it."""
-
-    @classmethod
-    def __subclasshook__(cls, kind: type) -> bool:
-        """Whether a class has one, without inheritance."""
-        return any(callable(getattr(kind, event, None)) for event in WATCHED)
-
 
 @final
 class RunReporter:
-    """Reports a run into its folder, onto the screen, to W&B and to the user's hooks.
-
-    Every hook gets a dict of plain values, its own copy. One that fails is reported once, and
-    called again the next time.
+    """Reports a run into its folder, onto the screen, to trackers and to the user's hooks.
 
     Args:
         folder: the run folder; it exists.
@@ -51,8 +37,8 @@ class RunReporter:
         log_every: from one printed line to the next, as `log.every` has it.
         resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
         keep_samples: whether to write samples.jsonl.
-        hooks: by the name the user gave them.
-        wandb: the mirror; None mirrors nothing.
+        hooks: the user's; they are warned about on the screen.
+        mirrors: of metrics.jsonl, one for each tracker.
     """
 
     def __init__(
@@ -63,11 +49,11 @@ class RunReporter:
         log_every: float | str = 1,
         resumed_step: int | None = None,
         keep_samples: bool = False,
-        hooks: Mapping[str, object] | None = None,
-        wandb: WandbMirror | None = None,
+        hooks: Hooks | None = None,
+        mirrors: Sequence[Mirror] = (),
     ) -> None:
         self._folder, self._screen, self._log_every = folder, screen, log_every
-        self._hooks, self._failed_hooks = dict(hooks or {}), set[str]()
+        self._hooks = hooks or Hooks({}, screen.warn)
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
         self._epochs = 0.0  # that were over behind the step shown last
         self._plan: Record = {}
@@ -80,9 +66,11 @@ class RunReporter:
             screen.warn,
             resumed_step=resumed_step,
             keep_samples=keep_samples,
+            more_of=self._hooks.call,
         )
-        self._wandb = wandb or WandbMirror("disabled", folder, {}, screen.warn)
-        self._wandb.start()
+        self._mirrors = mirrors
+        for mirror in mirrors:
+            mirror.start()
         self.line, self.warn = screen.line, screen.warn
 
     def start(self, rows: Sequence[Row], plan: Record, *, name: str | None = None) -> None:
@@ -126,13 +114,13 @@ class RunReporter:
     def evaluation(self, step: int, means: Means, seconds: float) -> None:
         """Take a pass over all that is held out after a step, and its seconds."""
         self._show(self._metrics.flush())
-        entry = self._metrics.evaluation(step, means, seconds)
+        self._metrics.evaluation(step, means, seconds)
         times = [*[""] * (len(means) - 1), f"  ({duration(seconds)})"]
         for (part, metrics), time in zip(means.items(), times, strict=True):
             figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             text = f"{step_of(step, self._steps)}  {part or 'held out'}: {figures}{time}"
             self._screen.line(text, "bold")
-        self._note(step, "on_eval", entry)
+        self._note(step)
 
     def generated(self, step: int, texts: Sequence[tuple[str, str]] | None) -> None:
         """Take how prompts were continued after a step; None where memory ran out."""
@@ -151,13 +139,14 @@ class RunReporter:
         self._show(self._metrics.flush())
         shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
         self._screen.line(f"{step_of(step, self._steps)}  saved {shown}", "dim")
-        self._note(step, "on_checkpoint", {"step": step, "path": str(path)})
+        self._note(step)
+        self._hooks.call("on_checkpoint", {"step": step, "path": str(path)})
 
     def finish(self, result: Record, commands: Sequence[str]) -> None:
         """Show how the run ended. `close` follows.
 
         Args:
-            result: what result.json holds; W&B's summary, too.
+            result: what result.json holds; the trackers' summary, too.
             commands: lines to look further with.
         """
         self._show(self._metrics.flush())
@@ -172,17 +161,19 @@ class RunReporter:
         self._screen.end_progress()
         try:
             self._show(self._metrics.sync())
+            if self._mirrors and self._summary is not None:  # the page is shown there, too
+                write_status(self._folder, "completed", self._summary["step"], 0)
+                write_own_page(self._folder)
         finally:
-            self._wandb.close(self._summary)
+            close_all(self._mirrors, self._summary)
             self._screen.close()
 
-    def _note(self, step: int, event: str, values: Entry) -> None:
-        """Let status.json say how far the run is, and hooks see it."""
+    def _note(self, step: int) -> None:
+        """Let status.json say how far the run is."""
         if step > self._noted_step:
             self._noted_step = step
             with suppress(SaveError):  # a full disk is the checkpoints' matter
                 write_status(self._folder, "running", step)
-        self._call(event, values)
 
     def _show(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -194,19 +185,6 @@ class RunReporter:
             self._screen.step(entry, is_due=due or step in {1, self._steps})
             if (odd := self._watch.see(entry)) is not None:
                 self._screen.line(f"{step_of(step, self._steps)}  {odd}", "yellow")
-            self._call("on_step", entry)
-
-    def _call(self, event: str, values: Entry) -> None:
-        """Call one method of every hook that has it."""
-        for name, hook in self._hooks.items():
-            call = f"{name}.{event}"
-            try:
-                if hasattr(hook, event):
-                    getattr(hook, event)(dict(values))
-            except Exception as error:  # a watcher never stops what it watches
-                if call not in self._failed_hooks:
-                    self.warn(f"hook {call} failed (reported once): {described(error)}")
-                self._failed_hooks.add(call)
 
 
 @final

@@ -12,6 +12,7 @@ from trainer.checkpoint.lock import hold
 from trainer.checkpoint.status import FILE_NAME, State, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
+from trainer.config.trackers import sends
 from trainer.core import consent, durable
 from trainer.core.errors import (
     INTERRUPTED,
@@ -97,8 +98,12 @@ def trusting(config: RunConfig, run: Path) -> list[str]:
 def to_go_on(config: RunConfig, folder: Path) -> str:
     """Say what to type for a run to go on, or to begin again where nothing is saved yet."""
     words = ["train", f"resume={shown_path(folder)}", *trusting(config, folder)]
-    words += ["wandb.mode=online"] if config.wandb.mode == "online" else []
-    words += [f"wandb.entity={config.wandb.entity}"] if config.wandb.entity else []
+    words += [
+        f"{each.name}.{key}={value}"
+        for each in config.logger
+        for key, value in each.params.items()
+        if sends(each.target, key, value)
+    ]
     if config.init and not saved_step(folder):
         words.append(f"init={config.init}")
         words += [f"step={config.step}"] if config.step != "last" else []

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.lib.config_support import CONF, checked, options
+from trainer.config import trackers
 from trainer.config.components import COMPONENTS, GROUPS, OWN, extra_keys
 from trainer.config.keys import KEYS
 from trainer.config.messages import flat
@@ -24,14 +25,14 @@ batchnorm.precise checkpoint.asynchronous checkpoint.best checkpoint.every check
 checkpoint.mode checkpoint.on_full clip_norm command compile data data.eval_path data.holdout
 data.max_length data.on_bad data.overlong data.show data.split_seed deterministic device ema.decay
 epochs eval.at_start eval.every eval.predictions eval.samples eval.sets export.merge export.to hooks
-init log.every log.generate log.generate_tokens log.noise_scale log.parameters log.samples
+init log.every log.generate log.generate_tokens log.noise_scale log.parameters log.samples logger
 max_time model name nonfinite.limit
 num_workers objective objective.metrics optimizer optimizer.groups optimizer.layer_decay
 optimizer.lr optimizer.weight_decay outputs parallel parallel.max_restarts parallel.mode
 parallel.ranks parallel.replicate parallel.shard parallel.timeout_s parts precision profile resume
 resume_allow run scheduler scheduler.keep_half_life scheduler.reference_batch scheduler.scale
 scheduler.warmup seed step steps stop.metric stop.min_delta stop.patience sweep.metric sweep.mode
-sync tokenizer transforms trust wandb.entity wandb.group wandb.mode wandb.project wandb.tags
+sync tokenizer transforms trust
 """
 
 OPTIONS = {
@@ -43,6 +44,7 @@ OPTIONS = {
         "batch": "noise_ramp own ramp samples tokens",
         "batchnorm": "auto frozen ghost micro own pooled sync",
         "data": "digits hf image_text images mixture own stdlib text tokens",
+        "trackers": "mlflow tensorboard wandb",
         "model": "gpt2 gpt_small gpt_tiny hf own resnet vit",
         "objective": "auto classify contrastive masked_lm model_loss multi_label multiple_choice "
         "next_token next_token_balanced own question_answering regression seq2seq token_classify",
@@ -116,7 +118,8 @@ def test_every_key_has_a_doc_and_the_default_of_its_option_file():
         assert KEYS[key].doc, key
         assert key not in known or known[key] == KEYS[key].default, key
     for key in flat(options()[0]):
-        assert key in KEYS or any(key.startswith(f"{path}.") for path in COMPONENTS), key
+        sections = (*COMPONENTS, *trackers.options())
+        assert key in KEYS or any(key.startswith(f"{path}.") for path in sections), key
 
 
 # Groups do not depend on each other, so that one composition shows an option of each.
@@ -124,7 +127,7 @@ def test_every_key_has_a_doc_and_the_default_of_its_option_file():
 def test_every_option_composes_validates_and_survives_the_way_to_its_file(turn):
     values, choices = {}, []
     for group, names in OPTIONS.items():
-        if group != "preset":
+        if group not in {"preset", "trackers"}:
             option = names[min(turn, len(names) - 1)]
             choices.append(f"{group}={option}")
             values |= NEEDS.get(choices[-1], {})

@@ -199,8 +199,8 @@ def test_a_resumed_run_keeps_its_global_batch_when_only_steps_are_typed():
 
 def test_wandb_mode_in_the_environment_beats_the_default_and_yields_to_what_is_typed(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert checked().wandb.mode == "disabled"
-    assert checked({"wandb.mode": "offline"}).wandb.mode == "offline"
+    assert checked().logger[0].params["mode"] == "disabled"
+    assert checked({"wandb.mode": "offline"}).logger[0].params["mode"] == "offline"
 
 
 def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_by_name():

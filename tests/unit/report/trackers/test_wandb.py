@@ -1,4 +1,4 @@
-"""W&B as a mirror: everything arrives, and nothing it does reaches training."""
+"""W&B behind the seam: everything arrives, and nothing it does reaches training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pytest
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
+from tests.lib.tracked import mirror_of
 from trainer.report.journal import METRICS_FILE
-from trainer.report.wandb import WandbMirror
+from trainer.report.mirror import close_all
+from trainer.report.trackers.wandb import WandbTracker
 
 PROMISED_S = 10
 """How long a command may go on after its end, whatever W&B does."""
@@ -32,9 +34,11 @@ class Run:
     def __init__(self, given):
         self.file = open(given["dir"] + "/given.jsonl", "a", buffering=1)
         self.tell("init", given | {"settings": given.pop("settings").given})
-        self.summary = self
+        self.summary, self.dir, self.starting_step = self, given["dir"], int(os.environ["BEGUN"])
     def tell(self, what, value): self.file.write(json.dumps([what, value]) + "\\n")
     def log(self, row, step): self.tell("log", [step, row])
+    def define_metric(self, name, step_metric): self.tell("metric", [name, step_metric])
+    def save(self, file, base_path, policy): self.tell("file", file.name)
     def update(self, summary): self.tell("summary", summary)
     def finish(self, exit_code):
         if FAULT == "hang in finish": time.sleep(60)
@@ -61,14 +65,18 @@ def mirror(tmp_path, monkeypatch):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path / "packages")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / "run"
     folder.mkdir()
     warnings: list[str] = []
 
-    def make(fault="", *, mode="offline", **settings):
+    def make(fault="", *, begun=0, resumed_step=None, group=None, **settings):
         monkeypatch.setenv("FAULT", fault)
-        monkeypatch.delitem(sys.modules, "wandb", raising=False)
-        made = WandbMirror(mode, folder, {"batch": {"global": 8}}, warnings.append, **settings)
+        monkeypatch.setenv("BEGUN", str(begun))
+        sys.modules.pop("wandb", None)
+        more = {"resumed_step": resumed_step, "group": group}
+        made = mirror_of("wandb", WandbTracker(**settings), folder, warnings.append, **more)
         made.start()
         return made
 
@@ -76,7 +84,8 @@ def mirror(tmp_path, monkeypatch):
         return [json.loads(line) for line in (folder / "given.jsonl").read_text().splitlines()]
 
     make.folder, make.warnings, make.given = folder, warnings, given
-    return make
+    yield make
+    sys.modules.pop("wandb", None)
 
 
 def write(folder, *steps):
@@ -86,40 +95,43 @@ def write(folder, *steps):
 
 def test_steps_and_evaluations_arrive_in_order_under_their_names(mirror):
     exits = sys.exit, sys.excepthook
-    run = mirror(labels={"project": "p", "tags": ("a", "b"), "name": "n"})
+    run = mirror(project="p", tags=("a", "b"), group="sweep 1")
     write(mirror.folder, 1, 2)
     with (mirror.folder / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "skipped": "not finite", "grad_norm": null}\n')
-        file.write('{"step": 2, "eval_loss": 2.5}\n{"step": 3, "lo')
-    run.close({"loss": 1.0, "eval_loss": float("nan")})
+        file.write('{"step": 2, "eval_loss": 2.5, "bleu": 3, "eval_seconds": 1}\n{"step": 3, "lo')
+    close_all([run], {"loss": 1.0, "eval_loss": float("nan")})
     given = mirror.given()
     assert given[1:] == [
-        ["log", [1, {"train/loss": 1.0}]],
-        ["log", [2, {"train/loss": 1.0}]],
-        ["log", [2, {"train/skipped": 1}]],
-        ["log", [2, {"eval/loss": 2.5}]],
+        ["metric", ["train/*", "train/step"]],
+        ["metric", ["eval/*", "train/step"]],
+        ["log", [1, {"train/loss": 1.0, "train/step": 1}]],
+        ["log", [2, {"train/loss": 1.0, "train/step": 2}]],
+        ["log", [2, {"train/skipped": 1, "train/step": 2}]],
+        ["log", [2, {"eval/loss": 2.5, "eval/bleu": 3, "eval/seconds": 1, "train/step": 2}]],
         ["summary", {"loss": 1.0, "eval_loss": None}],
         ["finish", 0],
     ]
     begun = given[0][1]
     assert (begun["mode"], begun["project"], begun["name"]) == ("offline", "p", "n")
-    assert (begun["tags"], begun["job_type"]) == (["a", "b"], "train")
+    assert (begun["tags"], begun["job_type"], begun["group"]) == (["a", "b"], "train", "sweep 1")
     assert begun["config"] == {"batch": {"global": 8}}
     assert begun["settings"]["console"] == "off"
     assert not mirror.warnings
     assert (sys.exit, sys.excepthook) == exits
 
 
-def test_a_resume_keeps_the_id_and_sends_only_what_is_new(mirror):
-    first = mirror()
-    write(mirror.folder, 1, 2)
-    first.close({})
-    second = mirror()
-    write(mirror.folder, 3)
-    second.close()
+def test_a_resume_keeps_the_id_and_sends_what_the_server_has_not(mirror):
+    first = mirror(mode="online")
+    write(mirror.folder, 1, 2, 3)
+    close_all([first], {})
+    assert (mirror.folder / "wandb" / "logged").read_text() == "3"
+    second = mirror(mode="online", begun=3, resumed_step=3)  # steps 0, 1 and 2 arrived
+    write(mirror.folder, 4)
+    close_all([second], None)
     given = mirror.given()
     assert len({value["id"] for what, value in given if what == "init"}) == 1
-    assert [value[0] for what, value in given if what == "log"] == [1, 2, 3]
+    assert [value[0] for what, value in given if what == "log"] == [1, 2, 3, 3, 4]
     assert given[-1] == ["finish", 1], "a run that failed is marked as failed"
 
 
@@ -128,7 +140,7 @@ def test_a_resume_keeps_the_id_and_sends_only_what_is_new(mirror):
     [
         ("no network", "cannot connect); this run is recorded offline, to upload it later: ", True),
         ("no key", "no API key: run `wandb login` once); this run is recorded offline", True),
-        ("never", "W&B is off", False),
+        ("never", "wandb is off", False),
     ],
 )
 def test_without_a_way_online_a_run_is_recorded_offline_or_not_with_one_warning(
@@ -136,14 +148,15 @@ def test_without_a_way_online_a_run_is_recorded_offline_or_not_with_one_warning(
 ):
     run = mirror(fault, mode="online")
     write(mirror.folder, 1)
-    run.close({})
+    close_all([run], {})
     assert any(warned in warning for warning in mirror.warnings)
     assert len(mirror.warnings) == 1 + (not given)
     expected = {METRICS_FILE, "wandb", *(["given.jsonl"] if given else [])}
     if given:
-        assert [what for what, _ in mirror.given()] == ["init", "log", "summary", "finish"]
+        done = ["init", "metric", "metric", "log", "summary", "finish"]
+        assert [what for what, _ in mirror.given()] == done
         assert "wandb sync" in mirror.warnings[0]
-    mirror(mode="disabled").close({})
+    assert not WandbTracker(mode="disabled").is_on
     assert {path.name for path in mirror.folder.iterdir()} == expected
 
 
@@ -153,14 +166,17 @@ def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp
     (tools / "git").write_text(f'#!/bin/sh\necho "$@" >> {tools}/asked\npwd\n')
     (tools / "git").chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from trainer.report.wandb import WandbMirror\n"
-        "folder = Path(sys.argv[1]); mirror = WandbMirror('offline', folder, {}, print)\n"
+        "import sys; from pathlib import Path; from tests.lib.tracked import mirror_of\n"
+        "from trainer.report.mirror import close_all\n"
+        "from trainer.report.trackers.wandb import WandbTracker\n"
+        "folder = Path(sys.argv[1]); (folder / 'plan.json').write_text('{}')\n"
+        "mirror = mirror_of('wandb', WandbTracker(), folder, print)\n"
         "mirror.start(); (folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 1.0}\\n')\n"
-        "mirror.close({'loss': 1.0}); sys.exit(3)"
+        "close_all([mirror], {'loss': 1.0}); sys.exit(3)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
         check=False,
@@ -169,6 +185,7 @@ def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp
     run_id = (tmp_path / "wandb" / "id").read_text()
     (record,) = tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")
     assert b"train/loss" in record.read_bytes()
+    assert (record.parent / "files" / "plan.json").read_text() == "{}"
     # Where the repository begins starts no program that it names; its status would.
     asked = (tools / "asked").read_text().split("\n") if (tools / "asked").exists() else []
     assert set(asked) <= {"rev-parse --show-toplevel", ""}
@@ -191,7 +208,8 @@ def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_i
     path = [str(CHECKOUT), *([] if fault == "server" else [str(tmp_path / "packages")])]
     line = OWN_RUN.replace("steps=2 wandb.mode=disabled ", "").split()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environ |= {"PYTHONPATH": os.pathsep.join(path), "FAULT": fault, "HOME": str(tmp_path)}
+    environ |= {"PYTHONPATH": os.pathsep.join(path), "FAULT": fault, "BEGUN": "0"}
+    environ |= {"HOME": str(tmp_path)}
     with (
         (tmp_path / "out").open("wb") as out,
         # Its connections are taken, by the kernel, and never answered.
@@ -219,4 +237,4 @@ def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_i
     assert time.time() - ended < PROMISED_S
     assert read_json(tmp_path / "run" / "status.json")["exit_code"] == code
     shown = (tmp_path / "out").read_text()
-    assert shown.count("W&B did not finish in time and was abandoned") == 1, shown
+    assert shown.count("wandb did not finish in time and was abandoned") == 1, shown

@@ -1,0 +1,98 @@
+"""A run that is killed and goes on: every tracker has each step once, and none is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.tracked import mirror_of, mlflow_steps, tensorboard_steps, wandb_steps
+from trainer.report.journal import truncate_after
+from trainer.report.mirror import close_all
+from trainer.report.trackers.mlflow import MlflowTracker
+from trainer.report.trackers.tensorboard import TensorBoardTracker
+from trainer.report.trackers.wandb import WandbTracker
+
+TRACKERS = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker, "mlflow": MlflowTracker}
+
+
+def lines(first, last):
+    for step in range(first, last + 1):
+        yield {"step": step, "loss": 1 / step, "samples": 8 * step}
+        if step % 10 == 0:
+            yield {"step": step, "eval_loss": 2 / step, "eval_seconds": 1}
+
+
+def write(folder, first, last):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines(first, last))
+
+
+def mirrors(folder, warnings, resumed_step=None):
+    (folder / "plan.json").write_text('{"global_batch": 8}')
+    made = [
+        mirror_of(name, kind(), folder, warnings.append, resumed_step=resumed_step, group="sweep")
+        for name, kind in TRACKERS.items()
+    ]
+    for mirror in made:
+        mirror.start()
+    return made
+
+
+def logged(folder):
+    files = [folder / name / "logged" for name in TRACKERS]
+    return min(int(file.read_text()) if file.exists() else 0 for file in files)
+
+
+def run_until_killed(folder):
+    """Log 300 steps, which all trackers have, and 100 of which each has some."""
+    mirrors(folder, [])
+    write(folder, 1, 300)
+    while logged(folder) < 300:
+        time.sleep(0.05)
+    write(folder, 301, 400)
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.timeout(280)
+def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    program = (
+        f"import sys; sys.path.insert(0, {str(CHECKOUT / 'tests/unit/report/trackers')!r})\n"
+        "from pathlib import Path; import test_resumed\n"
+        "test_resumed.run_until_killed(Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    warnings: list[str] = []
+    for resumed, last in ((400, 420), (250, 500)):
+        truncate_after(folder / "metrics.jsonl", resumed)
+        made = mirrors(folder, warnings, resumed)
+        write(folder, resumed + 1, last)
+        close_all(made, {"loss": 1.0})
+        assert not warnings
+        shown = {
+            "wandb": wandb_steps(folder / "wandb"),
+            "tensorboard": tensorboard_steps(folder / "tensorboard"),
+            "mlflow": mlflow_steps(tmp_path / "mlflow.db"),
+        }
+        for name, found in shown.items():
+            highest = max(last, 420)
+            assert found["train/loss"] == [*range(1, highest + 1)], name
+            assert found["train/samples"] == [*range(1, highest + 1)], name
+            assert found["eval/loss"] == [*range(10, highest + 1, 10)], name

@@ -1,0 +1,95 @@
+"""Find the trackers that `logger` lists; the settings of each stand in a section of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from trainer.config.components import SENDS, convert
+from trainer.config.declared import declared
+from trainer.config.keys import KEYS, options_of
+from trainer.config.messages import did_you_mean, line, show
+
+GROUP = "logger"
+FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
+
+_OURS = {key.partition(".")[0] for key in KEYS}
+
+
+def options(own: str | None = None) -> dict[str, dict[str, Any]]:
+    """Read the options by name; what they take from the environment is put in."""
+    found = OmegaConf.create(options_of(FOLDER, own))
+    plain: dict[str, dict[str, Any]] = OmegaConf.to_container(found, resolve=True)  # type: ignore[assignment]
+    return {name: option for name, option in plain.items() if name not in _OURS}
+
+
+def is_name(entry: object) -> bool:
+    """Whether an entry of `logger` is the name of an option, and no class."""
+    return isinstance(entry, str) and "." not in entry
+
+
+def names_in(tree: Mapping[str, Any]) -> list[str]:
+    """List the options that a config lists."""
+    entries = tree.get(GROUP)
+    return [*filter(is_name, entries)] if isinstance(entries, list | tuple) else []
+
+
+def complete(tree: dict[str, Any], own: str | None = None) -> Iterator[str]:
+    """Put defaults into the sections of listed trackers, and drop other sections, in place.
+
+    Yields:
+        One line per fault.
+    """
+    if isinstance(tree.get(GROUP), str):
+        tree[GROUP] = [tree[GROUP]]
+    known, listed = options(own), names_in(tree)
+    for name in dict.fromkeys(listed):
+        option, section = known.get(name), tree.get(name, {})
+        if listed.count(name) > 1:
+            yield line(GROUP, tree[GROUP], f"lists {name} twice; leave one out")
+        if option is None:
+            near = did_you_mean(name, known) or f" Choices: {', '.join(known)}, or package.Tracker"
+            yield line(GROUP, tree[GROUP], f"{name} is no option.{near}")
+        elif not isinstance(section, Mapping):
+            keys = ", ".join(key for key in option if key != "_target_")
+            yield line(name, section, f"is a section, not a value; it has {keys}")
+            tree[name] = option
+        else:
+            tree[name] = {**option, **section}
+            if (target := tree[name]["_target_"]) != option["_target_"]:
+                yield line(f"{name}._target_", target, f"is not {name}; type {GROUP}=[{target}]")
+    for name in known.keys() - listed:
+        tree.pop(name, None)
+
+
+def unlisted_faults(
+    tree: Mapping[str, Any], typed: Mapping[str, Any], own: str | None
+) -> Iterator[str]:
+    """Refuse settings typed for a tracker that `logger` does not list, a line for each."""
+    names, known = names_in(tree), options(own)
+    for key, value in typed.items():
+        root = key.partition(".")[0]
+        if root in known and root not in names:
+            listed = f"{GROUP}=[{','.join([*names, root])}]"
+            text = f"{root} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
+            yield line(key, value, f"{text} {listed}")
+
+
+def sends(target: object, name: str, value: object) -> bool:
+    """Whether the value of an argument says where a run's figures go, by the argument's type."""
+    kind = declared(str(target)).types.get(name)
+    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    local = [arm for arm in arms if SENDS not in get_args(arm)]
+    return len(local) < len(arms) and not any(_fits(arm, value) for arm in local)
+
+
+def _fits(kind: object, value: object) -> bool:
+    with suppress(ValidationError):
+        convert(kind, value)
+        return True
+    return False

@@ -1,0 +1,101 @@
+"""Log a run's figures to MLflow: a SQLite file beside the runs, or a server that the user names."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from trainer.config.components import Address, Text
+from trainer.config.messages import flat
+from trainer.report.tracker import TrackedRun, Tracker
+
+ID_TAG = "run_id"
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # of a request, as MLflow has them
+
+
+@final
+class MlflowTracker(Tracker):
+    """Logs to one run of MLflow, which a resume finds by a tag; a step is never logged twice.
+
+    MLflow forgets no point: where a run goes back behind steps, those of the killed process stay.
+
+    Args:
+        tracking_uri: a server, or `sqlite:///FILE`; None: `mlflow.db` in the folder of the runs.
+        experiment: what the run is listed under.
+    """
+
+    package: ClassVar[str] = "mlflow"
+    install: ClassVar[str] = "step-trainer[mlflow]"
+
+    def __init__(self, tracking_uri: Address | None = None, experiment: Text = "train") -> None:
+        self._uri, self._experiment = tracking_uri, experiment
+        self._batch: list[Any] = []
+        if tracking_uri is None:
+            self.patience_s = 60.0  # the tables of a new file take seconds
+
+    def start(self, run: TrackedRun) -> int:
+        """See the base class."""
+        from mlflow import MlflowClient  # noqa: PLC0415 - seconds
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
+        self._client = MlflowClient(self._uri or f"sqlite:///{run.outputs / 'mlflow.db'}")
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._create(run.outputs)
+        runs = self._client.search_runs([experiment], f"tags.{ID_TAG} = '{run.id}'")
+        tags = {ID_TAG: run.id, **({"group": run.group} if run.group else {})}
+        self._run = (
+            runs[0]
+            if runs
+            else self._client.create_run(
+                experiment, tags=tags, run_name=run.name or run.run_folder.name
+            )
+        )
+        self._id = self._run.info.run_id
+        self._there = {each.key: each.step for each in self._run.data._metric_objs}
+        if runs:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._log_config(run.config)
+        return -1
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """See the base class."""
+        from mlflow.entities import Metric  # noqa: PLC0415 - seconds
+
+        now = int(time.time() * 1000)
+        new = {k: v for k, v in figures.items() if step > self._there.get(k, -1)}
+        self._batch += [Metric(name, value, now, step) for name, value in new.items()]
+
+    def flush(self) -> None:
+        """See the base class."""
+        while self._batch:
+            self._client.log_batch(self._id, metrics=self._batch[:MOST_METRICS])
+            del self._batch[:MOST_METRICS]
+
+    def attach(self, file: Path) -> None:
+        """See the base class."""
+        self._client.log_artifact(self._id, str(file))
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """See the base class."""
+        if summary is not None:
+            self._client.log_dict(self._id, dict(summary), "result.json")
+        self._client.set_terminated(self._id, "FAILED" if summary is None else "FINISHED")
+
+    def _create(self, outputs: Path) -> str:
+        """Create the experiment; files of a local one lie beside the SQLite file."""
+        local = None if self._uri else (outputs / "mlflow").absolute().as_uri()
+        created: str = self._client.create_experiment(self._experiment, artifact_location=local)
+        return created
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param  # noqa: PLC0415 - seconds
+
+        params = [Param(k, str(v)[:LONGEST_PARAM]) for k, v in flat(config).items()]
+        for begin in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])

@@ -1,0 +1,64 @@
+"""Write a run's figures as TensorBoard's event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import yaml
+
+from trainer.config.components import Text
+from trainer.report.tracker import TrackedRun, Tracker
+
+
+@final
+class TensorBoardTracker(Tracker):
+    """Writes an event file for each process of a run; a reader leaves out what came twice.
+
+    Args:
+        folder: where they go; None: `tensorboard/` in the run folder. In a folder of the user's
+            each run has a folder of its own.
+    """
+
+    package: ClassVar[str] = "torch.utils.tensorboard"
+    install: ClassVar[str] = "step-trainer[tensorboard]"
+
+    def __init__(self, folder: Text | None = None) -> None:
+        self._folder = folder
+
+    def start(self, run: TrackedRun) -> None:
+        """See the base class."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - seconds
+
+        folder = run.folder
+        if self._folder is not None:
+            name = f"{run.name or run.run_folder.name}-{run.id}"
+            folder = Path(self._folder, run.group or "", name)
+        # Of what killed processes wrote a reader passes over the steps from this one on.
+        self._writer = SummaryWriter(folder, purge_step=run.after + 1)
+        if run.after < 0:
+            self._show("config.yaml", yaml.safe_dump(dict(run.config), sort_keys=False))
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """See the base class."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """See the base class."""
+        self._writer.flush()
+
+    def attach(self, file: Path) -> None:
+        """See the base class; a page has no place in TensorBoard."""
+        if file.suffix == ".json":
+            self._show(file.name, file.read_text())
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """See the base class."""
+        self._show("result.json", json.dumps(summary, indent=2))
+        self._writer.close()
+
+    def _show(self, name: str, text: str) -> None:
+        self._writer.add_text(name, f"```\n{text}\n```")
