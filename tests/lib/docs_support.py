@@ -144,6 +144,8 @@ def made_small(line: str) -> list[str]:
     if {"run", "resume"} & typed.keys() or {*words} & PAGES_OF_TEXT:
         return words  # the settings are the run's
     sizes = dict(SMALL)
+    if "logger" in typed:
+        del sizes["wandb.mode"]  # a setting of what may not be listed
     if typed.get("model") == "resnet":
         sizes |= {"model.width": "4", "model.depth": "1", "batch.global": "32"}
     elif typed.get("model", "gpt").startswith("gpt") and not OTHERS & typed.keys():
