@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -13,7 +16,7 @@ from trainer.config.components import Address, Text
 from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
-ID_TAG = "run_id"
+FILE, UNFINISHED, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
 MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # of a request, as MLflow has them
 
 
@@ -43,7 +46,7 @@ class MlflowTracker(Tracker):
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
-        self._client = MlflowClient(self._uri or f"sqlite:///{run.outputs / 'mlflow.db'}")
+        self._client = MlflowClient(self._uri or f"sqlite:///{_local(run.outputs)}")
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._create(run.outputs)
         runs = self._client.search_runs([experiment], f"tags.{ID_TAG} = '{run.id}'")
@@ -99,3 +102,17 @@ class MlflowTracker(Tracker):
         params = [Param(k, str(v)[:LONGEST_PARAM]) for k, v in flat(config).items()]
         for begin in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[begin : begin + MOST_PARAMS])
+
+
+def _local(outputs: Path) -> Path:
+    """Give the SQLite file of a folder; it is made aside, since a kill would leave half of it."""
+    from mlflow import MlflowClient  # noqa: PLC0415 - seconds
+
+    file, unfinished = outputs / FILE, outputs / UNFINISHED.format(uuid.uuid4().hex)
+    if not file.exists():
+        outputs.mkdir(parents=True, exist_ok=True)
+        MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
+        with suppress(FileExistsError):  # of a job beside this one
+            os.link(unfinished, file)
+        unfinished.unlink()
+    return file
