@@ -373,6 +373,9 @@ def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
         go(f"{own} notes.pth=c.txt", config_dir="my_conf")
     with pytest.raises(ConfigError, match=r"tensorboard\.folder=x: tensorboard is not among"):
         go("logger=[] tensorboard.folder=x")
+    bare = go("logger=[tensorboard] tensorboard.folder=boards steps=1")
+    assert list(Path("boards").glob("*/events*"))
+    assert train([f"resume={bare.folder}", "trust=[tests]", "logger=[]", "steps=2"]).exit_code == 0
     bare = go("logger=[] steps=1")
     assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
 

@@ -36,7 +36,7 @@ from trainer.cli.overrides import (
 from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
 from trainer.cli.trust import consented_components, trust_faults
-from trainer.config import recipes, trackers
+from trainer.config import recipes
 from trainer.config.components import (
     COMPONENTS,
     GROUPS,
@@ -179,7 +179,6 @@ class Composer:
         faults = [*faults, *parts.faults]
         chosen: object = None
         keys = {dotted(o) for o in overrides if not o.is_hydra_override()}
-        own = None if self.own_folder is None else str(self.own_folder)
         typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
@@ -188,14 +187,13 @@ class Composer:
             _drop_foreign_arguments(tree, keys)
             faults += _folder_faults(full, tree, keys)
             faults += recipes.consent_faults(tree, examples, typed)
-            faults += trackers.unlisted_faults(tree, typed, own)
             config = validate(
                 tree,
                 examples,
                 typed_targets=consented_components(full, tree, typed, own_classes),
                 choices=dict(full.hydra.runtime.choices),
                 typed_keys=keys,
-                config_dir=own,
+                config_dir=None if self.own_folder is None else str(self.own_folder),
             )
             faults += trust_faults(config)
         except ConfigError as error:

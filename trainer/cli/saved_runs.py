@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, text
+from trainer.config import trackers
 from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
@@ -284,6 +285,9 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     replaced = {*typed, *(_CLOCKS if _CLOCKS & typed.keys() else ())}
     options = [key for key in typed if key in groups]
     chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
+    if trackers.GROUP in typed:  # settings of those that are listed no more
+        listed = str(typed[trackers.GROUP])
+        chosen += (*(f"{name}." for name in trackers.options() if name not in listed),)
     staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]
     return [*staying, *new]
 

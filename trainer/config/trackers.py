@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trainer.config.components import SENDS, convert
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS, options_of
-from trainer.config.messages import did_you_mean, line, show
+from trainer.config.messages import did_you_mean, line, lookup, show
 
 GROUP = "logger"
 FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
@@ -39,8 +39,12 @@ def names_in(tree: Mapping[str, Any]) -> list[str]:
     return [*filter(is_name, entries)] if isinstance(entries, list | tuple) else []
 
 
-def complete(tree: dict[str, Any], own: str | None = None) -> Iterator[str]:
+def complete(
+    tree: dict[str, Any], own: str | None = None, typed: Collection[str] = ()
+) -> Iterator[str]:
     """Put defaults into the sections of listed trackers, and drop other sections, in place.
+
+    Keys of the others that are `typed` are faults.
 
     Yields:
         One line per fault.
@@ -63,21 +67,13 @@ def complete(tree: dict[str, Any], own: str | None = None) -> Iterator[str]:
             tree[name] = {**option, **section}
             if (target := tree[name]["_target_"]) != option["_target_"]:
                 yield line(f"{name}._target_", target, f"is not {name}; type {GROUP}=[{target}]")
-    for name in known.keys() - listed:
+    others = known.keys() - listed
+    for key in (key for key in typed if key.partition(".")[0] in others):
+        name = key.partition(".")[0]
+        text = f"{name} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
+        yield line(key, lookup(tree, key), f"{text} {GROUP}=[{','.join([*listed, name])}]")
+    for name in others:
         tree.pop(name, None)
-
-
-def unlisted_faults(
-    tree: Mapping[str, Any], typed: Mapping[str, Any], own: str | None
-) -> Iterator[str]:
-    """Refuse settings typed for a tracker that `logger` does not list, a line for each."""
-    names, known = names_in(tree), options(own)
-    for key, value in typed.items():
-        root = key.partition(".")[0]
-        if root in known and root not in names:
-            listed = f"{GROUP}=[{','.join([*names, root])}]"
-            text = f"{root} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
-            yield line(key, value, f"{text} {listed}")
 
 
 def sends(target: object, name: str, value: object) -> bool:

@@ -100,7 +100,7 @@ def validate(
     environ = os.environ if leaked(tree, os.environ) else {}
     known, built_in = trackers.options(config_dir), trackers.options()
     typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
-    faults = [*trackers.complete(tree, config_dir)]
+    faults = [*trackers.complete(tree, config_dir, typed_keys)]
     faults += [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
     give_way(tree, typed_keys)
     tree |= _replaced_length(tree, typed_keys)
