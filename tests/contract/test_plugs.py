@@ -26,6 +26,7 @@ from tests.lib.run_support import (
     curve,
     entries,
     go,
+    on,
     overrides,
     read_json,
     small_library,
@@ -375,7 +376,7 @@ def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
         go("logger=[] tensorboard.folder=x")
     bare = go("logger=[tensorboard] tensorboard.folder=boards steps=1")
     assert list(Path("boards").glob("*/events*"))
-    assert train([f"resume={bare.folder}", "trust=[tests]", "logger=[]", "steps=2"]).exit_code == 0
+    assert on(bare, "logger=[] steps=2").exit_code == 0
     bare = go("logger=[] steps=1")
     assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
 

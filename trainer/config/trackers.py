@@ -68,12 +68,16 @@ def complete(
             if (target := tree[name]["_target_"]) != option["_target_"]:
                 yield line(f"{name}._target_", target, f"is not {name}; type {GROUP}=[{target}]")
     others = known.keys() - listed
-    for key in (key for key in typed if key.partition(".")[0] in others):
-        name = key.partition(".")[0]
-        text = f"{name} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
-        yield line(key, lookup(tree, key), f"{text} {GROUP}=[{','.join([*listed, name])}]")
+    yield from (_unlisted(key, tree, listed) for key in typed if key.partition(".")[0] in others)
     for name in others:
         tree.pop(name, None)
+
+
+def _unlisted(key: str, tree: Mapping[str, Any], listed: list[str]) -> str:
+    """Refuse a setting of a tracker that is not listed."""
+    name = key.partition(".")[0]
+    text = f"{name} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
+    return line(key, lookup(tree, key), f"{text} {GROUP}=[{','.join([*listed, name])}]")
 
 
 def sends(target: object, name: str, value: object) -> bool:
