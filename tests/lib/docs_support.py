@@ -66,7 +66,7 @@ def lines_of(text: str) -> list[tuple[str, int]]:
     typed = [
         (line, max((int(mark.removeprefix("exit-")) for mark in block.marks), default=0))
         for block in blocks_of(text)
-        if block.language == "sh" and not block.marks & NOT_RUN
+        if block.language == "sh" and not block.marks & NOT_RUN and block.text[:2] != "#!"
         for line in block.text.replace("\\\n", "").splitlines()
     ]
     parts = ((shlex.join(shlex.split(line, comments=True)), code) for line, code in typed)
@@ -114,7 +114,7 @@ def make_workshop() -> None:
     mixtral.architectures = ["MixtralForCausalLM"]
     mixtral.to_json_file("mixtral.json")
     small = shlex.join(f"{key}={value}" for key, value in {**SMALL, **TINY}.items())
-    line = "data=text data.path=corpus.jsonl checkpoint.every=1 ema.decay=0.9 eval.every=1"
+    line = "data=text data.path=corpus.jsonl checkpoint.every=1 checkpoint.keep=9 ema.decay=0.9 eval.every=1"
     assert shell(f"{line} checkpoint.best=eval_loss hydra.run.dir=outputs/0/run {small}") == 0
     for name in ("RUN", "RUN_A", "RUN_B"):
         Path(name).symlink_to("outputs/0/run")

@@ -1,4 +1,4 @@
-"""Run the very files of docs/how-to/slurm.md, by a stand-in for Slurm."""
+"""Run the very files of docs/how-to/slurm.md and slurm-torchrun.md, by a stand-in for Slurm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE = f"steps=40 hooks=[{TOYS}.Slow]"
 PREEMPTED_AT = 5  # steps
 LIMIT_S = 250
 
-DOC = (CHECKOUT / "docs" / "how-to" / "slurm.md").read_text()
+DOC = "".join(page.read_text() for page in (CHECKOUT / "docs/how-to").glob("slurm*.md"))
 FILES = {
     name: text for text, name in re.findall(r"```sh\n(#!/bin/bash\n# (\S+)\n.*?)```", DOC, re.S)
 }
