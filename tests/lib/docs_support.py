@@ -114,8 +114,9 @@ def make_workshop() -> None:
     mixtral.architectures = ["MixtralForCausalLM"]
     mixtral.to_json_file("mixtral.json")
     small = shlex.join(f"{key}={value}" for key, value in {**SMALL, **TINY}.items())
-    line = "data=text data.path=corpus.jsonl checkpoint.every=1 checkpoint.keep=9 ema.decay=0.9 eval.every=1"
-    assert shell(f"{line} checkpoint.best=eval_loss hydra.run.dir=outputs/0/run {small}") == 0
+    line = "data=text data.path=corpus.jsonl checkpoint.every=1 ema.decay=0.9 eval.every=1"
+    kept = "checkpoint.keep=9 checkpoint.best=eval_loss hydra.run.dir=outputs/0/run"
+    assert shell(f"{line} {kept} {small}") == 0
     for name in ("RUN", "RUN_A", "RUN_B"):
         Path(name).symlink_to("outputs/0/run")
     assert shell(f"export run=RUN export.to={RESULTS[0]}") == 0
