@@ -96,7 +96,7 @@ def make_workshop() -> None:
     corpus.write_text("".join(json.dumps({"text": t, "body": t}) + "\n" for t in TEXTS * 3))
     for name in ("a", "b", "web", "code", "other"):
         shutil.copy(corpus, f"{name}.jsonl")
-    for name in ("book.txt", "notes.txt", "README.md"):
+    for name in ("book.txt", "README.md"):
         Path(name).write_text("\n\n".join(TEXTS * 3) + "\n")
     for folder in ("web", "books", "docs"):
         Path(folder).mkdir()
