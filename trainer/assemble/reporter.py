@@ -31,19 +31,20 @@ def open_reporter(
     components.world.on_main(lambda: _record_begin(folder, plan, components))
     if not components.world.is_main:
         return SilentReporter()
-    config, screen = components.config, Screen(folder)
+    config = components.config
     hooks = {
         f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
         for index, hook in enumerate(config.hooks)
     }
-    for message in () if loaded is None else loaded.messages:
-        screen.warn(message)
-    resumed_step = None if loaded is None else loaded.step
-    is_swept = (folder.parent / "multirun.yaml").exists()
     trackers = {
         _name(each, i, config.logger): _tracker(each, i, config.trust)
         for i, each in enumerate(config.logger)
     }
+    screen = Screen(folder)  # opens train.log, once nothing is refused
+    for message in () if loaded is None else loaded.messages:
+        screen.warn(message)
+    resumed_step = None if loaded is None else loaded.step
+    is_swept = (folder.parent / "multirun.yaml").exists()
     mirrors = [
         Mirror(
             name,

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from trainer.config import recipes, torch_optimizers
+from trainer.config import recipes, torch_optimizers, trackers
 from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS, data_dir, options_of
+from trainer.config.messages import flat
 from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.validate import hint_for
 
@@ -20,7 +21,7 @@ PAGES = {
 OPTIONS = {group: {*options_of(group)} for group in GROUPS}
 OPTIONS["optimizer"] |= {*torch_optimizers.names()}
 OWN = {f"{group}.{key}" for group in GROUPS for keys in options_of(group).values() for key in keys}
-KNOWN = {*KEYS, *GROUPS, *OWN, "scheduler._target_"}
+KNOWN = {*KEYS, *GROUPS, *OWN, *flat(trackers.options()), "scheduler._target_"}
 
 
 def test_every_setting_that_is_meant_is_one_and_no_word_is_meant_twice():

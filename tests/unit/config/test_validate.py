@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.lib.cli_support import prepared
 from tests.lib.config_support import checked, faults_of, options, put
 from trainer.config.components import parse_bytes
 from trainer.config.messages import lookup
@@ -199,8 +200,8 @@ def test_a_resumed_run_keeps_its_global_batch_when_only_steps_are_typed():
 
 def test_wandb_mode_in_the_environment_beats_the_default_and_yields_to_what_is_typed(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert checked().logger[0].params["mode"] == "disabled"
-    assert checked({"wandb.mode": "offline"}).logger[0].params["mode"] == "offline"
+    assert prepared("").config.logger[0].params["mode"] == "disabled"
+    assert prepared("wandb.mode=offline").config.logger[0].params["mode"] == "offline"
 
 
 def test_consent_is_no_part_of_a_file_and_a_file_of_another_version_is_refused_by_name():

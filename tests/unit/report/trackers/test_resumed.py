@@ -35,10 +35,11 @@ def write(folder, first, last):
 
 def mirrors(folder, warnings, resumed_step=None):
     (folder / "plan.json").write_text('{"global_batch": 8}')
-    made = [
-        mirror_of(name, kind(), folder, warnings.append, resumed_step=resumed_step, group="sweep")
-        for name, kind in TRACKERS.items()
-    ]
+    made, more = [], {"resumed_step": resumed_step, "group": "sweep"}
+    for name, kind in TRACKERS.items():
+        tracker = kind()
+        tracker.patience_s = 100.0  # whatever else the machine does
+        made.append(mirror_of(name, tracker, folder, warnings.append, **more))
     for mirror in made:
         mirror.start()
     return made
