@@ -33,6 +33,7 @@ from tests.lib.run_support import (
     state,
 )
 from tests.reliability.rank_work import run_as_rank
+from trainer.assemble import reporter as assemble_reporter
 from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
 from trainer.core.errors import ConfigError
@@ -379,6 +380,24 @@ def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
     assert on(bare, "logger=[] steps=2").exit_code == 0
     bare = go("logger=[] steps=1")
     assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
+
+
+def test_a_tracker_without_its_package_is_refused_before_anything_is_written(monkeypatch):
+    run = go("logger=[] steps=1")
+    before = (run.folder / "config.yaml").read_bytes()
+    monkeypatch.setattr(assemble_reporter, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs tensorboard, .*pip install 'step-trainer\[tens"):
+        on(run, "logger=[tensorboard] steps=2")
+    assert (run.folder / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("record", ["multirun.yaml", "search.yaml"])
+def test_the_jobs_of_a_sweep_and_of_a_search_are_a_group(tmp_path, record):
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    assert assemble_reporter.group_of(sweep / "0") is None
+    (sweep / record).touch()
+    assert assemble_reporter.group_of(sweep / "0") == "sweep"
 
 
 def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate():

@@ -22,29 +22,30 @@ from trainer.report.run_status import publish
 from trainer.report.tracker import Tracker
 
 SPLITS_FILE = "splits.json"
+SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of a search
 
 
 def open_reporter(
     components: Components, plan: Record, folder: Path, loaded: Loaded | None
 ) -> Reporter:
     """Open the records of a run, which may go on from a checkpoint. Collective."""
-    components.world.on_main(lambda: _record_begin(folder, plan, components))
+    config = components.config
+    hooks, trackers = dict[str, Hook](), dict[str, Tracker]()
+
+    def begin() -> None:
+        for i, hook in enumerate(config.hooks):
+            hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
+        for i, each in enumerate(config.logger):
+            trackers[_name(each, i, config.logger)] = _tracker(each, i, config.trust)
+        _record_begin(folder, plan, components)
+
+    components.world.on_main(begin)
     if not components.world.is_main:
         return SilentReporter()
-    config = components.config
-    hooks = {
-        f"hooks[{index}] {hook.target}": construct(hook, f"hooks[{index}]", Hook, config.trust)
-        for index, hook in enumerate(config.hooks)
-    }
-    trackers = {
-        _name(each, i, config.logger): _tracker(each, i, config.trust)
-        for i, each in enumerate(config.logger)
-    }
-    screen = Screen(folder)  # opens train.log, once nothing is refused
+    screen = Screen(folder)
     for message in () if loaded is None else loaded.messages:
         screen.warn(message)
     resumed_step = None if loaded is None else loaded.step
-    is_swept = (folder.parent / "multirun.yaml").exists()
     mirrors = [
         Mirror(
             name,
@@ -53,7 +54,7 @@ def open_reporter(
             screen.warn,
             resumed_step=resumed_step,
             name=config.name,
-            group=folder.absolute().parent.name if is_swept else None,
+            group=group_of(folder),
             config=to_plain(config),
             plan=plan,
             outputs=Path(config.outputs).absolute(),
@@ -70,6 +71,12 @@ def open_reporter(
         hooks=Hooks(hooks, screen.warn, components.module),
         mirrors=mirrors,
     )
+
+
+def group_of(folder: Path) -> str | None:
+    """Name the folder of the sweep that a run is a job of; None outside of one."""
+    sweep = folder.absolute().parent
+    return sweep.name if any((sweep / name).exists() for name in SWEEP_FILES) else None
 
 
 def _name(component: Component, index: int, every: tuple[Component, ...]) -> str:

@@ -107,7 +107,7 @@ Bytes = Annotated[
 Text = Annotated[str, Field(min_length=1, description="text")]
 PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
 FieldName = Text  # of a record
-SENDS = "sends figures away"
+SENDS = "writes or sends figures elsewhere"
 """Marks what says where a run's figures go, which neither a recipe nor a run may."""
 Online = Annotated[Literal["online"], SENDS]
 Address = Annotated[Text, SENDS]

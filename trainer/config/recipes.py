@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import torch_optimizers, trackers
-from trainer.config.components import COMPONENTS, GROUPS, OWN
+from trainer.config.components import COMPONENTS, GROUPS, OWN, SENDS
 from trainer.config.keys import data_dir
 from trainer.config.messages import ancestors, clip, flat, lookup, show
 from trainer.core.errors import ConfigError
@@ -217,8 +217,10 @@ def reason_to_type(key: str) -> str | None:
 def _sends(key: str, value: object, target: object) -> bool:
     """Whether a value says where figures go, of the class that it is an argument of, if of one."""
     root, _, name = key.rpartition(".")
-    of = trackers.options(str(OptionFolders.own_folder or "") or None) if target is None else {}
-    return trackers.sends(of.get(root, {}).get("_target_", target), name, value)
+    if target is None and trackers.may_name(root):  # else reading the options takes long
+        of = trackers.options(str(OptionFolders.own_folder or "") or None)
+        target = of.get(root, {}).get("_target_")
+    return trackers.sends(target, name, value)
 
 
 def asked(key: str, value: object, target: object = None) -> Iterator[str]:
@@ -253,7 +255,7 @@ def consent_faults(
         if key not in typed and not (key in offers and offers[key] == value):
             for found in asked(key, value):
                 text = f"{found}={show(value)}: comes from a recipe or a run"
-                why = reason_to_type(found) or "it chooses where metrics go"
+                why = reason_to_type(found) or f"it {SENDS}"
                 yield clip(f"{text}; type it yourself: {why}")
 
 

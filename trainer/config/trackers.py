@@ -28,6 +28,11 @@ def options(own: str | None = None) -> dict[str, dict[str, Any]]:
     return {name: option for name, option in plain.items() if name not in _OURS}
 
 
+def may_name(section: str) -> bool:
+    """Whether a section may be one of a tracker: no other key has its name."""
+    return bool(section) and "." not in section and section not in _OURS
+
+
 def is_name(entry: object) -> bool:
     """Whether an entry of `logger` is the name of an option, and no class."""
     return isinstance(entry, str) and "." not in entry

@@ -182,6 +182,7 @@ def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path):
 ASKED = {
     **{"trust": ["evil"], "command": "export", "resume": "/some/run", "init": "/some/run"},
     **{"outputs": "/etc", "export.to": "/etc", "wandb.mode": "online", "wandb.entity": "theirs"},
+    **{"tensorboard.folder": "/any/where", "mlflow.tracking_uri": "sqlite:////any/where.db"},
     **{"model.kwargs.trust_remote_code": True, "model.attn_implementation": "evil/evil"},
 }
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 
 import yaml
 
-from trainer.config.components import Text
+from trainer.config.components import Address
 from trainer.report.tracker import TrackedRun, Tracker
 
 
@@ -22,10 +22,10 @@ class TensorBoardTracker(Tracker):
             each run has a folder of its own.
     """
 
-    package: ClassVar[str] = "torch.utils.tensorboard"
+    package: ClassVar[str] = "tensorboard"
     install: ClassVar[str] = "step-trainer[tensorboard]"
 
-    def __init__(self, folder: Text | None = None) -> None:
+    def __init__(self, folder: Address | None = None) -> None:
         self._folder = folder
 
     def start(self, run: TrackedRun) -> None:
