@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -150,19 +151,24 @@ def test_what_is_not_installed_or_has_no_direction_is_one_line(
 
 def begun(line: str, count: int) -> subprocess.Popen[str]:
     """Start a sweep as a terminal does, and wait until some of its jobs have taken a step."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *shlex.split(line)],
-        start_new_session=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    with Path("printed").open("w") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer", *shlex.split(line)],
+            start_new_session=True,
+            text=True,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
     until = time.monotonic() + 200
     while time.monotonic() < until and process.poll() is None:
         if len([*Path().glob("outputs/multirun/*/*/*/metrics.jsonl")]) >= count:
             return process
         time.sleep(0.1)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(Path("printed").read_text())
+
+
+def statuses() -> list[dict[str, Any]]:
+    return [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
 
 
 @pytest.mark.parametrize(
@@ -185,12 +191,15 @@ def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    out = process.communicate(timeout=200)[0]
-    assert process.returncode == (-9 if number == signal.SIGKILL else 75), out
-    if number == signal.SIGKILL:
-        time.sleep(0 if launcher == "basic" else 10)  # its jobs see it, and save
-    done = [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
-    assert any(each["step"] > 0 for each in done)
+    code = process.wait(timeout=200)
+    assert code == (-9 if number == signal.SIGKILL else 75), Path("printed").read_text()
+    until = time.monotonic() + 100  # in which its jobs see it, and save
+    while launcher != "basic" and any(each["state"] == "running" for each in statuses()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert launcher == "basic" or "preempted" in {each["state"] for each in statuses()}
+    time.sleep(2)  # in which they leave
+    assert any(each["step"] > 0 for each in statuses())
     assert shell(f"{line} resume=auto") == 0
     _, rows = table()
     assert [row["step"] for row in rows] == ["20"] * 3

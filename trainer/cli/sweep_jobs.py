@@ -39,6 +39,7 @@ from trainer.report.run_status import staged
 
 ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
 _STOP = ".stop"  # in the sweep's folder: as many bytes as signals came
+_GOING = ".going"  # there, too: locked while the sweep's own process lives
 _SLOTS = ".slots"
 _POLL_S = 0.2
 _UNENDED = (None, 0, Preempted.exit_code)  # exit codes of jobs that are run again, or are done
@@ -73,12 +74,7 @@ class Slots:
         make_folders(self.folder / _SLOTS)
         while not _slots:
             for number in range(self.count):
-                file = (self.folder / _SLOTS / str(number)).open("w")
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    file.close()
-                else:
+                if (file := _lock(self.folder / _SLOTS / str(number))) is not None:
                     _slots.append((number, file))
                     break
             else:
@@ -136,20 +132,26 @@ class SweepTask:
                     code = self._run(lines, folder, job)
             finally:
                 done.set()
+        if self._is_orphan():
+            os._exit(code)  # joblib's would wait for more jobs, its GPU's memory with it
         if code == Preempted.exit_code and "SLURM_JOB_ID" in os.environ:
             os.kill(os.getpid(), signal.SIGUSR1)  # submitit puts the job back into the queue
         return code
 
     def _num_signals(self) -> int:
         """Count the signals that asked the sweep to stop; its end without a word is one."""
-        file, (host, number) = self.folder / _STOP, self.process
+        file = self.folder / _STOP
         if file.exists():
             return file.stat().st_size
-        try:
-            os.kill(number if host == socket.gethostname() else os.getpid(), 0)
-        except ProcessLookupError:
-            return 1
-        return 0
+        return int(self._is_orphan())
+
+    def _is_orphan(self) -> bool:
+        """Whether the sweep's own process was killed: its lock is free then."""
+        is_local = self.process[0] == socket.gethostname()
+        if is_local and (lock := _lock(self.folder / _GOING)) is not None:
+            lock.close()
+            return True
+        return False
 
     def _watch(self, done: threading.Event) -> None:
         sent = 0
@@ -208,6 +210,17 @@ class SweepTask:
             return print_error(error), reason
 
 
+def _lock(path: Path) -> IO[str] | None:
+    """Lock a file as long as it is open; None where another process has it."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
 def is_here(process: tuple[str, int]) -> bool:
     """Whether this is a process, by its host and number."""
     return process == (socket.gethostname(), os.getpid())
@@ -237,7 +250,9 @@ def passing_signals_on(folder: Path) -> Iterator[None]:
     file.unlink(missing_ok=True)
     before = {each: signal.signal(each, on_signal) for each in caught()}
     try:
-        yield
+        with (folder / _GOING).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
