@@ -265,8 +265,11 @@ def report(sweep: Sweep, console: Console) -> None:
     for row in rows:
         if row["reason"]:
             console.print(f"job {row['job']}: {row['reason']}", markup=False, soft_wrap=True)
-    if all(row["rank"] is None for row in rows):
-        given = ", ".join(name for name in columns if name.startswith("eval_")) or "none"
+    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
+    if completed and rows[0]["rank"] is None:
+        given = (
+            ", ".join(n for n, value in completed[0].items() if "eval_" in n and value) or "none"
+        )
         console.print(f"sweep.metric={sweep.metric}: no job has it; evaluations gave {given}")
     if sweep.folder.is_dir():
         text = io.StringIO()
@@ -309,7 +312,7 @@ def _ended(folder: Path | None) -> dict[str, Any]:
     ended = {} if folder is None else read_json(folder / ENDED)
     figures = {"step": None} if folder is None else figures_of(folder)
     return {
-        "state": str(status.get("state", "failed")),
+        "state": str(status.get("state", "failed" if ended else "not started")),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
         **figures,
         "reason": status.get("reason") or ended.get("reason"),
