@@ -322,6 +322,11 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     assert [row["state"] for row in rows] == ["failed", "not started"]
 
 
+def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path: Path) -> None:
+    assert shell(f"-m {OWN_RUN} seed=1,2 max_time=0.01s") == 75
+    assert [row["exit_code"] for row in table_of(tmp_path)[1]] == ["75", "75"]
+
+
 def search(self: Any, arguments: Sequence[str]) -> None:
     """Try a rate, then one that depends on how good it was."""
     fixed = [line for line in arguments if "interval" not in line]

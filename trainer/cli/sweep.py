@@ -82,6 +82,7 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
         try:
             # Launchers start Python with `-m`, which has the current folder first.
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
+            safe["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # at which a run saves
             passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
             with env_override(safe), passing:
                 hydra.multirun(CONFIG_NAME, _task_of(sweep, composer), [*sweep.lines])
@@ -99,6 +100,8 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
                 report(sweep, Console())
     if interrupted or (sweep.is_parallel and was_stopped(sweep.folder)):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
+    if not failed and {*codes} - {0} == {Preempted.exit_code}:
+        return Preempted.exit_code
     return 1 if failed or any(codes) else 0
 
 
@@ -213,6 +216,7 @@ def _task_of(sweep: Sweep, composer: Composer) -> SweepTask:
     fixed = [each for each in map(read, sweep.typed) if not each.is_sweep_override()]
     return SweepTask(
         composer=composer,
+        command=sweep.command,
         folder=sweep.folder,
         common=frozenset(map(dotted, fixed)),
         num_jobs=len(sweep.jobs) or None,

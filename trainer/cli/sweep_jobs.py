@@ -34,7 +34,7 @@ from trainer.config.secrets import without_secrets
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.signals import STOPPING, TOGETHER_S, caught, stop_signals
+from trainer.core.signals import STOPPING, TOGETHER_S, StopFlag, caught, stop_signals
 from trainer.report.run_status import staged
 
 ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
@@ -88,6 +88,7 @@ class SweepTask:
     """Hydra's task of a job; it gives the metric that sweepers search by, or an infinity."""
 
     composer: Composer
+    command: str  # what each job does
     folder: Path  # of the sweep
     common: frozenset[str]  # keys whose value all jobs have
     num_jobs: int | None
@@ -108,8 +109,10 @@ class SweepTask:
         folder = Path(record.runtime.output_dir)
         lines = [str(each) for each in record.overrides.task]
         if is_here(self.process):
-            code = self._run(lines, folder, record.job.num)
-            if code == Preempted.exit_code:
+            listening = stop_signals() if self.command == "train" else nullcontext(StopFlag())
+            with listening as stop:
+                code = self._run(lines, folder, record.job.num)
+            if stop.is_set:
                 raise KeyboardInterrupt
         else:
             code = self._run_elsewhere(lines, folder, record.job.num)
@@ -134,7 +137,7 @@ class SweepTask:
                 done.set()
         if self._is_orphan():
             os._exit(code)  # joblib's would wait for more jobs, its GPU's memory with it
-        if code == Preempted.exit_code and "SLURM_JOB_ID" in os.environ:
+        if code == Preempted.exit_code and not self._num_signals() and _is_requeued():
             os.kill(os.getpid(), signal.SIGUSR1)  # submitit puts the job back into the queue
         return code
 
@@ -219,6 +222,12 @@ def _lock(path: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def _is_requeued() -> bool:
+    """Whether submitit waits for a signal to put this job back into the queue of Slurm."""
+    by_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+    return by_slurm and callable(signal.getsignal(signal.SIGUSR1))
 
 
 def is_here(process: tuple[str, int]) -> bool:

@@ -1,0 +1,43 @@
+"""When a job of a sweep asks submitit to put it back into Slurm's queue."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.cli.sweep_jobs import SweepTask
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_stopped", "signals"),
+    [("slurm", False, [signal.SIGUSR1]), ("slurm", True, []), ("local", False, []), ("", False, [])],
+)
+def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
+    executor: str,
+    is_stopped: bool,
+    signals: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
+    monkeypatch.setattr(SweepTask, "_run", lambda *_: 75)
+    parts: dict[str, Any] = dict.fromkeys(SweepTask.__dataclass_fields__)
+    task = SweepTask(**{**parts, "folder": tmp_path, "process": ("elsewhere", os.getpid())})
+    if is_stopped:
+        (tmp_path / ".stop").write_text(".")
+    monkeypatch.setattr(SweepTask, "_watch", lambda *_: None)
+    found: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
+    try:
+        assert task._run_elsewhere([], tmp_path, 0) == 75
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if not signals:
+            assert task._run_elsewhere([], tmp_path, 0) == 75  # a process without a handler lives
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == signals
