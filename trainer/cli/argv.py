@@ -37,6 +37,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
 }
 """What some flags take."""
 
+_OFF = ("false", "no", "none", "null", "off", "0")
 _NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 
 
@@ -96,13 +97,16 @@ def to_complete(line: str) -> tuple[str, list[str]]:
     """Take the command word out of a line that a shell completes, since Hydra knows none.
 
     Returns:
-        The line, and the command words that its last word may become.
+        The line, empty where no setting of a run may follow, and the words that its last word
+        may become: commands, or what `report` takes.
     """
-    program, _, rest = line.partition(" ")
-    first, blank, others = rest.partition(" ")
-    if blank:
-        return f"{program} {others}" if first in COMMANDS else line, []
-    return line, [word for word in COMMANDS if word.startswith(first)]
+    program, *words = line.split()
+    last = "" if line.endswith(" ") or not words else words.pop()
+    found = {*words} & COMMANDS.keys()
+    rest = " ".join([program, *(word for word in words if word not in found), last])
+    if "report" in found and "=" not in last:
+        return "", [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
+    return rest, [] if found else [word for word in COMMANDS if word.startswith(last)]
 
 
 def _typed_apart(token: str, waiting: list[str]) -> str:
@@ -120,11 +124,15 @@ def _typed_apart(token: str, waiting: list[str]) -> str:
     else:
         return ""
     from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
-    from trainer.config.validate import hint_for  # noqa: PLC0415
+    from trainer.config.validate import hint_for, suits  # noqa: PLC0415
 
     key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
     hint = hint_for(key, KEYS)
-    hint = re.sub(r"mean ([\w.]+)\?$", lambda meant: f"mean {meant[1]}={value}?", hint)
+    meant = re.search(r"mean ([\w.]+)\?$", hint)
+    if meant and (meant[1] == key or suits(meant[1], value)):
+        hint = f" Did you mean {meant[1]}={value}?"
+    elif value.lower() in _OFF:  # which `precision=bf16` would turn on
+        hint = ""
     if is_flag and not equals:
         return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
     return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")

@@ -130,7 +130,8 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
             if (typed := os.environ.get("COMP_LINE")) is not None:
                 os.environ["COMP_LINE"], words = to_complete(typed)
                 print_out(" ".join([*words, ""]))
-            hydra.shell_completion(CONFIG_NAME, overrides)
+            if typed is None or os.environ["COMP_LINE"]:
+                hydra.shell_completion(CONFIG_NAME, overrides)
     return 0
 
 

@@ -23,16 +23,19 @@ def write_report(settings: Sequence[str]) -> str:
     """Write the page, and say where it is.
 
     Raises:
-        ConfigError: a setting is none of `SETTINGS`.
+        ConfigError: a setting is none of `SETTINGS`, given twice or empty.
         NoCheckpointError: there is no run in a folder that is named.
     """
-    typed = dict(SETTINGS)
+    typed, given = dict(SETTINGS), set[str]()
     for line in settings:
         key, equals, value = line.partition("=")
         if key not in SETTINGS or not equals:
             near = did_you_mean(key, SETTINGS)
             choices = "run=RUN[,RUN], to=FILE, outputs=DIR"
             raise ConfigError(clip(f"{key}: no setting of train report.{near} It takes {choices}"))
+        if key in given:
+            raise ConfigError(f"{key}: given 2 times; type run=RUN,RUN for several runs")
+        given.add(key)
         typed[key] = value.strip("'\"")
     outputs = expanded(typed["outputs"])
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
@@ -45,10 +48,17 @@ def write_report(settings: Sequence[str]) -> str:
 
 
 def _listed(typed: str) -> list[str]:
-    """Read one folder, or several with commas between them, in brackets or not."""
-    if Path(expanded(typed)).is_dir():  # a comma may be in its name
+    """Read one folder, or several with commas between them, in brackets or not.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if typed and Path(expanded(typed)).is_dir():  # a comma may be in its name
         return [typed]
-    return [each.strip(" '\"") for each in typed.strip("[] ").split(",") if each.strip(" '\"")]
+    names = [each.strip(" '\"") for each in typed.strip("[] ").split(",")]
+    if not any(names):
+        raise ConfigError(clip(f"run={typed}: names no run; run=auto takes the newest run"))
+    return [*filter(None, names)]
 
 
 def _found(typed: str, outputs: Path) -> Path:

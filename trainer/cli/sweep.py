@@ -61,6 +61,7 @@ from trainer.core.signals import raise_on_interrupt
 from trainer.report.page import write_own_page
 
 _LOGGING = "hydra/hydra_logging"
+_AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
 _TITLES = {"tokens_per_second": "tokens/s"}
 
 
@@ -81,8 +82,7 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
             begin_search(sweep.sweeper, sweep.folder, sweep.typed)
         try:
             # Launchers start Python with `-m`, which has the current folder first.
-            safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1")}
-            safe["SUBMITIT_PREEMPT_SIGNAL"] = "USR1"  # at which a run saves
+            safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"), **_AT_USR1}
             passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
             with env_override(safe), passing:
                 hydra.multirun(CONFIG_NAME, _task_of(sweep, composer), [*sweep.lines])
@@ -100,9 +100,7 @@ def run_sweep(lines: Sequence[str], composer: Composer) -> int:
                 report(sweep, Console())
     if interrupted or (sweep.is_parallel and was_stopped(sweep.folder)):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
-    if not failed and {*codes} - {0} == {Preempted.exit_code}:
-        return Preempted.exit_code
-    return 1 if failed or any(codes) else 0
+    return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
 
 
 @final

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from trainer.config import trackers
@@ -259,6 +261,25 @@ def hint_for(key: str, offers: Collection[str]) -> str:
         return f" Here {NONE_HERE[name]}"
     meant = OTHER_WORDS.get(name)
     return f" Did you mean {meant}?" if meant else did_you_mean(key, offers)
+
+
+def suits(key: str, text: str) -> bool:
+    """Whether a typed value may be one of a setting, by its type or that in an option's file."""
+    owner, _, name = key.rpartition(".")
+    if key in {*COMPONENTS, "parallel"} or key == trackers.GROUP:
+        return text in (trackers.options() if key == trackers.GROUP else options_of(key))
+    examples = [keys[name] for keys in options_of(owner).values() if name in keys] if owner else []
+    kinds = [KEYS[key].annotation] if key in KEYS else [*map(type_like, examples)]
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return False
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value  # 1e-3
+    try:
+        return bool([convert(str if kind is Any else kind, value) for kind in kinds])
+    except ValidationError:
+        return False
 
 
 def _is_open(option: Tree) -> bool:

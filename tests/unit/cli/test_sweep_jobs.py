@@ -14,7 +14,12 @@ from trainer.cli.sweep_jobs import SweepTask
 
 @pytest.mark.parametrize(
     ("executor", "is_stopped", "signals"),
-    [("slurm", False, [signal.SIGUSR1]), ("slurm", True, []), ("local", False, []), ("", False, [])],
+    [
+        ("slurm", False, [signal.SIGUSR1]),
+        ("slurm", True, []),
+        ("local", False, []),
+        ("", False, []),
+    ],
 )
 def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
     executor: str,

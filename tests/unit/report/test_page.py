@@ -240,6 +240,10 @@ def test_the_command_names_what_is_wrong_and_writes_where_it_says(tmp_path, monk
         "report rum=x": "rum: no setting of train report. Did you mean run?",
         "report run=x": "run=x: no such folder",
         "report run=outputs": "run=outputs: neither a run nor a sweep",
+        "report run=[]": "run=[]: names no run",
+        "report run=,": "run=,: names no run",
+        "report run=": "run=: names no run",
+        "report run=a run=b": "run: given 2 times",
         "reports": "Did you mean report?",
     }.items():
         assert shell(line) != 0
