@@ -124,7 +124,27 @@ def test_a_run_is_proved_evaluated_and_exported(capsys):
     assert 0 <= last["eval_recall_at_1"] <= last["eval_recall_at_10"] == 1.0
     assert shell(f"export run={run.folder} export.to=out") == 0
     assert "AutoModel.from_pretrained" in capsys.readouterr().out
+    written = json.loads(Path("out/1_Pooling/config.json").read_text())
+    assert [name for name, value in written.items() if value is True] == ["pooling_mode_cls_token"]
+    parts = [each["path"] for each in json.loads(Path("out/modules.json").read_text())]
+    assert parts == ["", "1_Pooling", "2_Normalize"]
     loaded = transformers.AutoModel.from_pretrained("out", dtype=torch.float64)
     trained = state(run)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, trained[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("1_Pooling/config.json", "{", "1_Pooling/config.json is not valid JSON"),
+        ("1_Pooling/config.json", "[]", "says no way; type model.pooling=mean, cls or last"),
+        ("modules.json", '[{"type": "sentence_transformers.models.Dense"}]', "has a Dense"),
+    ],
+)
+def test_a_model_that_is_only_partly_there_is_refused(file, text, fault, capsys):
+    save("Bert")
+    (Path("model") / file).parent.mkdir(exist_ok=True)
+    (Path("model") / file).write_text(text)
+    assert shell(f"{LINE} data.holdout=0") == 2
+    assert fault in " ".join(capsys.readouterr().err.split())

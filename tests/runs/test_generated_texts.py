@@ -12,6 +12,7 @@ from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write
 from tests.lib.nightly import nightly
 from tests.lib.run_support import entries, go, on, shell
 from trainer.data.prompts import prompt_tokens
+from trainer.data.stdlib import StdlibText
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -30,7 +31,7 @@ def save() -> transformers.PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("mode", ["parallel=fsdp parallel.ranks=2", nightly("parallel.ranks=1")])
-def test_a_prompt_is_continued_as_the_exported_model_does(mode, capsys):
+def test_a_prompt_is_continued_as_the_exported_model_does(mode, capfd):
     tokenizer = save()
     run = go(f"{LINE} {mode} {TYPED}")
     found = entries(run, "generated.jsonl")
@@ -42,8 +43,7 @@ def test_a_prompt_is_continued_as_the_exported_model_does(mode, capsys):
         whole = model.generate(ids, do_sample=False, max_new_tokens=8)[0].tolist()
         assert entry["text"] == tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
         assert entry["text"]
-    shown = capsys.readouterr().out
-    assert f"'we' -> {found[-1]['text']!r}" in shown or mode.startswith("parallel=fsdp")
+    assert f"'we' -> {found[-1]['text']!r}" in capfd.readouterr().out
 
 
 def test_a_resumed_run_has_each_step_once():
@@ -67,6 +67,25 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn():
     tokenizer.chat_template = None
     ids, _ = prompt_tokens(tokenizer, "the step", "instruction", {})
     assert tokenizer.decode(ids).endswith("### Instruction:\nthe step\n\n### Response:\n")
+
+
+class Unreadable(StdlibText):
+    """Text that no one can decode."""
+
+    def decode(self, ids):
+        raise ValueError("no alphabet")
+
+
+def test_tokens_beyond_the_data_are_not_chosen_and_a_run_survives_its_decoder(capsys):
+    sizes = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1"
+    line = f"steps=1 {sizes} data=stdlib {TYPED}"
+    run = go(f"{line} model.vocab_size=4096 log.generate_tokens=4")
+    assert [each["prompt"] for each in entries(run, "generated.jsonl")] == PROMPTS
+    target = f"{Unreadable.__module__}.{Unreadable.__qualname__}"
+    run = go(f"{line.replace('data=stdlib', '')} data._target_={target} trust=[tests]")
+    assert "cannot be decoded: ValueError: no alphabet" in capsys.readouterr().out
+    assert run.result["eval_loss"] is not None
+    assert not (run.folder / "generated.jsonl").exists()
 
 
 FAULTS = [

@@ -29,8 +29,8 @@ def prompts_of(components: Components) -> Prompts | None:
     if fault is not None:
         raise ConfigError(f"log.generate: {fault}")
     with faults_of(f"`prompt` of {data.kind}"):
-        encoded = [encode(text) for text in texts]
-    tokens = [[int(token) for token in ids] for ids, _ in encoded]
+        pairs = [(ids, ends) for ids, ends in map(encode, texts)]
+        tokens = [[int(token) for token in ids] for ids, _ in pairs]
     # Positions beyond those of the data have not been learned, or are none of the model's.
     limit = data.optional("max_length") or int(components.source.lengths.max())
     longest = max(map(len, tokens))
@@ -43,9 +43,10 @@ def prompts_of(components: Components) -> Prompts | None:
     return Prompts(
         texts=texts,
         tokens=tokens,
-        ends=frozenset(end for _, ends in encoded for end in ends),
+        ends=frozenset(end for _, ends in pairs for end in ends),
         decode=decode,
         pad_token=data.facts.pad_token_id,
         length=min(longest + most, limit),
         most=most,
+        vocab_size=data.facts.vocab_size,
     )

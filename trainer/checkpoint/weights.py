@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -323,7 +323,7 @@ def export(
     config: Mapping[str, Any],
     model: nn.Module | None = None,
     write: Callable[[Path], object] | None = None,
-    beside: Callable[[Path], object] | None = None,
+    beside: Sequence[Callable[[Path], object]] = (),
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
@@ -334,7 +334,7 @@ def export(
         model: whose weights are written in place of those that are stored; one of Hugging Face
             writes itself, for its `from_pretrained`.
         write: writes the folder in place of either, as an adapter does.
-        beside: writes more into it, as a tokenizer does.
+        beside: each writes more into it, as a tokenizer does.
 
     Raises:
         ConfigError: `to` is taken.
@@ -359,8 +359,8 @@ def export(
                 durable.write_json(unfinished / CONFIG_FILE, config)
             else:
                 write(unfinished)
-            if beside is not None:
-                beside(unfinished)
+            for each in beside:
+                each(unfinished)
             if to.is_dir():
                 durable.discard(to)
             durable.publish(unfinished, to)

@@ -20,6 +20,7 @@ from trainer.commands.exported import (
     loads_by_auto,
     tokenizer_of,
     with_tokenizer,
+    writers_beside,
 )
 from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
@@ -65,8 +66,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
                 f"{kind} has no method `save`: the whole model is written, with the names that it "
                 "has under the adapter; only init= with the same adapter reads them"
             )
-    beside = None if tokenizer is None else tokenizer.save_pretrained
-    export(loaded, to, description, model, write, beside)
+    export(loaded, to, description, model, write, writers_beside(model, tokenizer))
     show_read(loaded, f"weights written to {to}")
     for line in lines:
         Screen().line(f"  {line}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
 from trainer.data.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.hugging_face import auto_class
+from trainer.models.text_pooling import writer_of_pooling
 
 
 def describe(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -60,6 +61,12 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     if len(named) == 1:  # of several no single one goes with the weights
         found.chat_template = read_template(named.pop())
     return found
+
+
+def writers_beside(model: nn.Module | None, tokenizer: Any) -> list[Callable[[Path], object]]:  # noqa: ANN401
+    """Give what writes more into the folder of the weights: the tokenizer, how texts are pooled."""
+    found = [getattr(tokenizer, "save_pretrained", None), writer_of_pooling(model)]
+    return [each for each in found if each is not None]
 
 
 def loads_by_auto(tokenizer: Any) -> bool:  # noqa: ANN401 - of any class

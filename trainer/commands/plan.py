@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assemble.noise_advice import advice_rows
+from trainer.assemble.prompts import prompts_of
 from trainer.assemble.resumed import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
@@ -32,6 +33,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         components, loaded, cut = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, cut)
     components = run_plan.components
+    prompts_of(components)  # which may be refused
     advice = advice_rows(components, loaded)
     rows = [*describe(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)

@@ -23,6 +23,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from packaging.version import InvalidVersion, Version
 
 from trainer.config import torch_optimizers, trackers
 from trainer.config.components import COMPONENTS, GROUPS, OWN, SENDS
@@ -155,13 +156,17 @@ def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterato
     names = [chosen] if isinstance(chosen, str) else chosen or []
     for name in names if isinstance(names, Collection) else []:
         theirs = about(path).get("version") if (path := path_of(str(name))) else None
-        is_newer = _numbers(theirs or "") > _numbers(here)
+        is_newer = _version(theirs) > _version(here)
         if theirs and (is_newer if newer else theirs != here):
             yield clip(f"recipe={name}: written for version {theirs}, this is {here}")
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def _version(text: str | None) -> Version:
+    """Read a version; what is none is older than all."""
+    try:
+        return Version(text or "0")
+    except InvalidVersion:
+        return Version("0")
 
 
 def vet(tree: Mapping[str, Any]) -> Iterator[str]:

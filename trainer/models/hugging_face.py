@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.models.check import UNUSED
 from trainer.models.lazy_loading import load_unread
-from trainer.models.task import POOLING, task_of, task_of_class
+from trainer.models.task import task_of, task_of_class
+from trainer.models.text_pooling import set_pooling
 from trainer.models.transformers_classes import described, note_loaded, quiet
 
 _CLASSES: Mapping[Task, str] = {
@@ -41,15 +41,6 @@ _CLASSES: Mapping[Task, str] = {
     "image_text_to_text": "AutoModelForImageTextToText",
     "embedding": "AutoModel",
 }
-_POOLINGS: Mapping[str, Pooling | None] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    **dict.fromkeys(
-        f"pooling_mode_{name}_tokens" for name in ("max", "mean_sqrt_len", "weightedmean")
-    ),
-}
-"""What 1_Pooling/config.json of sentence-transformers calls them; None is not there."""
 _CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
 
 
@@ -116,40 +107,8 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
         raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
     if num_classes is not None and made_for not in _CLASSIFIES:
         setattr(module, UNUSED, {"num_classes": f"a model for {made_for} has no classes"})
-    _set_pooling(module, made_for, pooling, path)
+    set_pooling(module, made_for, pooling, path)
     return _padding(module, pad_token_id)
-
-
-def _set_pooling(module: Any, made_for: Task, pooling: Pooling | None, path: str | None) -> None:  # noqa: ANN401
-    """Tell a model that embeds texts how it pools; its class is named for no task."""
-    if made_for == "embedding":
-        module.task = made_for
-        setattr(module, POOLING, pooling or _stated_pooling(path))
-    elif pooling is not None:
-        raise ConfigError(f"model.pooling={pooling}: is for model.task=embedding, not {made_for}")
-
-
-def _stated_pooling(path: str | None) -> Pooling:
-    """Read how a model of sentence-transformers pools.
-
-    Raises:
-        ConfigError: it does so in a way that is not there.
-    """
-    from transformers.utils import cached_file  # noqa: PLC0415 - as the rest of it
-
-    faults = ("missing_entries", "connection_errors")
-    quietly = {f"_raise_exceptions_for_{fault}": False for fault in faults}
-    file = path and cached_file(path, "1_Pooling/config.json", **quietly)
-    if not file:
-        return "mean"
-    stated = json.loads(Path(file).read_text(encoding="utf-8"))
-    modes = [name for name, value in stated.items() if name in _POOLINGS and value is True]
-    if len(modes) != 1 or (found := _POOLINGS[modes[0]]) is None:
-        raise ConfigError(
-            f"model.path={path}: 1_Pooling/config.json says {' and '.join(modes) or 'no way'}; "
-            "type model.pooling=mean, cls or last"
-        )
-    return found
 
 
 def _cause(error: Exception, *, is_missing: bool) -> str:

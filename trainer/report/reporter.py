@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -122,11 +122,23 @@ class RunReporter:
             self._screen.line(text, "bold")
         self._note(step)
 
-    def generated(self, step: int, texts: Sequence[tuple[str, str]] | None) -> None:
-        """Take how prompts were continued after a step; None where memory ran out."""
+    def generated(self, step: int, texts: Callable[[], Sequence[tuple[str, str]]] | None) -> None:
+        """Take how prompts were continued after a step.
+
+        Args:
+            step: after which it was.
+            texts: decodes each prompt and what follows; None where memory ran out.
+        """
         if texts is None:
             self.warn("log.generate: out of memory; nothing was continued, and the run goes on")
-        for prompt, text in texts or ():
+            return
+        try:
+            pairs = texts()
+        except Exception as error:  # `decode` is the user's, and the run goes on without
+            why = f"{type(error).__name__}: {error}"
+            self.warn(f"log.generate: what follows cannot be decoded: {why}")
+            return
+        for prompt, text in pairs:
             self._metrics.generated(step, prompt, text)
             self._screen.line(f"{step_of(step, self._steps)}  {prompt!r} -> {text!r}")
 

@@ -30,50 +30,56 @@ class Prompts:
     pad_token: int
     length: int  # tokens of a row, a prompt and what follows
     most: int  # tokens that follow
+    vocab_size: int | None  # tokens below it can be decoded; a model may have more
+
+    def continued(self, rows: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
+        """Give each prompt with the text that follows it in its row."""
+        # Of the whole: what stands alone may be decoded without the space before it.
+        whole = [
+            (self.decode(row[: len(tokens)]), self.decode(row))
+            for tokens, row in zip(self.tokens, rows, strict=True)
+        ]
+        return [
+            (text, both[len(prompt) :])
+            for text, (prompt, both) in zip(self.texts, whole, strict=True)
+        ]
 
 
 def generate(
     model: Parallel, prompts: Prompts, world: World, was_asked: Callable[[], bool] = lambda: False
-) -> list[tuple[str, str]] | None:
+) -> list[list[int]] | None:
     """Continue every prompt, all ranks with the tokens of the first one. Collective.
 
     Each token costs a forward of all prompts, padded on the right to one length, so that a compiled
     or sharded model runs as it does in training; nothing is cached between two.
 
     Returns:
-        Each prompt with its continuation; None where memory ran out.
+        The tokens of each prompt and of what follows it; None where memory ran out.
 
     Raises:
         Preempted: a rank was asked to stop.
     """
-    rows = [list(tokens) for tokens in prompts.tokens]
-    starts, is_open = [len(row) for row in rows], [True] * len(rows)
+    rows, is_open = [list(tokens) for tokens in prompts.tokens], [True] * len(prompts.tokens)
     model.gather()
-    with inference(model, world):
-        for _ in range(prompts.most):
-            with AllocationGuard() as guard:
-                chosen = _likeliest(model, rows, prompts, world)
-            ranks = world.collect([guard.failed, was_asked(), [] if guard.failed else chosen])
-            if any(asked for _, asked, _ in ranks):
-                raise Preempted("stopped while prompts were continued")
-            if any(failed for failed, *_ in ranks):
-                model.release()
-                return None
-            for place, token in enumerate(ranks[0][-1]):
-                is_open[place] &= token not in prompts.ends and len(rows[place]) < prompts.length
-                rows[place] += [token] * is_open[place]
-            if not any(is_open):
-                break
-    model.release()
-    # Of the whole: what stands alone may be decoded without the space before it.
-    whole = [
-        (prompts.decode(row[:start]), prompts.decode(row))
-        for row, start in zip(rows, starts, strict=True)
-    ]
-    return [
-        (text, both[len(prompt) :])
-        for text, (prompt, both) in zip(prompts.texts, whole, strict=True)
-    ]
+    try:
+        with inference(model, world):
+            for _ in range(prompts.most):
+                with AllocationGuard() as guard:
+                    chosen = _likeliest(model, rows, prompts, world)
+                ranks = world.collect([guard.failed, was_asked(), [] if guard.failed else chosen])
+                if any(asked for _, asked, _ in ranks):
+                    raise Preempted("stopped while prompts were continued")
+                if any(failed for failed, *_ in ranks):
+                    return None
+                for place, token in enumerate(ranks[0][-1]):
+                    fits = len(rows[place]) < prompts.length
+                    is_open[place] &= fits and token not in prompts.ends
+                    rows[place] += [token] * is_open[place]
+                if not any(is_open):
+                    break
+    finally:
+        model.release()
+    return rows
 
 
 def _likeliest(
@@ -88,7 +94,6 @@ def _likeliest(
     fields = {INPUT_IDS: ids.to(world.device), ATTENTION_MASK: mask.to(world.device)}
     logits = logits_of(model.call(fields))
     last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
-    tokens: list[int] = (
-        logits[torch.arange(len(rows), device=logits.device), last].argmax(-1).tolist()
-    )
+    found = logits[torch.arange(len(rows), device=logits.device), last, : prompts.vocab_size]
+    tokens: list[int] = found.argmax(-1).tolist()
     return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from trainer.config.cadence import is_due
@@ -146,17 +147,21 @@ def _evaluate(run: Run, progress: Progress) -> None:
             means = evaluate_parts(
                 context.model, context.objective, run.held_out, context.world, run.was_asked
             )
-            seconds = time.perf_counter() - started
-            texts = run.prompts and generate(
-                context.model, run.prompts, context.world, run.was_asked
-            )
+            run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
+            _continue_prompts(run)
     except Preempted:
         _end(run, progress, _preempted(progress.step))
-    run.reporter.evaluation(progress.step, means, seconds)
-    if run.prompts is not None:
-        run.reporter.generated(progress.step, texts)
     progress.evaluation = named_means(means)
     _take_evaluation(run)
+
+
+def _continue_prompts(run: Run) -> None:
+    """Continue the prompts of `log.generate`, if there are any. Collective."""
+    prompts, context = run.prompts, run.context
+    if prompts is not None:
+        rows = generate(context.model, prompts, context.world, run.was_asked)
+        texts = None if rows is None else partial(prompts.continued, rows)
+        run.reporter.generated(run.progress.step, texts)
 
 
 def _take_evaluation(run: Run) -> None:
