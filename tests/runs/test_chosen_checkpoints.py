@@ -78,12 +78,15 @@ def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step(
 
 def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone(capsys):
     run = go("checkpoint.every=2 checkpoint.keep=9 eval.every=3")
+    texts = [f'{{"step": {step}, "prompt": "a", "text": "b"}}\n' for step in (2, 4)]
+    (run.folder / "generated.jsonl").write_text("".join(texts))
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*") if path.is_file()}
     fork = train([f"resume={run.folder}", "step=2", "name=fork", "trust=[tests]"])
     assert fork.folder != run.folder
     assert f"a new run from step 2 of outputs/{run.folder.parent.name}" in capsys.readouterr().out
     assert read_json(fork.folder / "forked.json") == {"run": str(run.folder), "step": 2}
     assert curve(fork, "loss") == curve(run, "loss")
+    assert (fork.folder / "generated.jsonl").read_text() == texts[0]
     assert all(torch.equal(state(run)[name], tensor) for name, tensor in state(fork).items())
     assert before == {path: path.stat().st_mtime_ns for path in before}
     # From a folder of a checkpoint likewise, with another step where that is allowed.

@@ -45,3 +45,4 @@ def test_metrics_are_a_frame_with_a_row_for_each_step():
     assert frame["loss"].notna().all()
     assert frame["eval_loss"].notna().tolist() == [False, True, True]
     assert frame["eval_loss"].iloc[-1] == run.result["eval_loss"]
+    assert 'sandbox="allow-scripts"' in run._repr_html_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,7 +15,11 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
-from trainer.core.errors import TrainError
+from trainer.assemble.shown_samples import _by_loss
+from trainer.commands import evaluate
+from trainer.core.errors import DataError, TrainError
+from trainer.report import page as page_module
+from trainer.report.page import write_page as write
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -49,8 +54,14 @@ PROBE = """
 """
 
 
-def test_a_run_ends_with_its_page_and_two_are_compared(capsys):
-    first = go("steps=4 eval.every=2")
+def test_a_run_ends_with_its_page_and_two_are_compared(capsys, monkeypatch):
+    written = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            page_module, "write_page", lambda *each: written.append(each[1]) or write(*each)
+        )
+        first = go("steps=4 eval.every=2")
+    assert written == [first.folder / "report.html"], "once"
     second = go("steps=4 eval.every=2 optimizer.lr=0.003")
     page = (first.folder / "report.html").read_text()
     assert "completed</span>" in page
@@ -93,6 +104,22 @@ def test_the_worst_samples_are_shown_with_their_texts(capsys):
     page = (run.folder / "report.html").read_text()
     assert all(line["text"] for line in worst)
     assert f"id {worst[0]['id']}" in page
+    order = sorted([{"loss": each} for each in (1.0, math.nan, 3.0, math.inf)], key=_by_loss)
+    assert [math.isfinite(each["loss"]) for each in order] == [False, False, True, True]
+    assert order[2]["loss"] == 3.0
+
+
+def test_figures_of_an_evaluation_are_written_though_its_samples_cannot_be_shown(monkeypatch):
+    def fail(*_):
+        raise DataError("`decode` of Mine: ValueError")
+
+    run = go("steps=1 logger=[]")
+    monkeypatch.setattr(evaluate, "worst_samples", fail)
+    assert (
+        shell(f"evaluate run={run.folder} trust=[tests] eval.predictions=true")
+        == DataError.exit_code
+    )
+    assert json.loads((run.folder / "evaluate.json").read_text())["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("width", [nightly(360), nightly(1200)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -63,20 +64,26 @@ def predict_parts(components: Components, model: Parallel) -> dict[str, list[dic
 def worst_samples(
     components: Components, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Give the predictions of each part with the largest loss, with their samples' texts."""
+    """Give the predictions of each part with the largest loss, NaN first, and their texts."""
     found = []
     for name, lines in predicted.items():
         part = components.held_out[name]
         view, places = part.loader.dataset, part.chosen(0, part.num_samples)
         place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
         measured = [line for line in lines if line["loss"] is not None]
-        for line in sorted(measured, key=lambda line: -line["loss"])[:WORST]:
+        for line in sorted(measured, key=_by_loss)[:WORST]:
             place = place_of[line["id"]]
             _, shown = _loaded(components, part.loader, place, int(part.lengths[place]))
             with faults_of(f"`decode` of {view.kind}"):
                 text = printable_lines(shown.text())
             found.append({**({"set": name} if name else {}), **line, "text": text})
     return found
+
+
+def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
+    """Order predictions from the worst on; a loss that is not finite has no order of its own."""
+    loss = line["loss"]
+    return (True, -loss) if math.isfinite(loss) else (False, 0.0)
 
 
 def _loaded(

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, final
 from trainer.config.run_config import RunConfig, evaluation_file
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
-from trainer.report.journal import METRICS_FILE, read
+from trainer.report.journal import METRICS_FILE, PLAN_FILE, RESULT_FILE, VERIFY_FILE, read
+from trainer.report.page import PAGE
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RECORDS: Mapping[str, str] = {
-    "train": "result.json",
-    "plan": "plan.json",
-    "verify": "verify.json",
+    "train": RESULT_FILE,
+    "plan": PLAN_FILE,
+    "verify": VERIFY_FILE,
 }
 """What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
 
@@ -58,7 +59,7 @@ class FinishedRun:
     @property
     def report(self) -> Path | None:
         """The page with curves, plan and config; None where the command writes none."""
-        page = self.folder / "report.html"
+        page = self.folder / PAGE
         return page if page.is_file() else None
 
     def _repr_html_(self) -> str | None:
@@ -67,4 +68,5 @@ class FinishedRun:
             return None
         page = html.escape(self.report.read_text(encoding="utf-8"))
         style = "width:100%;height:720px;border:0"
-        return f'<iframe title="report" style="{style}" srcdoc="{page}"></iframe>'
+        how = f'title="report" sandbox="allow-scripts" style="{style}"'
+        return f'<iframe {how} srcdoc="{page}"></iframe>'

@@ -40,7 +40,7 @@ from trainer.core.durable import (
 )
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded
-from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, truncate_after
+from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, TEXTS_FILE, truncate_after
 
 AUTO = "auto"
 CHECKPOINTS = "checkpoints"
@@ -180,7 +180,7 @@ def fork(checkpoint: Path, folder: Path) -> None:
     step, run = step_of(checkpoint) or 0, checkpoint.parent.parent
     with as_save_error(folder / CHECKPOINTS / checkpoint.name):
         make_folders(folder / CHECKPOINTS)
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
             if (run / name).is_file():
                 shutil.copyfile(run / name, folder / name)
                 truncate_after(folder / name, step)
@@ -286,7 +286,8 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     options = [key for key in typed if key in groups]
     chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
     if trackers.GROUP in typed:  # settings of those that are listed no more
-        listed = str(typed[trackers.GROUP])
+        given = typed[trackers.GROUP]
+        listed = [*map(str, given)] if isinstance(given, list) else [str(given)]
         chosen += (*(f"{name}." for name in trackers.options() if name not in listed),)
     staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]
     return [*staying, *new]

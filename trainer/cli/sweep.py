@@ -48,11 +48,10 @@ from trainer.cli.sweep_jobs import (
     SweepTask,
     figures_of,
     passing_signals_on,
-    title_of,
     was_stopped,
 )
 from trainer.config.messages import clip, line, show
-from trainer.config.metric_mode import mode_of
+from trainer.config.metric_mode import mode_of, title_of
 from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError

@@ -30,6 +30,7 @@ from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import parse
 from trainer.cli.start import must_stage, run_and_report, write_config
+from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import Preempted, TrainError
@@ -287,8 +288,3 @@ def value_of(folder: Path, metric: str) -> float | None:
     """Read a metric of a job; None where it gave none, or no number."""
     value = figures_of(folder).get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def title_of(metric: str) -> str:
-    """Write a metric for people: `held-out loss`."""
-    return metric.replace("eval_", "held-out ", 1).replace("_", " ")

@@ -56,7 +56,7 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
     world.on_main(
         lambda: report_evaluation(
-            loaded, file, means, facts, predicted, worst_samples(components, predicted)
+            loaded, file, means, facts, predicted, lambda: worst_samples(components, predicted)
         )
     )
     return 0

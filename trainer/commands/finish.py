@@ -11,14 +11,13 @@ from trainer.assemble.noise_advice import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
+from trainer.report.journal import RESULT_FILE
 from trainer.report.page import PAGE
 from trainer.report.records import Record
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split, time_table
 from trainer.training.noise import NoiseScale
 from trainer.training.run import Run
-
-RESULT_FILE = "result.json"
 
 
 def finish(run: Run, components: Components, plan: Record, folder: Path, at: float) -> None:

@@ -21,10 +21,10 @@ from trainer.core.errors import NotExactError
 from trainer.core.world import World
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
+from trainer.report.journal import VERIFY_FILE
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
 
-VERIFY_FILE = "verify.json"
 DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from trainer.assemble.components import assemble
 from trainer.assemble.step import step_context
 from trainer.checkpoint.weights import first_weights
-from trainer.commands.verify import VERIFY_FILE
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -20,6 +19,7 @@ from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
+from trainer.report.journal import VERIFY_FILE
 from trainer.report.records import VerifyReport
 from trainer.verify.comparison import EXACT
 from trainer.verify.diagnose import short

@@ -31,3 +31,8 @@ def mode_of(
         why = "whether less or more of it is better is not known"
         raise ConfigError(f"{key}={metric}: {why}; type {mode_key}=min or {mode_key}=max")
     return "min" if words & _SMALLER else "max"
+
+
+def title_of(metric: str) -> str:
+    """Write a metric for people: `held-out loss`."""
+    return metric.replace("eval_", "held-out ", 1).replace("_", " ")

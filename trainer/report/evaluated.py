@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def report_evaluation(
     means: Means,
     facts: Mapping[str, tuple[str, Facts]],
     predictions: Mapping[str, Lines],
-    worst: Lines = (),
+    worst: Callable[[], Lines] = tuple,
 ) -> None:
     """Print the figures of a checkpoint, and write them and the predictions into the run.
 
@@ -34,7 +34,8 @@ def report_evaluation(
         means: the figures of each part.
         facts: of each part what it is, in words and for the record.
         predictions: of each part, a line for each sample; empty where nobody asks.
-        worst: the predictions with the largest loss, with their texts.
+        worst: gives the predictions with the largest loss, with their texts; called once the
+            rest is written, since the user's `decode` may raise.
 
     Raises:
         SaveError: what is printed cannot be written.
@@ -53,9 +54,10 @@ def report_evaluation(
     names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record |= {"sets": sets} if sets else {}
     record |= {"weights": "ema"} if loaded.is_average else {}
-    record |= {"worst": worst} if worst else {}
-    write_record(file, {"step": loaded.step, **names, **record})
-    if worst:
+    record = {"step": loaded.step, **names, **record}
+    write_record(file, record)
+    if found := worst():
+        write_record(file, record | {"worst": found})
         write_own_page(file.parent)
 
 

@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +17,8 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 METRICS_FILE, SAMPLES_FILE, TEXTS_FILE = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
-PLAN_FILE = "plan.json"
+PLAN_FILE, RESULT_FILE, VERIFY_FILE = "plan.json", "result.json", "verify.json"
+MOST_STEPS = 2**63
 EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
@@ -80,7 +81,14 @@ class Journal:
 
 def read(path: Path) -> list[Entry]:
     """Read every whole entry of a journal; a torn line, or a stranger's, is passed over."""
-    return _entries(path.read_bytes()) if path.is_file() else []
+    return list(stream(path))
+
+
+def stream(path: Path) -> Iterator[Entry]:
+    """Read as `read` does, an entry at a time."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from filter(None, map(_parse, file))
 
 
 @final
@@ -98,7 +106,7 @@ class Follower:
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + bool(lines)
-        return _entries(lines)
+        return entries(lines)
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:
@@ -119,11 +127,13 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
         write_file_atomic(path, whole)
 
 
-def _entries(lines: bytes) -> list[Entry]:
+def entries(lines: bytes) -> list[Entry]:
+    """Read the whole entries of some lines."""
     return [entry for line in lines.splitlines() if (entry := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> Entry | None:
     """Read one line; None when it is torn or no entry of ours."""
     entry = parsed(line)
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+    step = entry.get("step") if isinstance(entry, dict) else None
+    return entry if type(step) is int and abs(step) < MOST_STEPS else None

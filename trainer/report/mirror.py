@@ -20,12 +20,12 @@ from trainer.config.messages import clip
 from trainer.core.durable import make_folders, strict, write_file_atomic
 from trainer.core.user_code import described
 from trainer.report.journal import METRICS_FILE, PLAN_FILE, Follower
+from trainer.report.page import PAGE
 from trainer.report.tracker import TrackedRun, Tracker, figures_of
 
 POLL_S = 1.0
 IMPORT_TIMEOUT_S = 5.0
 THREAD = "tracker "
-REPORT_FILE = "report.html"
 
 
 def is_hanging() -> bool:
@@ -142,7 +142,7 @@ class Mirror:
                     tracker.log(entry["step"], figures_of(entry))
                 tracker.flush()
                 write_file_atomic(logged, str(entries[-1]["step"]).encode())
-        self._attach(self._folder / REPORT_FILE)
+        self._attach(self._folder / PAGE)
         tracker.finish(None if self._summary is None else strict(self._summary))
 
     def _attach(self, file: Path) -> None:

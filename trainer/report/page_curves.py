@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from trainer.config.metric_mode import title_of
 from trainer.report.page_html import Html, el
 from trainer.report.page_runs import SavedRun, is_number
 
@@ -55,18 +55,11 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
         {
             "key": name,
             "held_out": held_out,
-            "title": own_titles.get(name) or title(name),
+            "title": own_titles.get(name) or TITLES.get(name) or title_of(name),
             "kind": "bytes" if name.endswith("_bytes") else "share" if name == "padding" else "",
         }
         for name, held_out in sorted(pairs, key=place)
     ]
-
-
-def title(name: str) -> str:
-    """Name a metric in words."""
-    plain = name.removeprefix("eval_")
-    words = TITLES.get(plain, plain.replace("_", " "))
-    return f"{words}, held out" if name != plain else words
 
 
 def _names(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -168,7 +161,7 @@ def _short(values: Numbers) -> list[float | None]:
 
 
 def _or_zero(value: object) -> float:
-    return round(value, 2) if isinstance(value, int | float) and math.isfinite(value) else 0
+    return round(value, 2) if is_number(value) else 0
 
 
 def drawing(chart: dict[str, Any], series: Sequence[dict[str, Any]]) -> Html:

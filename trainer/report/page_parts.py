@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from trainer.config.messages import show
-from trainer.config.metric_mode import mode_of
+from trainer.config.metric_mode import mode_of, title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
@@ -93,7 +93,7 @@ def samples(run: SavedRun) -> Html:
     for line in run.worst:
         label, prediction = (_text(line.get(key)) for key in ("label", "prediction"))
         facts = [
-            f"loss {_text(line['loss'])}",
+            f"loss {_text(line['loss']) or 'not finite'}",
             f"id {_text(line.get('id'))}",
             f"in {line['set']}" if line.get("set") else "",
             plural(line["terms"], "loss term") if is_number(line.get("terms")) else "",
@@ -183,9 +183,8 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> Html:
         )
         for n in order[:MOST_JOBS]
     ]
-    titles = [name.replace("eval_", "held-out ").replace("_", " ") for name in figures]
     keys_shown = [key.removesuffix("._target_") for key in different]
-    head = ("", "run", "state", "steps", *titles, "time", *keys_shown)
+    head = ("", "run", "state", "steps", *map(title_of, figures), "time", *keys_shown)
     note = f"the best {metric} first"
     return card("Runs, and what differs", table(head, rows, "numbers"), note=note)
 

@@ -173,7 +173,7 @@ class RunReporter:
         self._screen.end_progress()
         try:
             self._show(self._metrics.sync())
-            if self._mirrors and self._summary is not None:  # the page is shown there, too
+            if self._summary is not None:  # here, since trackers show the page, too
                 write_status(self._folder, "completed", self._summary["step"], 0)
                 write_own_page(self._folder)
         finally:

@@ -61,7 +61,7 @@ def publish(folder: Path) -> None:
 def recorded(folder: Path) -> Iterator[None]:
     """Write into status.json that a run, held by this process, goes on, and how it ended.
 
-    With its page, report.html, once it ended.
+    With its page, report.html, where it failed; of one that completed the reporter writes it.
 
     A resumption that is refused leaves it as it was: the run did not go on.
     """
@@ -85,7 +85,6 @@ def recorded(folder: Path) -> Iterator[None]:
         write_own_page(folder)
         raise
     write_status(folder, "completed", last_step(folder), 0)
-    write_own_page(folder)
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:
@@ -148,4 +147,6 @@ def saved_step(folder: Path) -> int:
 
 def last_step(folder: Path) -> int:
     """Read the last step from metrics.jsonl, the truth about a run."""
-    return max((entry["step"] for entry in journal.read(folder / journal.METRICS_FILE)), default=0)
+    return max(
+        (entry["step"] for entry in journal.stream(folder / journal.METRICS_FILE)), default=0
+    )

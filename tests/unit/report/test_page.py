@@ -155,6 +155,26 @@ def test_spikes_and_gaps_outlive_thinning(tmp_path):
     assert drawn["lr"][1][0], drawn["lr"][1][-1] == (1, 10_000)
 
 
+def test_a_long_run_is_thinned_as_it_is_read_and_keeps_spikes_gaps_and_time(tmp_path):
+    lines = [entry(i, loss=1.0) for i in range(1, 50_001)]
+    lines[7_322]["loss"], lines[2_500]["loss"] = 99.0, None
+    lines[10]["skipped"] = "not finite"
+    lines.insert(20_000, {"step": 20_000, "eval_loss": 2.0, "eval_seconds": 1.0})
+    run = SavedRun(saved(tmp_path / "run", lines))
+    assert len(run.steps) < 30_000
+    assert {1.0, 99.0, None} == {each["loss"] for each in run.steps}
+    assert run.seconds == pytest.approx(25_001)
+    assert (run.last_step, len(run.evaluations)) == (50_000, 1)
+    assert [each["step"] for each in run.steps if "skipped" in each] == [11]
+
+
+def test_numbers_that_no_screen_shows_are_passed_over(tmp_path):
+    run = saved(tmp_path / "run", [entry(1, lr=10**400), entry(2, lr=1.797e308)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10**400, "loss": 1.0}))
+    assert "training loss" in page_of(run).text
+
+
 def test_texts_of_a_run_are_never_markup(tmp_path):
     evil = '</script><script>alert("x")</script><b a=\'"'
     status = {"state": "failed", "exit_code": 1, "step": 1, "reason": evil}
