@@ -67,6 +67,7 @@ def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step(
         ("checkpoint.best=eval_los", "checkpoint.mode=min or checkpoint.mode=max"),
         ("checkpoint.best=eval_f1", "no evaluation of this run has it. Evaluations give eval_loss"),
         ("stop.metric=eval_f1", "stop.metric=eval_f1: no evaluation"),
+        ("sweep.metric=eval_f1", "sweep.metric=eval_f1: no evaluation"),
         ("stop.metric=loss", "a figure of metrics.jsonl, e.g. eval_loss"),
         ("checkpoint.best=eval_loss data.holdout=0", "nothing is held out"),
     ):

@@ -74,6 +74,8 @@ MISTAKES = {
     "--run": "--run: unknown flag",
     # sweeps, of whichever job
     "-m accum=fixed,atuo accum.micro=8": "accum=atuo: no such option. Did you mean auto?",
+    "-m hydra/sweeper=basic accum=auto,fixed accum.micro=null,8": "accum.micro=null: accum=fixed",
+    "-m seed=1,2 hydra/sweeper=optuna hydra.sweeper.direction=maximize": "type sweep.mode=min or",
     "-m seed=1,2 resume=some/run": "use resume=auto",
     "hydra.mode=MULTIRUN seed=1,-2": "seed=-2: must be",
     "-m 'optimizer.lr=interval(-1,1)'": "optimizer.lr=-1.0: must be",

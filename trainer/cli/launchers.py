@@ -29,8 +29,8 @@ BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # runs every combination
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 
-_JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
-_LOCAL = (_JOBLIB, "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher")
+_SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+_DIRECTION = "hydra.sweeper.direction"
 _FOUND = "optimization_results.yaml"
 
 
@@ -77,7 +77,7 @@ def slots_of(
         folder: of the sweep.
         most: how many jobs there are; None where a sweeper decides.
     """
-    if hydra.launcher._target_ not in _LOCAL:
+    if hydra.launcher._target_ in (BASIC_LAUNCHER, _SLURM):  # Slurm gives its jobs GPUs
         return None
     from trainer.report.records import num_cores  # noqa: PLC0415 - where it is needed
 
@@ -98,18 +98,27 @@ def _gpus() -> tuple[str, ...]:
 
 
 def settings_of(
-    hydra: DictConfig, typed: Sequence[str], slots: Slots | None, *, seed: int, direction: str
+    hydra: DictConfig, typed: Sequence[str], slots: Slots | None, *, seed: int
 ) -> Iterator[str]:
-    """List settings of launcher and sweeper that follow from the run's, where nobody typed them."""
+    """List settings of launcher and sweeper that follow from the run's, where nobody typed them.
+
+    Yields:
+        Overrides.
+
+    Raises:
+        ConfigError: a direction was typed.
+    """
     found: dict[str, object] = {}
-    if hydra.launcher._target_ == _JOBLIB and slots is not None:
+    if slots is not None and "n_jobs" in hydra.launcher:
         found["hydra.launcher.n_jobs"] = slots.count
-    if hydra.sweeper._target_ == OPTUNA:
+    if "n_jobs" in hydra.sweeper:
         found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
-        found["hydra.sweeper.direction"] = f"{direction}imize"
-        if "seed" in hydra.sweeper.sampler:
-            found["hydra.sweeper.sampler.seed"] = seed % 2**32
+    if "seed" in (hydra.sweeper.get("sampler") or ()):
+        found["hydra.sweeper.sampler.seed"] = seed % 2**32
     keys = {line.lstrip("+").partition("=")[0] for line in typed}
+    if _DIRECTION in keys:
+        why = "the search follows sweep.metric; type sweep.mode=min or sweep.mode=max"
+        raise ConfigError(f"{_DIRECTION}: {why}")
     yield from (f"{key}={value}" for key, value in found.items() if key not in keys)
 
 

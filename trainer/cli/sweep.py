@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import math
 import os
 import re
 import socket
@@ -51,7 +50,7 @@ from trainer.cli.sweep_jobs import (
     was_stopped,
 )
 from trainer.config.messages import clip, line, show
-from trainer.config.metric_mode import mode_of, title_of
+from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
@@ -134,8 +133,8 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     parts = classify(without(overrides, "resume"), composer.groups)
     hydra = parse(parts.hydra)[0]
     # A search could have more combinations than anybody can check.
-    is_search = any(each.lstrip("+").startswith("hydra/sweeper=") for each in parts.hydra)
-    jobs = cover(parts.lines) if is_search else expand(parts.lines)
+    sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
+    jobs = expand(parts.lines) if sweeper == BASIC_SWEEPER else cover(parts.lines)
     checked: list[Job] = []
     faults += parts.faults
     for each in jobs:
@@ -149,15 +148,14 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     metric, mode = first.config.sweep.metric, first.config.sweep.mode
     lines, record = _with_absolute_paths(parts.lines, checked), first.composed.hydra
     folder = _folder_of(first, lines, goes_on=resume is not None)
-    sweeper = record.sweeper._target_
     goes_on = resume is not None and folder.exists()
-    slots = slots_of(checked, record, folder, None if is_search else len(jobs))
+    slots = slots_of(checked, record, folder, len(jobs) if sweeper == BASIC_SWEEPER else None)
     direction = mode_of("sweep.metric", metric, mode, "sweep.mode")
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
         f"hydra.sweep.dir={quote(folder)}",
         f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}",
-        *settings_of(record, parts.hydra, slots, seed=first.config.seed, direction=direction),
+        *settings_of(record, parts.hydra, slots, seed=first.config.seed),
     ]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
     return Sweep(
@@ -285,17 +283,13 @@ def report(sweep: Sweep, console: Console) -> None:
 
 
 def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
-    """Put the best job first; those without the metric come last, without a rank."""
-    sign = 1.0 if mode == "min" else -1.0
+    """Put the best job first; those that did not complete with the metric have no rank."""
 
-    def value(row: Mapping[str, Any]) -> float:
-        found = row.get(metric) if row["state"] == saved_runs.COMPLETED else None
-        return sign * found if isinstance(found, int | float) else math.nan
+    def key(row: Mapping[str, Any]) -> tuple[int, float]:
+        return rank(row.get(metric), row["state"], is_max=mode == "max")
 
-    best = sorted((row for row in rows if math.isfinite(value(row))), key=value)
-    rest = [row for row in rows if not math.isfinite(value(row))]
-    ranked = [{"rank": n, **row} for n, row in enumerate(best, start=1)]
-    return ranked + [{"rank": None, **row} for row in rest]
+    ordered = enumerate(sorted(rows, key=key), start=1)
+    return [{"rank": None if key(row)[0] else n, **row} for n, row in ordered]
 
 
 def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:

@@ -86,7 +86,7 @@ class Slots:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SweepTask:
-    """Hydra's task of a job; it gives the metric that sweepers search by, or an infinity."""
+    """Hydra's task of a job; it gives what sweepers minimise, the metric by its sign, or inf."""
 
     composer: Composer
     command: str  # what each job does
@@ -118,7 +118,8 @@ class SweepTask:
         else:
             code = self._run_elsewhere(lines, folder, record.job.num)
         value = value_of(folder, self.metric) if code == 0 else None
-        return value if value is not None else math.inf * (1 if self.mode == "min" else -1)
+        sign = 1 if self.mode == "min" else -1
+        return math.inf if value is None else sign * value
 
     def _run_elsewhere(self, lines: Sequence[str], folder: Path, job: int) -> int:
         """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
@@ -129,7 +130,7 @@ class SweepTask:
         with stop_signals():
             threading.Thread(target=self._watch, args=(done,), daemon=True).start()
             try:
-                if self.slots is not None:
+                if self.slots is not None and self.process[0] == socket.gethostname():
                     os.environ.update(self.slots.environment(self.slots.take()))
                 code = Preempted.exit_code
                 if not self._num_signals():

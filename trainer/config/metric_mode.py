@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from trainer.core.errors import ConfigError
@@ -36,3 +37,10 @@ def mode_of(
 def title_of(metric: str) -> str:
     """Write a metric for people: `held-out loss`."""
     return metric.replace("eval_", "held-out ", 1).replace("_", " ")
+
+
+def rank(value: object, state: str, *, is_max: bool) -> tuple[int, float]:
+    """Order runs by a metric: 0 for those that completed, the best first; 2 for those without."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return 2, 0.0
+    return int(state != "completed"), -value if is_max else value

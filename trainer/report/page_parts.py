@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from trainer.config.messages import show
-from trainer.config.metric_mode import mode_of, title_of
+from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
@@ -170,7 +170,9 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> Html:
     different = [k for k in keys if k not in _NAMES and len({c.get(k, "") for c in configs}) > 1]
     metric, is_max = ranked_by(runs)
     figures = dict.fromkeys(("loss", "eval_loss", metric))
-    order = sorted(range(len(runs)), key=lambda n: _rank(runs[n].last(metric), is_max=is_max))
+    order = sorted(
+        range(len(runs)), key=lambda n: rank(runs[n].last(metric), runs[n].state, is_max=is_max)
+    )
     rows = [
         (
             el("i", class_=f"key s{n % 8}"),
@@ -202,10 +204,6 @@ def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:
         is_open = mode not in ("min", "max")
         return metric, (mode_of("", metric, "auto", "") if is_open else mode) == "max"
     return metric, False
-
-
-def _rank(value: float | None, *, is_max: bool) -> tuple[bool, float]:
-    return value is None, 0.0 if value is None else -value if is_max else value
 
 
 def _text(value: object) -> str:

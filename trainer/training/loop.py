@@ -15,6 +15,7 @@ from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, Stateful
 from trainer.training.batches import Feed
+from trainer.training.best_metric import BestMetric
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.generation import generate
 from trainer.training.model_flops import ModelFlops
@@ -181,7 +182,10 @@ def _check_metrics(run: Run) -> None:
     Raises:
         ConfigError: nothing is held out, or it has no such figure.
     """
-    followed = [each for each in (run.best, run.stopping) if each is not None]
+    ranked_by = BestMetric(key="sweep.metric", metric=run.config.sweep.metric, mode="min")
+    is_default = ranked_by.metric == "eval_loss"  # a run in no sweep has it too
+    own = ranked_by if ranked_by.metric.startswith("eval_") and not is_default else None
+    followed = [each for each in (run.best, run.stopping, own) if each is not None]
     for each in followed:
         if not run.held_out:
             text = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"

@@ -239,6 +239,13 @@ def test_runs_are_compared_by_what_differs_and_the_best_is_first(tmp_path):
             file.write(json.dumps({"step": 1, "eval_accuracy": [0.5, 0.25, 0.75][n]}) + "\n")
     table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
     assert re.findall(r"\b(\d) unknown", table) == ["2", "0", "1"]
+    for n, folder in enumerate(folders):
+        state = "failed" if n == 2 else "completed"
+        (folder / "status.json").write_text(json.dumps({"state": state}))
+    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
+    assert re.findall(r"\b(\d) (?:failed|completed)", table) == ["0", "1", "2"], (
+        "as a sweep's table"
+    )
 
 
 def test_what_cannot_be_written_is_one_warning(tmp_path, caplog):
