@@ -53,6 +53,7 @@ def test_every_command_of_the_page_is_what_the_program_takes(page, workshop, mon
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("own_folder")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of what it compiles
 @pytest.mark.parametrize(
     "page", [name if name in BY_DEFAULT else nightly(name) for name in sorted(TYPED)]
 )
