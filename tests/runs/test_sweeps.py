@@ -187,6 +187,10 @@ def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(
     line = f"-m {OWN_RUN.replace('steps=2', 'steps=20')} seed=1,2,3 model.wait=0.1"
     line += f" hydra/launcher={launcher} checkpoint.every=5"
     process = begun(line, 1)
+    until = time.monotonic() + 100
+    while launcher == "basic" and not [*Path().glob("outputs/multirun/*/*/*/checkpoints/step-*")]:
+        assert time.monotonic() < until  # what is killed in this process saves nothing more
+        time.sleep(0.1)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
