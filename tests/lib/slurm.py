@@ -95,7 +95,7 @@ def _run(words: Sequence[str], own: Mapping[str, str], number: str, place: Path)
 
 def _preempt(job: str, name: str, place: Path) -> None:
     asked = place / "preempt"
-    files = [*Path().glob("outputs/*/*/metrics.jsonl")] if asked.exists() else []
+    files = [*Path().glob("outputs/**/metrics.jsonl")] if asked.exists() else []
     if any(path.read_bytes().count(b"\n") >= int(asked.read_text()) for path in files):
         asked.unlink()
         for task in (place / f"tasks-{job}").read_text().split():
@@ -133,7 +133,8 @@ def srun(words: Sequence[str], place: Path) -> int:
 def scontrol(words: Sequence[str], place: Path) -> int:
     """Put a job back into the queue, or list the names of nodes."""
     if words[0] == "requeue":
-        (place / f"requeue-{words[1]}").touch()
+        number, _, task = words[1].partition("_")  # of an array: 7_2
+        (place / f"requeue-{number}{f'{int(task):03}' if task else ''}").touch()
     else:
         print("\n".join(words[2].split(",")))
     return 0

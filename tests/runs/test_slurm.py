@@ -77,3 +77,21 @@ def test_every_job_of_an_array_ends_in_a_folder_of_its_own(
     assert [run.name.rpartition("rate-")[2] for run in runs] == ["1e-3", "3e-3", "1e-2"]
     assert [read_json(run / "status.json")["state"] for run in runs] == ["completed"] * 3
     assert [(run / ".hydra" / "resumed").is_dir() for run in runs] == [True, False, False]
+
+
+@pytest.mark.nightly
+def test_submitit_puts_a_job_that_is_preempted_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = install(tmp_path / "slurm", CHECKOUT)
+    (tmp_path / "slurm" / "preempt").write_text(str(PREEMPTED_AT))
+    typed = ["hydra/launcher=submitit_slurm", "seed=0,1", *overrides(LINE)]
+    subprocess.run(["train", "-m", *typed], env=environment, check=True, timeout=LIMIT_S)
+    statuses = [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
+    assert [(each["state"], each["step"]) for each in statuses] == [("completed", 40)] * 2
+    log = (tmp_path / "slurm" / "job-1" / "log").read_text()
+    assert re.findall(r"job (\d+): exit code (\d+)", log) == [
+        *(("1000", "255"), ("1000", "0")),  # submitit's own, behind `scontrol requeue`
+        ("1001", "0"),
+    ]
