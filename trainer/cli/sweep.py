@@ -277,9 +277,9 @@ def report(sweep: Sweep, console: Console) -> None:
         writer.writerows(rows)
         write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
         is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
-        files = "sweep.csv and sweep.png" if is_drawn else "sweep.csv"
-        console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
         write_own_page(sweep.folder)
+        files = ", ".join(["report.html", "sweep.csv", *["sweep.png"] * is_drawn])
+        console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
 
 
 def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:

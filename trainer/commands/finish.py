@@ -69,6 +69,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         f"{shown_path(folder / PAGE)}  (curves, plan, memory, time: open it in a browser)",
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
-        f"{to_go_on(config, folder)} {clock}={2 * steps}",
+        f"{to_go_on(config, folder)} "
+        + ("stop.metric=null" if result["stopped"] else f"{clock}={2 * steps}"),
     )
     run.reporter.finish(result, commands)

@@ -140,7 +140,7 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
 
 def _unfollowed(view: Tree) -> Iterator[str]:
     """Name settings of a metric that is followed, where none is."""
-    if view["stop.metric"] is not None:
+    if view["stop.metric"] is not None or view["resume"] is not None:  # a run's own stay
         return
     for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
         if view[key] not in (default, None):

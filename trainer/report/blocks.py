@@ -53,7 +53,9 @@ def start_block(
     """
     shown = [row for row in rows if not row.in_plan] + [Row("output", shown_path(folder))]
     if resumed_step is not None:
-        text = f"after step {number(resumed_step)}, in the same folder"
+        is_fork = (folder / "forked.json").is_file()
+        where = "of the run that it was forked from" if is_fork else "in the same folder"
+        text = f"after step {number(resumed_step)}, {where}"
         shown.append(Row("resumed", text))
     return Group(_title(f"train {name or ''}"), _grid(shown), _warnings(warnings))
 
@@ -146,6 +148,7 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
     shares = result["time"]["share"].items() if result["time"] else ()
     peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
+    best = found if (found := result.get("best")) and found["value"] is not None else None
     took = duration(result["seconds"])  # of this start, where the run was resumed
     own = metrics.keys() - {"loss", "eval_loss"}
     figures = [f"{name} {mean:.4f}" for name, mean in metrics.items() if name in own]
@@ -154,6 +157,8 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
     return _lines(
         [
             ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
+            ("stopped", result.get("stopped")),
+            ("best", best and f"{best['metric']} {best['value']:.4f} at step {best['step']}"),
             ("time", joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
             ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),

@@ -29,6 +29,7 @@ LARGEST = 1e300
 READ_WHOLE, STRIDES = 20_000, 20  # of a long run; in a stretch of so many strides spikes stay
 _FIGURE = re.compile(rb'"(loss|seconds)": ?([^,}]+)')
 _ODD = re.compile(rb'"(?:eval_seconds|skipped|replays)"')
+_QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 
@@ -51,7 +52,8 @@ class SavedRun:
             self.folder / ".hydra" / each for each in ("resumed/overrides.yaml", "overrides.yaml")
         )
         lines = next((found for path in records if isinstance(found := _yaml(path), list)), [])
-        words = [str(line).lstrip("+") for line in lines]
+        # Hydra's own quotes around a path, which a shell does not need.
+        words = [_QUOTED.sub(r"\1\2", str(line).lstrip("+")) for line in lines]
         return without_secrets(shlex.join(["train", *words]), os.environ)
 
     @cached_property
