@@ -74,12 +74,14 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(_: Any, values: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
+        """Give the sum over ranks, of the shape of `values`."""
         found = values.clone()
         dist.all_reduce(found)
         return found
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401
+        """Give the sum of the ranks' gradients: each rank's output depends on every input."""
         found = gradient.clone()
         dist.all_reduce(found)
         return found
