@@ -37,11 +37,12 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     table = time_table(spendings, overlap) if trained.taken else None
     metrics = trained.evaluation
     eval_loss = metrics.get("loss", metrics.get("eval_loss"))
-    # Held-out losses of simple models, in nats per token, which the data may know.
-    entropies = components.train_set.facts.byte_entropies
+    # Losses of simple models over the same samples, in nats per token, which the data may know.
+    entropies, own = components.train_set.facts.byte_entropies, components.own_part
     simple: dict[str, float] = {}
-    if entropies is not None and components.own_part and config.data.eval_path is None:
-        simple = {f"byte {name}": value for name, value in asdict(entropies()).items()}
+    if entropies is not None and own and config.data.eval_path is None:
+        found = asdict(entropies(own.chosen(0, own.num_samples)))
+        simple = {f"byte {name}": value for name, value in found.items()}
     noise = next((p for p in run.context.parts if isinstance(p, NoiseScale)), None)
     result = {
         "step": trained.step,

@@ -168,12 +168,12 @@ class ByteDocuments(TwoSides):
         """Give the tokens that a document of this text begins with, and those that end one."""
         return [BOS, *text.encode()], [EOS]
 
-    def byte_entropies(self) -> ByteEntropies:
-        """Measure what byte counts alone would score on the held-out documents; NaN without any.
+    def byte_entropies(self, places: IntArray) -> ByteEntropies:
+        """Measure what byte counts alone would score on held-out samples; NaN without any.
 
-        Comparable with a model's held-out loss: over the same samples, every token but the first
-        of a sample is predicted (bytes and EOS; BOS only conditions), and the mean is taken over
-        all predicted tokens of the split:
+        Comparable with a model's held-out loss: over the same samples, those at `places` of the
+        held-out part, every token but the first of a sample is predicted (bytes and EOS; BOS only
+        conditions), and the mean is taken over all predicted tokens:
 
             unigram = -1/N sum_(a,b) h(a,b) ln p(b),    p(b)   = (c(.,b) + 1) / (c(.,.) + 258)
             bigram  = -1/N sum_(a,b) h(a,b) ln p(b|a),  p(b|a) = (c(a,b) + 1) / (c(a,.) + 258)
@@ -182,7 +182,9 @@ class ByteDocuments(TwoSides):
         samples, N = h(.,.), and add-one smoothing over the vocabulary. Costs one pass over both
         splits, some 30 ns a token.
         """
-        counts, held_out = self._pair_counts(TRAIN), self._pair_counts(HELD_OUT)
+        counts, held_out = (
+            self._pair_counts(ids) for ids in (self._ids[TRAIN], self._ids[HELD_OUT][places])
+        )
         total = held_out.sum()
         if total == 0:
             return ByteEntropies(unigram=float("nan"), bigram=float("nan"))
@@ -192,10 +194,9 @@ class ByteDocuments(TwoSides):
         unigram = held_out.sum(0) * np.log(after_any / after_any.sum())
         return ByteEntropies(-float(unigram.sum() / total), -float(bigram.sum() / total))
 
-    def _pair_counts(self, split: str) -> IntArray:
+    def _pair_counts(self, ids: IntArray) -> IntArray:
         """Count every token after every other; `(258, 258)`, the earlier one first."""
         counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
-        ids = self._ids[split]
         blocks = np.cumsum(self._lengths[ids]) // _BLOCK_TOKENS
         for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1) if len(ids) else ():
             tokens = np.concatenate([self._tokens(sample) for sample in block])

@@ -65,7 +65,8 @@ class Samples(Protocol):
       the records were recognised as, and how many of them are no samples.
     * `unused`: arguments that were given and do nothing with these data, each with why, in words;
       where they were typed they are refused.
-    * `byte_entropies`: what the held-out loss of a run is compared with, a data class of floats.
+    * `byte_entropies`: `byte_entropies(places)`, what the held-out loss of a run is compared with
+      over the same samples, those at these places of the held-out part: a data class of floats.
     """
 
     def __len__(self) -> int: ...

@@ -57,7 +57,7 @@ class DataFacts:
     num_cut: int = 0  # tokens that `max_length` left out
     split_rule: str | None = None  # by what it parts itself, in words
     holdout: float | None = None  # share that it was asked to hold out
-    byte_entropies: Callable[[], Any] | None = None  # what byte counts predict of held-out text
+    byte_entropies: Callable[[IntArray], Any] | None = None  # of held-out samples, by places
 
 
 @final

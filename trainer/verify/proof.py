@@ -80,6 +80,8 @@ def _verify(
     case, found = examine(case)
     if whole_errors.is_exact and low is None and not (errors.is_exact or found.sums):
         case, errors, why = replace(case, size=case.num_samples), whole_errors, []
+    if is_one_piece and case.size == case.num_samples:
+        why.append("the plan is one micro-batch, the whole batch: no other cut was compared")
     culprits, rest = found.sums, errors
     if not errors.is_exact:
         culprits, rest = diagnose(case, context, found, planned, expected, traces_whole=whole_fits)

@@ -111,6 +111,7 @@ def test_a_step_in_one_piece_is_the_whole_batch_though_its_modules_couple_sample
     model = lambda: TinyLM(dropout=0.2, norm=nn.BatchNorm1d(8))  # noqa: E731
     report = Bench(Fixed(steps=1), model=model).verified()
     assert (report.verdict, report.reference) == ("exact", "whole batch")
+    assert any("no other cut was compared" in note for note in report.notes)
 
 
 def test_a_batch_without_a_single_loss_term_is_exact():
