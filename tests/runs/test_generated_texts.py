@@ -11,7 +11,7 @@ import transformers
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.nightly import nightly
 from tests.lib.run_support import entries, go, on, shell
-from trainer.data.prompts import prompt_tokens
+from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.stdlib import StdlibText
 
 pytestmark = pytest.mark.usefixtures("own_folder")

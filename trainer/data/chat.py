@@ -90,39 +90,7 @@ def _text(content: Any, name: str) -> str:  # noqa: ANN401 - any JSON value
     return "".join(texts)
 
 
-def encode_messages(
-    tokenizer: Any,  # noqa: ANN401 - a tokenizer of transformers
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Any] | str | None = None,
-    chat_template: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    assistant_only_loss: bool = True,
-) -> Encoded:
-    """Encode a conversation.
-
-    Without a `{% generation %}` mask an answer begins behind the header that the template puts
-    before it, and ends with its end-of-turn token; white space behind that is no loss term.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        messages: as `normalize_messages` gives them.
-        tools: JSON schemas, or the text of their JSON, for the template.
-        chat_template: text of a template; None is the tokenizer's own.
-        chat_template_kwargs: further variables of the template.
-        assistant_only_loss: False makes every token a loss term.
-
-    Raises:
-        ValueError: no answer is in it, or no template, or none that shows where answers are.
-    """
-    chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
-    if not assistant_only_loss:
-        ids, _ = chat.tokenize(chat.render(messages))
-        return ids, [True] * len(ids)
-    return chat.encode_answers(messages, first=0)
-
-
-def encode_prompt(
+def encode_completion(
     tokenizer: Any,  # noqa: ANN401 - a tokenizer of transformers
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],
@@ -130,33 +98,38 @@ def encode_prompt(
     tools: Sequence[Any] | str | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    completion_only_loss: bool = True,
+    learns_all: bool = False,
 ) -> Encoded:
-    """Encode a prompt and its completion, which are both text or both messages.
+    """Encode what is given and what is learned, which are both text or both messages.
+
+    A conversation of which every answer is learned has no prompt. Without a `{% generation %}` mask
+    an answer begins behind the header that the template puts before it, and ends with its
+    end-of-turn token; white space behind that is no loss term.
 
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
-    holds a part of both is a loss term. Of messages those answers count that are in the completion.
+    holds a part of both is a loss term.
 
     Args:
         tokenizer: a fast one of transformers.
         prompt: what is given.
-        completion: what is learned.
+        completion: what is learned: a text, or the answers among the messages.
         tools: JSON schemas, or the text of their JSON, for the template.
         chat_template: text of a template; None is the tokenizer's own.
         chat_template_kwargs: further variables of the template.
-        completion_only_loss: False makes every token a loss term.
+        learns_all: make every token a loss term.
 
     Raises:
-        ValueError: one is text and the other messages, or as for `encode_messages`.
+        ValueError: one is text and the other messages, no answer is there, or no template, or none
+            that shows where answers are.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         ids, counts = _encode_texts(tokenizer, prompt, completion)
-        return ids, counts if completion_only_loss else [True] * len(ids)
+        return ids, [True] * len(ids) if learns_all else counts
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
     chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
     whole = [*prompt, *completion]
-    if not completion_only_loss:
+    if learns_all:
         ids, _ = chat.tokenize(chat.render(whole))
         return ids, [True] * len(ids)
     return chat.encode_answers(whole, first=len(prompt))

@@ -26,9 +26,9 @@ from trainer.config.components import (
 )
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.documents import TwoSides
 from trainer.data.encode import ends_of, pad_token_of
-from trainer.data.prompts import prompt_tokens
 from trainer.data.records import find_records
 from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Count, ExistingPath, Pair
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import expanded
-from trainer.data.chat import encode_messages, encode_prompt, normalize_messages
+from trainer.data.chat import encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL
 from trainer.data.files import reading
 
@@ -91,13 +91,13 @@ class ImageText(Dataset[dict[str, Tensor]]):
         """Encode the text of a record; a ValueError says what is bad."""
         if "prompt" in text and "completion" in text:
             (prompt,) = self._placed([text["prompt"]], at=0)
-            ids, counts = encode_prompt(self._tokenizer, prompt, text["completion"])
+            ids, counts = encode_completion(self._tokenizer, prompt, text["completion"])
         elif turns := text.get("messages") or text.get("conversations"):
             messages = normalize_messages(turns)
             at = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
             contents = self._placed([message["content"] for message in messages], at)
-            pairs = zip(messages, contents, strict=True)
-            ids, counts = encode_messages(self._tokenizer, [m | {"content": c} for m, c in pairs])
+            turns = [m | {"content": c} for m, c in zip(messages, contents, strict=True)]
+            ids, counts = encode_completion(self._tokenizer, (), turns)
         else:
             raise ValueError("neither prompt and completion nor messages; write one of them")
         if len(ids) > max_length:

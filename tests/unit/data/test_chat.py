@@ -16,7 +16,7 @@ from tests.lib.chats import (
     marked,
 )
 from tests.lib.trl_masks import CASES, STORED, digest
-from trainer.data.chat import encode_messages, encode_prompt, normalize_messages
+from trainer.data.chat import encode_completion, normalize_messages
 
 USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "because it is"}
@@ -48,7 +48,7 @@ def learned(tokenizer, encoded):
 def test_of_200_conversations_the_tokens_of_the_answers_count_and_no_other(tokenizer, name):
     template, pieces_of = PIECES[name]
     for messages in conversations(200):
-        ids, counts = encode_messages(tokenizer, messages, chat_template=template)
+        ids, counts = encode_completion(tokenizer, (), messages, chat_template=template)
         by_hand = [(ids_of(tokenizer, text), counted) for text, counted in pieces_of(messages)]
         assert ids == [token for piece, _ in by_hand for token in piece]
         assert counts == [counted for piece, counted in by_hand for _ in piece]
@@ -65,9 +65,9 @@ def test_what_counts_of_200_records_is_what_trl_learns(case):
     for messages in conversations(200):
         record = record_of(messages)
         if case == "messages":
-            encoded = encode_messages(tokenizer, record["messages"])
+            encoded = encode_completion(tokenizer, (), record["messages"])
         else:
-            encoded = encode_prompt(tokenizer, record["prompt"], record["completion"])
+            encoded = encode_completion(tokenizer, record["prompt"], record["completion"])
         texts.append(marked(tokenizer, *encoded))
     assert texts[:2] == stored["first"]
     assert [digest(text) for text in texts] == stored["sha256"]
@@ -79,26 +79,28 @@ def test_a_token_that_the_tokenizer_merges_over_the_header_is_refused_or_counts_
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     with pytest.raises(ValueError, match="message 2, of the assistant, begins inside a token"):
-        encode_messages(tokenizer, TALK, chat_template=merges)
-    encoded = encode_prompt(tokenizer, "why? ", "because")
+        encode_completion(tokenizer, (), TALK, chat_template=merges)
+    encoded = encode_completion(tokenizer, "why? ", "because")
     assert learned(tokenizer, encoded) == [" because</s>"]
 
 
 def test_earlier_answers_that_a_template_changes_are_refused_and_the_last_one_is_not(tokenizer):
     settings = {"chat_template": THOUGHTS}
-    once = encode_messages(tokenizer, [USER, {**ANSWER, "thought": "is it"}], **settings)
+    once = encode_completion(tokenizer, (), [USER, {**ANSWER, "thought": "is it"}], **settings)
     assert learned(tokenizer, once) == [
         "<think>\nis it\n</think>\n\nbecause it is<|im_end|>",
     ]
     with pytest.raises(ValueError, match=r"message 2, .* otherwise once more messages follow, .*"):
-        encode_messages(tokenizer, TALK * 2, **settings)
-    pair = encode_prompt(tokenizer, [*TALK, USER], [ANSWER], **settings)
+        encode_completion(tokenizer, (), TALK * 2, **settings)
+    pair = encode_completion(tokenizer, [*TALK, USER], [ANSWER], **settings)
     assert learned(tokenizer, pair) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
 
 
 def test_a_token_that_ends_the_conversation_and_no_turn_is_learned_once(tokenizer):
     template = f"{CHATML.removesuffix('{% endif %}')}{{% else %}}{{{{ eos_token }}}}{{% endif %}}"
-    assert learned(tokenizer, encode_messages(tokenizer, TALK * 2, chat_template=template)) == [
+    assert learned(
+        tokenizer, encode_completion(tokenizer, (), TALK * 2, chat_template=template)
+    ) == [
         "because it is<|im_end|>",
         "because it is<|im_end|>\n</s>",
     ]
@@ -125,8 +127,9 @@ def test_tools_and_variables_reach_the_template(tokenizer):
     template = "{{ (tools | tojson) if tools else 'none' }}{{ style }}" + CHATML
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     for given in (tools, json.dumps(tools)):
-        ids, _ = encode_messages(
+        ids, _ = encode_completion(
             tokenizer,
+            (),
             TALK,
             tools=given,
             chat_template=template,
@@ -134,7 +137,8 @@ def test_tools_and_variables_reach_the_template(tokenizer):
         )
         assert tokenizer.decode(ids).startswith(f"{json.dumps(tools)}short<|im_start|>user")
     assert (
-        tokenizer.decode(encode_messages(tokenizer, TALK, chat_template=template)[0])[:4] == "none"
+        tokenizer.decode(encode_completion(tokenizer, (), TALK, chat_template=template)[0])[:4]
+        == "none"
     )
 
 
@@ -145,8 +149,8 @@ def test_today_is_the_same_day_whenever_a_template_is_rendered(tokenizer, ask):
     template = head + "  {{- 'Today: ' + day }}\n" + CHATML
     written = {"%d %b %Y": "26 Jul 2024", "%Y-%m-%d is a %A": "2024-07-26 is a Friday"}[ask]
     for typed in ({}, {"day": "1 May 2020"}):
-        ids, _ = encode_messages(
-            tokenizer, TALK, chat_template=template, chat_template_kwargs=typed
+        ids, _ = encode_completion(
+            tokenizer, (), TALK, chat_template=template, chat_template_kwargs=typed
         )
         dated = {"day": written, **typed}
         assert (
@@ -162,7 +166,7 @@ def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
     )
     call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
     talk = normalize_messages([USER, call, {"role": "tool", "content": "2"}, ANSWER])
-    encoded = encode_messages(tokenizer, talk, chat_template=template)
+    encoded = encode_completion(tokenizer, (), talk, chat_template=template)
     assert learned(tokenizer, encoded) == [
         '[{"name": "add", "arguments": {"x": 1}}]<|im_end|>',
         "because it is<|im_end|>",
@@ -170,30 +174,34 @@ def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
 
 
 def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
-    ids, _ = encoded = encode_prompt(tokenizer, "why?\n", "because it is")
+    ids, _ = encoded = encode_completion(tokenizer, "why?\n", "because it is")
     assert tokenizer.decode(ids) == "<s>why?\nbecause it is</s>"
     assert learned(tokenizer, encoded) == ["because it is</s>"]
     # What the texts bring already is not added again.
-    assert encode_prompt(tokenizer, "<s>why?\n", "because it is</s>") == encoded
-    every = encode_prompt(tokenizer, "why?\n", "because it is", completion_only_loss=False)
+    assert encode_completion(tokenizer, "<s>why?\n", "because it is</s>") == encoded
+    every = encode_completion(tokenizer, "why?\n", "because it is", learns_all=True)
     assert every == (ids, [True] * len(ids))
 
 
 def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokenizer):
     for template in (CHATML, GENERATION):
         settings = {"chat_template": template}
-        encoded = encode_prompt(tokenizer, [*TALK, USER], [{**ANSWER, "content": "so"}], **settings)
+        encoded = encode_completion(
+            tokenizer, [*TALK, USER], [{**ANSWER, "content": "so"}], **settings
+        )
         assert learned(tokenizer, encoded) == ["so<|im_end|>"]
-        ids, _ = encode_messages(tokenizer, [*TALK, USER, {**ANSWER, "content": "so"}], **settings)
+        ids, _ = encode_completion(
+            tokenizer, (), [*TALK, USER, {**ANSWER, "content": "so"}], **settings
+        )
         assert encoded[0] == ids
         system = {"role": "system", "content": "be brief"}
-        begun = encode_prompt(tokenizer, [system], TALK, **settings)
-        assert begun == encode_prompt(tokenizer, [system, *TALK[:1]], TALK[1:], **settings)
+        begun = encode_completion(tokenizer, [system], TALK, **settings)
+        assert begun == encode_completion(tokenizer, [system, *TALK[:1]], TALK[1:], **settings)
 
 
 def test_without_answers_alone_every_token_is_learned(tokenizer):
-    ids, counts = encode_messages(tokenizer, TALK, chat_template=CHATML, assistant_only_loss=False)
-    assert ids == encode_messages(tokenizer, TALK, chat_template=CHATML)[0]
+    ids, counts = encode_completion(tokenizer, (), TALK, chat_template=CHATML, learns_all=True)
+    assert ids == encode_completion(tokenizer, (), TALK, chat_template=CHATML)[0]
     assert all(counts)
 
 
@@ -217,7 +225,7 @@ def test_without_answers_alone_every_token_is_learned(tokenizer):
 )
 def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, template, words):
     with pytest.raises(ValueError, match=words.replace("|", r"\|")):
-        encode_messages(tokenizer, messages, chat_template=template)
+        encode_completion(tokenizer, (), messages, chat_template=template)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +254,8 @@ def test_what_is_no_conversation_is_refused_in_plain_words(value, words):
 
 def test_pairs_of_two_kinds_and_empty_completions_are_refused(tokenizer):
     with pytest.raises(ValueError, match="both text, or both lists of messages"):
-        encode_prompt(tokenizer, "why?", [ANSWER])
+        encode_completion(tokenizer, "why?", [ANSWER])
     with pytest.raises(ValueError, match="the completion is empty"):
-        encode_prompt(tokenizer, "why?", " ")
+        encode_completion(tokenizer, "why?", " ")
     with pytest.raises(ValueError, match="no message is of the assistant"):
-        encode_prompt(tokenizer, TALK, [USER], chat_template=CHATML)
+        encode_completion(tokenizer, TALK, [USER], chat_template=CHATML)
