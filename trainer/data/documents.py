@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self, final
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -18,6 +18,7 @@ from trainer.config.components import Overlong
 from trainer.core.errors import DataError
 from trainer.data.index import Index
 from trainer.data.samples import HELD_OUT, TRAIN, held_out_mask
+from trainer.data.token_samples import Ends, FieldSamples, TextSamples
 from trainer.plan.cut import IntArray
 
 BOS = 256
@@ -38,16 +39,22 @@ class ByteEntropies:
 
 
 class TwoSides(Dataset[dict[str, Tensor]]):
-    """Samples of an index of which some are held out; both sides share all but which are theirs.
-
-    A subclass sets the attributes, and reads a sample in `__getitem__`.
-    """
+    """Samples of an index of which some are held out; both sides share all but which are theirs."""
 
     _index: Index
+    _samples: TextSamples | FieldSamples  # of both sides
     _split: str  # which side this is
-    _ids: Mapping[str, IntArray]  # by side, the index of each sample among those of both
-    _lengths: IntArray  # tokens of each sample of both sides
     _settings: str  # what the samples depend on beside the index and the side
+
+    def _hold_out(self, documents: npt.NDArray[np.bool_]) -> None:
+        """Draw the sides: the documents that are held out, `(documents,)`, and the others."""
+        sides = {TRAIN: ~documents, HELD_OUT: documents}
+        of_samples = self._samples.documents
+        # By side, the index of each sample among those of both
+        self._ids = {name: np.flatnonzero(side[of_samples]) for name, side in sides.items()}
+        self._num_cut = {
+            name: int(self._samples.num_cut[side].sum()) for name, side in sides.items()
+        }
 
     def splits(self) -> dict[str, Self]:
         """Give both sides."""
@@ -66,10 +73,19 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     @cached_property
     def lengths(self) -> IntArray:
         """Tokens of each sample, `(samples,)`."""
-        return self._lengths[self.original_ids]
+        return self._samples.lengths[self.original_ids]
+
+    @property
+    def num_cut(self) -> int:
+        """Tokens of this side's documents that are in no sample."""
+        return self._num_cut[self._split]
 
     def __len__(self) -> int:
         return len(self.original_ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
+        return self._samples.read(int(self.original_ids[i]))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -105,6 +121,7 @@ class ByteDocuments(TwoSides):
         DataError: no document is left to train on.
     """
 
+    _samples: TextSamples
     vocab_size = VOCAB_SIZE
     draws_randomness = False
     split_rule = "whole documents, copies of one together, drawn by data.split_seed"
@@ -124,40 +141,15 @@ class ByteDocuments(TwoSides):
         # Other samples than those of a word, under the same settings, need another word.
         word = {"cut": "", "chunk": "|chunk with context", "drop": "|drop"}[overlong]
         self._settings = f"{max_length}|{holdout!r}|{seed}{word}"
-        whole = np.diff(index.offsets) + 2
-        self._documents, self._begins, self._lengths = divide(whole, max_length, overlong)
-        held_out = held_out_mask(index.groups, holdout, seed)
-        is_held_out = held_out[self._documents]
-        self._ids = {TRAIN: np.flatnonzero(~is_held_out), HELD_OUT: np.flatnonzero(is_held_out)}
-        self._sizes = {TRAIN: whole[~held_out].sum(), HELD_OUT: whole[held_out].sum()}
+        ends = Ends((BOS,), (EOS,), of_samples=False)
+        byte = np.dtype(np.uint8)
+        self._samples = TextSamples(index, ends, max_length, overlong, stored=byte, head=0)
+        self._hold_out(held_out_mask(index.groups, holdout, seed))
         if split == TRAIN and not len(self):
             raise DataError(
                 f"data.overlong={overlong}: every document is longer than data.max_length="
                 f"{max_length} tokens; set a larger one, or data.overlong=chunk"
             )
-
-    @property
-    def num_cut(self) -> int:
-        """Tokens of this side's documents that are in no sample."""
-        num_context = int(np.count_nonzero(self._begins[self.original_ids]))
-        return int(self._sizes[self._split] - self.lengths.sum()) + num_context
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
-        input_ids = torch.from_numpy(self._tokens(int(self.original_ids[i])))
-        return {"input_ids": input_ids, "labels": input_ids}
-
-    def _tokens(self, sample: int) -> IntArray:
-        document, begin = self._documents[sample], int(self._begins[sample])
-        length = int(self._lengths[sample])
-        # Of the whole document: the BOS lies before its first byte, the EOS behind its last.
-        first, end = map(int, self._index.offsets[document : document + 2])
-        body = self._index.blob[first + max(begin - 1, 0) : min(end, first + begin - 1 + length)]
-        tokens = np.empty(length, dtype=np.int64)
-        tokens[-1], tokens[0] = EOS, BOS
-        start = int(begin == 0)
-        tokens[start : start + len(body)] = body
-        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """Write tokens as text, with words for BOS and EOS."""
@@ -197,36 +189,12 @@ class ByteDocuments(TwoSides):
     def _pair_counts(self, ids: IntArray) -> IntArray:
         """Count every token after every other; `(258, 258)`, the earlier one first."""
         counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
-        blocks = np.cumsum(self._lengths[ids]) // _BLOCK_TOKENS
+        lengths = self._samples.lengths
+        blocks = np.cumsum(lengths[ids]) // _BLOCK_TOKENS
         for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1) if len(ids) else ():
-            tokens = np.concatenate([self._tokens(sample) for sample in block])
+            tokens = np.concatenate([self._samples.ids(sample) for sample in block])
             pairs = tokens[:-1] * VOCAB_SIZE + tokens[1:]
             # The first token of a sample is not predicted from the last one of another.
-            pairs = np.delete(pairs, np.cumsum(self._lengths[block])[:-1] - 1)
+            pairs = np.delete(pairs, np.cumsum(lengths[block])[:-1] - 1)
             counts += np.bincount(pairs, minlength=len(counts))
         return counts.reshape(VOCAB_SIZE, VOCAB_SIZE)
-
-
-def divide(
-    whole: IntArray, max_length: int, overlong: Overlong, context: int = 1
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide documents into samples.
-
-    Args:
-        whole: `(documents,)`, tokens of each.
-        max_length: most tokens of a sample.
-        overlong: what becomes of longer documents.
-        context: tokens that a later sample has from the end of the one before.
-
-    Returns:
-        Of each sample its document, first token there, and length, `(samples,)` each.
-    """
-    counts, stride = np.ones_like(whole), max_length - context
-    if overlong == "chunk":
-        counts = np.maximum(-(-(whole - context) // stride), 1)
-    elif overlong == "drop":
-        counts = (whole <= max_length).astype(np.int64)
-    documents = np.repeat(np.arange(len(whole)), counts)
-    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]
-    begins = numbers * stride
-    return documents, begins, np.minimum(whole[documents] - begins, max_length)

@@ -30,9 +30,9 @@ from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.documents import TwoSides
 from trainer.data.encode import ends_of, pad_token_of
 from trainer.data.records import find_records
-from trainer.data.samples import HELD_OUT, INPUT_IDS, TRAIN, Sample, held_out_mask
+from trainer.data.samples import INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records
-from trainer.data.token_samples import FieldSamples, TextSamples, TokenSamples
+from trainer.data.token_samples import FieldSamples, TextSamples
 from trainer.data.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
@@ -156,16 +156,12 @@ class HuggingFaceData(TwoSides):
         self.unused = {"subset": why} if is_named else {}
         self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
         self._split, self._samples = TRAIN, self._laid_out(tokenizer, options)
-        self._lengths = self._samples.lengths
-        held_out = self._held_out(holdout, seed)
-        sides = {TRAIN: ~held_out, HELD_OUT: held_out}
-        self._documents = {name: np.flatnonzero(mask) for name, mask in sides.items()}
-        self._ids = {n: np.flatnonzero(m[self._samples.documents]) for n, m in sides.items()}
+        self._hold_out(self._held_out(holdout, seed))
         self._settings = f"{self._samples.settings}|{self.holdout!r}|{seed}"
         if not len(self):
             raise DataError(f"data.path={path}: no record is left to train on")
 
-    def _laid_out(self, tokenizer: Any, options: EncodeOptions) -> TokenSamples:  # noqa: ANN401
+    def _laid_out(self, tokenizer: Any, options: EncodeOptions) -> TextSamples | FieldSamples:  # noqa: ANN401
         """Give the samples of the cache, and take over what it knows of them."""
         index, facts = self._index, self._index.facts
         self.unused |= facts["unused"]
@@ -194,17 +190,6 @@ class HuggingFaceData(TwoSides):
         self.holdout = holdout
         self.split_rule = "whole records, copies of one together, drawn by data.split_seed"
         return held_out_mask(self._index.groups, holdout, seed)
-
-    @property
-    def num_cut(self) -> int:
-        """Tokens of this side's records that are in no sample."""
-        ids, documents = self.original_ids, self._documents[self._split]
-        repeated = self._samples.num_repeated(ids)
-        return self._samples.num_tokens(documents) - int(self.lengths.sum()) + repeated
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
-        return self._samples.read(int(self.original_ids[i]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Write tokens as text, special ones too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,30 +13,12 @@ from torch import Tensor
 
 from trainer.config.components import Overlong
 from trainer.data.collate import LABELS
-from trainer.data.documents import divide
 from trainer.data.index import Index
 from trainer.data.samples import INPUT_IDS
 from trainer.plan.cut import IntArray
 
 STORED, REAL = np.dtype("<i4"), np.dtype("<f4")
 """What ids, and real numbers, are stored in."""
-
-
-class TokenSamples(Protocol):
-    """Samples in an index of ids."""
-
-    documents: IntArray  # `(samples,)`, the document of each
-    lengths: IntArray  # `(samples,)`, tokens of each
-    settings: str  # what they depend on beside the index
-
-    def read(self, sample: int) -> dict[str, Tensor]:
-        """Give its fields."""
-
-    def num_tokens(self, documents: IntArray) -> int:
-        """Count the tokens of some documents, those that are in no sample included."""
-
-    def num_repeated(self, samples: IntArray) -> int:
-        """Count the tokens of some samples that others have, too."""
 
 
 @final
@@ -74,38 +56,47 @@ class TextSamples:
         ends: special tokens around them.
         max_length: most tokens of a sample.
         overlong: what becomes of longer texts; see `ByteDocuments`.
+        stored: what ids are stored in.
+        head: numbers that are stored before the ids of a text.
+
+    Attributes:
+        documents: `(samples,)`, the document of each.
+        lengths: `(samples,)`, tokens of each.
+        num_cut: `(documents,)`, tokens of each that are in no sample.
+        settings: what the samples depend on beside the index.
     """
 
-    def __init__(self, index: Index, ends: Ends, max_length: int, overlong: Overlong) -> None:
-        self._index, self._ends = index, ends
+    def __init__(
+        self,
+        index: Index,
+        ends: Ends,
+        max_length: int,
+        overlong: Overlong,
+        *,
+        stored: np.dtype[Any] = STORED,
+        head: int = 1,
+    ) -> None:
+        self._index, self._ends, self._stored, self._head = index, ends, stored, head
         self.settings = f"{ends}|{max_length}|{overlong}"
-        sizes = np.diff(index.offsets) // STORED.itemsize - 1
-        self._whole = sizes + len(ends)
-        inside, context = (0, 1) if not ends.of_samples else (len(ends), 0)
+        whole = np.diff(index.offsets) // stored.itemsize - head + len(ends)
+        inside, context = (len(ends), 0) if ends.of_samples else (0, 1)
         self.documents, self._begins, lengths = divide(
-            self._whole - inside, max_length - inside, overlong, context
+            whole - inside, max_length - inside, overlong, context
         )
-        self._body, self.lengths = lengths, lengths + inside
-        self._context = context
+        self.lengths = lengths + inside
+        cut: Mapping[Overlong, IntArray | int]
+        cut = {"chunk": 0, "cut": whole - max_length, "drop": whole}
+        self.num_cut = np.where(whole > max_length, cut[overlong], 0)
 
-    def num_tokens(self, documents: IntArray) -> int:
-        """Count the tokens of some documents, those that are in no sample included."""
-        return int(self._whole[documents].sum())
-
-    def num_repeated(self, samples: IntArray) -> int:
-        """Count the tokens of some samples that others have, too."""
-        repeated = self._context or len(self._ends)
-        return repeated * int(np.count_nonzero(self._begins[samples]))
-
-    def read(self, sample: int) -> dict[str, Tensor]:
-        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
+    def ids(self, sample: int) -> IntArray:
+        """Give the tokens of a sample, `(length,)`."""
         document, begin = int(self.documents[sample]), int(self._begins[sample])
         first, last = map(int, self._index.offsets[document : document + 2])
-        body = self._index.blob[first:last].view(STORED)[1:]  # behind their count
-        end = begin + int(self._body[sample])
+        body = self._index.blob[first:last].view(self._stored)[self._head :]
         prefix, suffix = self._ends.prefix, self._ends.suffix
+        end = begin + int(self.lengths[sample])
         if self._ends.of_samples:
-            parts: list[npt.ArrayLike] = [prefix, body[begin:end], suffix]
+            parts: list[npt.ArrayLike] = [prefix, body[begin : end - len(self._ends)], suffix]
         else:
             of_body, of_suffix = len(prefix), len(prefix) + len(body)
             parts = [
@@ -113,14 +104,42 @@ class TextSamples:
                 body[max(begin - of_body, 0) : max(end - of_body, 0)],
                 suffix[max(begin - of_suffix, 0) : max(end - of_suffix, 0)],
             ]
-        numbers = np.concatenate([np.asarray(each) for each in parts])
-        input_ids = torch.from_numpy(numbers.astype(np.int64))
+        return np.concatenate([np.asarray(each) for each in parts]).astype(np.int64)
+
+    def read(self, sample: int) -> dict[str, Tensor]:
+        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
+        input_ids = torch.from_numpy(self.ids(sample))
         return {INPUT_IDS: input_ids, LABELS: input_ids}
+
+
+def divide(
+    whole: IntArray, max_length: int, overlong: Overlong, context: int = 1
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Divide documents into samples.
+
+    Args:
+        whole: `(documents,)`, tokens of each.
+        max_length: most tokens of a sample.
+        overlong: what becomes of longer documents.
+        context: tokens that a later sample has from the end of the one before.
+
+    Returns:
+        Of each sample its document, first token there, and length, `(samples,)` each.
+    """
+    counts, stride = np.ones_like(whole), max_length - context
+    if overlong == "chunk":
+        counts = np.maximum(-(-(whole - context) // stride), 1)
+    elif overlong == "drop":
+        counts = (whole <= max_length).astype(np.int64)
+    documents = np.repeat(np.arange(len(whole)), counts)
+    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]
+    begins = numbers * stride
+    return documents, begins, np.minimum(whole[documents] - begins, max_length)
 
 
 @final
 class FieldSamples:
-    """Samples of several fields, each of which is a record.
+    """Samples of several fields, each of which is a record; see `TextSamples` for the attributes.
 
     Args:
         index: what `packed_fields` gave for each.
@@ -132,14 +151,7 @@ class FieldSamples:
         self.documents = np.arange(len(index.groups))
         heads = index.offsets[:-1] // STORED.itemsize + [*kinds].index(INPUT_IDS)
         self.lengths = index.blob.view(STORED)[heads].astype(np.int64)
-
-    def num_tokens(self, documents: IntArray) -> int:
-        """Count the tokens of some documents."""
-        return int(self.lengths[documents].sum())
-
-    def num_repeated(self, samples: IntArray) -> int:
-        """Give 0: no sample has tokens of another."""
-        return 0
+        self.num_cut = np.zeros(len(index.groups), dtype=np.int64)
 
     def read(self, sample: int) -> dict[str, Tensor]:
         """Give its fields, int64 but for real numbers."""
