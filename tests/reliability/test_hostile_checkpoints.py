@@ -255,15 +255,22 @@ def test_side_files_of_a_stranger_are_passed_over(tmp_path):
     assert read_json(tmp_path / "plan.json") == {}
 
 
-def test_a_bad_run_id_turns_the_mirror_off_with_a_warning(tmp_path):
+def test_a_bad_run_id_or_another_server_turns_the_mirror_off_with_a_warning(tmp_path):
     (tmp_path / "wandb").mkdir()
-    for text in ("é", "../../elsewhere", ""):
+    server = "[default]\nbase_url = http://127.0.0.1:9\n"
+    for text, why in {
+        "é": "holds no run id",
+        "../../elsewhere": "holds no run id",
+        "": "holds no run id",
+        "a" * 8: "settings of W&B are not taken from a run",
+    }.items():
         (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
+        (tmp_path / "wandb" / "settings").write_text(server)
         warnings: list[str] = []
         mirror = mirror_of("wandb", WandbTracker(), tmp_path, warnings.append)
         mirror.start()
         close_all([mirror], None)
-        assert "holds no run id" in " ".join(warnings)
+        assert why in " ".join(warnings)
 
 
 NOWHERE: list[tuple[type[Stateful], dict[str, Any]]] = [

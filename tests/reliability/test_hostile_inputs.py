@@ -188,7 +188,6 @@ FOLDERS = {
     "no override": planted("]["),
     "a tag in the config": written("config.yaml", TAG),
     "an endless config": written("config.yaml", "&a {batch: *a}"),
-    "another server": written("wandb/settings", "[default]\nbase_url = http://127.0.0.1:9\n"),
 }
 FOLDERS |= {f"a link for {name}": linked(name) for name in ("metrics.jsonl", "checkpoints")}
 

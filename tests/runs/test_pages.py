@@ -30,11 +30,13 @@ def test_the_doctor_says_versions_and_limits_and_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "b" * 34)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x.db")
     assert shell("doctor") == 0
     shown = capsys.readouterr().out
     assert f"  torch         {torch.__version__}\n" in shown
     assert "GiB for tensors (" in shown
     assert "  OMP_NUM_THREADS=1\n" in shown
+    assert "  MLFLOW_TRACKING_URI=sqlite:///x.db\n" in shown, "which a tracker's option reads"
     assert "aaaa" not in shown
     assert "bbbb" not in shown
     assert shell("doctor steps=3") == 2

@@ -37,7 +37,8 @@ def open_reporter(
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
             trackers[_name(each, i, config.logger)] = _tracker(each, i, config.trust)
-        _record_begin(folder, plan, components)
+        begun = {} if loaded is None else {"resumed_step": loaded.step}
+        _record_begin(folder, {**plan, **begun}, components)
 
     components.world.on_main(begin)
     if not components.world.is_main:

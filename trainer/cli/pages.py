@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from trainer.config import trackers
+from trainer.config.keys import options_of
 from trainer.config.messages import clip
 from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
@@ -19,7 +22,6 @@ _VARIABLES = (
     "OMP_",
     "PYTORCH_",
     "TORCH",
-    "WANDB_MODE",
     "HF_",
     "SLURM_",
 )
@@ -92,8 +94,9 @@ def _doctor() -> Iterator[str]:
     yield f"  {'tuning cache':<14}{cache_folder()}"
     yield f"  {'program':<14}{Path(__file__).parents[1]}"
     yield "environment"
+    named = re.findall(r"oc\.env:(\w+)", str(options_of(trackers.FOLDER)))
     for name in sorted(os.environ):
-        if name.startswith(_VARIABLES) and not is_secret(name, os.environ[name]):
+        if name.startswith((*_VARIABLES, *named)) and not is_secret(name, os.environ[name]):
             yield f"  {name}={clip(os.environ[name])}"
 
 

@@ -74,9 +74,6 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
-    for settings in (path / "wandb" / "settings", path / ".wandb" / "settings"):
-        if settings.exists():  # they would say where the key of W&B is sent
-            raise NoCheckpointError(f"{settings}: settings of W&B are not taken from a run")
     if to_train and (command := saved_config(path).get("command")) != "train":
         why = f"not a training run; its config.yaml says command={command}"
         raise NoCheckpointError(f"{key}={folder}: {why}")

@@ -15,14 +15,14 @@ from trainer.core.format import duration, number, shown_path
 from trainer.report import page_bars as bars
 from trainer.report import page_parts as parts
 from trainer.report.journal import METRICS_FILE
-from trainer.report.page_curves import AXES, charts_of, drawing, series_of
+from trainer.report.page_curves import AXES, charts_of, series_of
 from trainer.report.page_html import Html, card, el, join
 from trainer.report.page_runs import SavedRun, runs_in
 
 PAGE = "report.html"
 _HERE = Path(__file__).parent
 MOST_LETTERS = 100  # of a run's name
-_BESIDE = 7  # charts that are open; more are a click away
+_BESIDE = 24  # charts that are open; more are a click away
 _PREDICT = "train evaluate run={} eval.predictions=true"
 
 _log = logging.getLogger(__name__)
@@ -87,14 +87,11 @@ def page(runs: Sequence[SavedRun]) -> str:
 def _head(runs: Sequence[SavedRun], title: str) -> Html:
     run = runs[0]
     is_one = len(runs) == 1
-    forked = run.forked
     facts = [
         run.started,
         duration(run.seconds) + " of steps and evaluations" if run.seconds else None,
         str(run.config.get("model._target_") or "").rpartition(".")[2] or None,
-        f"forked from {shown_path(Path(str(forked['run'])))} at step {forked.get('step')}"
-        if forked.get("run")
-        else None,
+        *run.continuation,
     ]
     reason = (run.status.get("reason") or run.result.get("stopped")) if is_one else None
     code = run.status.get("exit_code") if is_one else None
@@ -153,7 +150,7 @@ def _curves(
         el(
             "figure",
             el("figcaption", el("b", chart["title"]), el("span")),
-            drawing(chart, series),
+            el("svg", role="img", aria_label=f"curve of {chart['title']}"),
             data_chart=n,
         )
         for n, chart in enumerate(charts)
@@ -164,6 +161,7 @@ def _curves(
         el("h2", "Curves"),
         tools,
         el("div", toggles, class_="legend runs") if len(names) > 1 else None,
+        el("noscript", f"Curves need JavaScript; their numbers are in {METRICS_FILE}."),
         el("div", figures[:_BESIDE], class_="charts"),
         el("p", id="marks", class_="legend"),
         el("details", el("summary", f"{len(more)} more"), el("div", more, class_="charts"))

@@ -1,4 +1,4 @@
-"""Thin out the curves of runs so that spikes stay, and draw them for readers without JavaScript."""
+"""Thin out the curves of runs so that spikes stay; page.js draws them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from trainer.config.metric_mode import title_of
-from trainer.report.page_html import Html, el
 from trainer.report.page_runs import SavedRun, is_number
 
 Numbers = Sequence[float | None]
@@ -34,7 +33,6 @@ _NOT_DRAWN = {
     *AXES,
 }
 _FIRST = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "padding")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 480, 190, 52, 20, 8
 
 
 def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
@@ -45,9 +43,9 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     pairs += [(n, "") for n in evaluated if n.removeprefix("eval_") not in trained]
     rank = {name: place for place, name in enumerate(_FIRST)}
 
-    def place(pair: tuple[str, str]) -> float:  # metrics come behind the loss
+    def place(pair: tuple[str, str]) -> float:  # metrics come behind the loss, `log.parameters` last
         is_metric = pair[1] or pair[0].startswith("eval_")
-        return rank.get(pair[0], 0.5 if is_metric else len(rank))
+        return rank.get(pair[0], 0.5 if is_metric else len(rank) + ("/" in pair[0]))
 
     is_samples = all(run.noun == "sample" for run in runs)
     own_titles = {"tokens_per_second": "samples per second"} if is_samples else {}
@@ -162,40 +160,3 @@ def _short(values: Numbers) -> list[float | None]:
 
 def _or_zero(value: object) -> float:
     return round(value, 2) if is_number(value) else 0
-
-
-def drawing(chart: dict[str, Any], series: Sequence[dict[str, Any]]) -> Html:
-    """Draw a chart over the steps; JavaScript draws it again, and over other axes."""
-    lines = []
-    for color, run in enumerate(series):
-        for name in filter(None, (chart["key"], chart["held_out"])):
-            at, values, *_ = run["curves"].get(name, ([], []))
-            tone = 1 if name == chart["held_out"] and len(series) == 1 else color % 8
-            lines.append(
-                (tone, [(run["x"]["step"][i], value) for i, value in zip(at, values, strict=True)])
-            )
-    points = [(x, y) for _, line in lines for x, y in line if y is not None]
-    if not points:
-        return el("svg", class_="plot", role="img", aria_label=f"{chart['title']}: no values")
-    (left, right), (low, high) = ((min(each), max(each)) for each in zip(*points, strict=True))
-
-    def place(x: float, y: float) -> str:
-        across = (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 8)
-        down = (high - y) / ((high - low) or 1) * (_HEIGHT - _BOTTOM - _TOP)
-        return f"{_LEFT + across:.1f},{_TOP + down:.1f}"
-
-    drawn = []
-    for color, line in lines:
-        path, is_open = "", False
-        for x, y in line:
-            path += "" if y is None else f"{'L' if is_open else 'M'}{place(x, y)}"
-            is_open = y is not None
-        drawn.append(el("path", d=path, class_=f"line s{color}"))
-    texts = [
-        el("text", f"{high:.4g}", x=_LEFT - 6, y=_TOP + 8, text_anchor="end"),
-        el("text", f"{low:.4g}", x=_LEFT - 6, y=_HEIGHT - _BOTTOM, text_anchor="end"),
-        el("text", f"{left:,.0f}", x=_LEFT, y=_HEIGHT - 4),
-        el("text", f"step {right:,.0f}", x=_WIDTH - 8, y=_HEIGHT - 4, text_anchor="end"),
-    ]
-    box, label = f"0 0 {_WIDTH} {_HEIGHT}", f"{chart['title']} over steps"
-    return el("svg", drawn, texts, class_="plot", viewBox=box, role="img", aria_label=label)

@@ -21,6 +21,7 @@ from trainer.checkpoint.status import read_status
 from trainer.config.messages import flat, lookup
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import parsed, read_json, read_yaml
+from trainer.core.format import number, shown_path
 from trainer.report import journal
 from trainer.report.journal import Entry
 
@@ -76,10 +77,20 @@ class SavedRun:
         """plan.json."""
         return read_json(self.folder / "plan.json")
 
-    @cached_property
-    def forked(self) -> dict[str, Any]:
-        """forked.json: where the run began with a checkpoint of another."""
-        return read_json(self.folder / "forked.json")
+    @property
+    def continuation(self) -> Iterator[str]:
+        """Say from which run and step it went on, where it did."""
+        fork, init = read_json(self.folder / "forked.json"), self.config.get("init")
+        step, resumed = fork.get("step"), self.plan.get("resumed_step")
+        if init:
+            yield f"begun with the weights of {shown_path(Path(str(init)))}"
+        if run := fork.get("run"):
+            yield f"forked from {shown_path(Path(str(run)))} at step {step}"
+        if is_number(resumed) and resumed != step:
+            none = ", and took none since" if resumed == self.last_step else ""
+            yield f"resumed after step {number(resumed)}{none}"
+        elif resumed is None and (self.folder / ".hydra" / "resumed").is_dir():
+            yield "begun again, as nothing had been saved"
 
     @cached_property
     def checkpoints(self) -> list[int]:

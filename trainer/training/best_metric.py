@@ -81,8 +81,13 @@ class BestMetric(Stateful):
 
     @property
     def without_better(self) -> str:
-        """Say for how long none was better."""
-        return f"{plural(self.num_since, 'evaluation')} without a better one; {self}"
+        """Say for how long none was better, and by how much it had to be."""
+        count = plural(self.num_since, "evaluation")
+        if not self.min_delta or self.value is None:
+            return f"{count} without a better one; {self}"
+        asked = f"an improvement of more than stop.min_delta={self.min_delta:g}"
+        last = f"over step {self.step}: {self.value:.4f}"
+        return f"{count} without {asked} {last} (a smaller one counts for the best, not here)"
 
     def state(self) -> State:
         """See the base class."""

@@ -140,6 +140,29 @@ def test_a_page_shows_what_a_run_left_behind(tmp_path):
     assert drawn["x"]["seconds"][-2:] == [1.5, 1.5], "an evaluation stands at its step"
 
 
+def test_a_page_says_from_which_run_and_step_a_run_went_on(tmp_path):
+    run = saved(tmp_path / "run", [entry(1), entry(2)], plan={"resumed_step": 2})
+    assert "resumed after step 2, and took none since" in page_of(run).text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(entry(3)))
+    (run / "forked.json").write_text(json.dumps({"run": "outputs/a", "step": 1}))
+    (run / "config.yaml").write_text("init: weights\n")
+    text = "begun with the weights of weights · forked from outputs/a at step 1"
+    assert f"{text} · resumed after step 2 " in page_of(run).text
+    (run / "plan.json").unlink()
+    (run / ".hydra" / "resumed").mkdir(parents=True)
+    assert "begun again, as nothing had been saved" in page_of(run).text
+
+
+def test_figures_of_hooks_are_drawn_at_once_and_those_of_many_blocks_a_click_away(tmp_path):
+    blocks = {f"weight_norm/{i}": 0.5 for i in range(40)}
+    lines = [entry(i, mine=i, **{name: i * n for name, n in blocks.items()}) for i in (1, 2)]
+    page_of(saved(tmp_path / "run", lines))
+    at_once, _, folded = (tmp_path / "page.html").read_text().partition("<details>")
+    assert "<b>mine</b>" in at_once
+    assert "<b>weight norm/39</b>" in folded
+
+
 def test_spikes_and_gaps_outlive_thinning(tmp_path):
     lines = [entry(i, loss=1.0, lr=i) for i in range(1, 10_001)]
     lines[7_321]["loss"], lines[2_500]["loss"] = 99.0, None

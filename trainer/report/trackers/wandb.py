@@ -53,6 +53,9 @@ class WandbTracker(Tracker):
 
     def start(self, run: TrackedRun) -> int | None:
         """See the base class."""
+        for settings in (run.folder / "settings", run.run_folder / ".wandb" / "settings"):
+            if settings.exists():  # they would say where the key of W&B is sent
+                raise OSError(f"{settings}: settings of W&B are not taken from a run; delete it")
         self._there = dict(_logged(run.folder, run.id))
         self._run, is_online = self._begin(run)
         self._begun = self._run.starting_step - 1 if is_online else -1  # that the server has
