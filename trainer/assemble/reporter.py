@@ -37,8 +37,7 @@ def open_reporter(
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
             trackers[_name(each, i, config.logger)] = _tracker(each, i, config.trust)
-        begun = {} if loaded is None else {"resumed_step": loaded.step}
-        _record_begin(folder, {**plan, **begun}, components)
+        _record_begin(folder, {**plan, "resumed_step": loaded and loaded.step}, components)
 
     components.world.on_main(begin)
     if not components.world.is_main:

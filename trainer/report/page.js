@@ -49,7 +49,7 @@
       return found;
     }
     const rough = Math.max(least, (high - low) / count || 1), power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].find((n) => n * power >= rough * 0.999) * power;
+    const step = [1, 2, 5, 10].find((n) => n * power >= rough * 0.8) * power;
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
     return found;

@@ -43,7 +43,7 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     pairs += [(n, "") for n in evaluated if n.removeprefix("eval_") not in trained]
     rank = {name: place for place, name in enumerate(_FIRST)}
 
-    def place(pair: tuple[str, str]) -> float:  # metrics come behind the loss, `log.parameters` last
+    def place(pair: tuple[str, str]) -> float:  # metrics first, figures of single blocks last
         is_metric = pair[1] or pair[0].startswith("eval_")
         return rank.get(pair[0], 0.5 if is_metric else len(rank) + ("/" in pair[0]))
 

@@ -90,7 +90,9 @@ class SavedRun:
             none = ", and took none since" if resumed == self.last_step else ""
             yield f"resumed after step {number(resumed)}{none}"
         elif resumed is None and (self.folder / ".hydra" / "resumed").is_dir():
-            yield "begun again, as nothing had been saved"
+            yield (
+                "begun again: nothing had been saved" if "resumed_step" in self.plan else "resumed"
+            )
 
     @cached_property
     def checkpoints(self) -> list[int]:

@@ -13,7 +13,6 @@ from tests.lib.run_support import shell
 from trainer.report import page
 from trainer.report.page import write_own_page, write_page
 from trainer.report.page_curves import MOST_POINTS, charts_of, series_of
-from trainer.report.page_html import el
 from trainer.report.page_runs import SavedRun
 
 VOID = {"input", "meta", "br"}
@@ -149,9 +148,9 @@ def test_a_page_says_from_which_run_and_step_a_run_went_on(tmp_path):
     (run / "config.yaml").write_text("init: weights\n")
     text = "begun with the weights of weights · forked from outputs/a at step 1"
     assert f"{text} · resumed after step 2 " in page_of(run).text
-    (run / "plan.json").unlink()
+    (run / "plan.json").write_text(json.dumps({"resumed_step": None}))
     (run / ".hydra" / "resumed").mkdir(parents=True)
-    assert "begun again, as nothing had been saved" in page_of(run).text
+    assert "begun again: nothing had been saved" in page_of(run).text
 
 
 def test_figures_of_hooks_are_drawn_at_once_and_those_of_many_blocks_a_click_away(tmp_path):
@@ -211,7 +210,6 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     assert found.text.count(evil) >= 10
     assert json.loads(found.data)["runs"][0]["name"] == evil
     assert (run.parent / "page.html").read_text().lower().count("<script") == 2
-    assert el("p", evil, title=evil).count("<") == 2
 
 
 @pytest.mark.parametrize(
