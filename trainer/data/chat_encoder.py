@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any
 
 import numpy as np
 
+from trainer.config.components import Overlong
 from trainer.data.chat import Message, encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
 from trainer.data.encode import (
@@ -32,67 +32,62 @@ _WITH_INPUT = (
 _ANSWER = "answer"  # stands for one in a rendered conversation
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ChatEncoder(RecordEncoder):
-    """Encodes what has answers; the loss is on them alone unless the settings say otherwise."""
+def has_template(tokenizer: Any, options: Mapping[str, Any]) -> bool:  # noqa: ANN401
+    """Whether a chat template was typed, or the tokenizer has one."""
+    return bool(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
-    truncation: Literal["right", "left"] = "right"  # what is cut off where longer ones are cut
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    assistant_only_loss: bool = True
-    completion_only_loss: bool = True
 
-    def reads(self, form: str) -> Collection[str]:
-        """Name the options of `OF_ANSWERS` that count for records of a format."""
-        is_text = form == "instruction" and not self._has_template()
-        is_pair = is_text or form == "prompt and completion"
-        return {
-            "completion_only_loss" if is_pair else "assistant_only_loss",
-            *(() if is_text else ("chat_template", "chat_template_kwargs")),
-            *(("truncation",) if self.overlong == "cut" else ()),
-        }
+def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
+    """Name the options of `OF_ANSWERS` that count for records of a format."""
+    if form not in {"chat", "prompt and completion", "instruction"}:
+        return ()
+    is_text = form == "instruction" and not is_chat
+    is_pair = is_text or form == "prompt and completion"
+    return {
+        "completion_only_loss" if is_pair else "assistant_only_loss",
+        *(() if is_text else ("chat_template", "chat_template_kwargs")),
+        *(("truncation",) if overlong == "cut" else ()),
+    }
 
-    def _has_template(self) -> bool:
-        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
 
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        prompt, completion = self._parts(record)
-        is_turns = not isinstance(prompt, str) and "completion" not in record
-        found, counted = encode_completion(
-            self.tokenizer,
-            prompt,
-            completion,
-            tools=record.get("tools"),
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-            learns_all=not (self.assistant_only_loss if is_turns else self.completion_only_loss),
-        )
-        ids, counts = np.array(found), np.array(counted)
-        if len(ids) > self.max_length:
-            if self.overlong == "drop":
-                raise DroppedError(LONGER)
-            is_right = self.truncation == "right"
-            rest = slice(self.max_length) if is_right else slice(-self.max_length, None)
-            ids, counts = ids[rest], counts[rest]
-        if not counts[1:].any():  # the first token is never predicted
-            raise DroppedError("without a loss term")
-        return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED_LABEL)}
+def answer_fields(encoder: RecordEncoder, record: Record, options: Mapping[str, Any]) -> Fields:
+    """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
+    prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
+    is_turns = not isinstance(prompt, str) and "completion" not in record
+    found, counted = encode_completion(
+        encoder.tokenizer,
+        prompt,
+        completion,
+        tools=record.get("tools"),
+        chat_template=options["chat_template"],
+        chat_template_kwargs=options["chat_template_kwargs"],
+        learns_all=not options["assistant_only_loss" if is_turns else "completion_only_loss"],
+    )
+    ids, counts = np.array(found), np.array(counted)
+    if len(ids) > encoder.max_length:
+        if encoder.overlong == "drop":
+            raise DroppedError(LONGER)
+        is_right = options["truncation"] == "right"
+        rest = slice(encoder.max_length) if is_right else slice(-encoder.max_length, None)
+        ids, counts = ids[rest], counts[rest]
+    if not counts[1:].any():  # the first token is never predicted
+        raise DroppedError("without a loss term")
+    return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED_LABEL)}
 
-    def _parts(self, record: Record) -> tuple[str | list[Message], str | list[Message]]:
-        """Give what is given and what is learned; a conversation is learned as a whole."""
-        if "messages" in record:
-            return [], normalize_messages(record["messages"])
-        if "completion" in record:
-            return _side(record["prompt"]), _side(record["completion"])
-        # An instruction is one turn of a chat, or as Alpaca wrote it.
-        asked, answer = text_of(record, "instruction"), text_of(record, "output")
-        more = record.get("input") or ""
-        if not self._has_template():
-            return (_WITH_INPUT if more else _WITHOUT_INPUT).format(asked, more), answer
-        asked = f"{asked}\n\n{more}" if more else asked
-        return [], [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+def _parts(record: Record, *, is_chat: bool) -> tuple[str | list[Message], str | list[Message]]:
+    """Give what is given and what is learned; a conversation is learned as a whole."""
+    if "messages" in record:
+        return [], normalize_messages(record["messages"])
+    if "completion" in record:
+        return _side(record["prompt"]), _side(record["completion"])
+    # An instruction is one turn of a chat, or as Alpaca wrote it.
+    asked, answer = text_of(record, "instruction"), text_of(record, "output")
+    more = record.get("input") or ""
+    if not is_chat:
+        return (_WITH_INPUT if more else _WITHOUT_INPUT).format(asked, more), answer
+    asked = f"{asked}\n\n{more}" if more else asked
+    return [], [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
 def _side(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value
@@ -114,8 +109,7 @@ def prompt_tokens(
         template: `chat_template`, None for the tokenizer's own, and variables of it.
     """
     ends = [tokenizer.eos_token_id]
-    has_template = template.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    if form in {"chat", "instruction"} and has_template:
+    if form in {"chat", "instruction"} and has_template(tokenizer, template):
         messages = [{"role": "user", "content": text}]
         whole = [*messages, {"role": "assistant", "content": _ANSWER}]
         rendered, answered = (

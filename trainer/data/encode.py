@@ -6,9 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -61,38 +59,28 @@ class BadRecordError(Exception):
     """A record that is bad where one ends the run: its place among the records, and why."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class RecordEncoder(ABC):
-    """Turns records into the fields of samples."""
+class RecordEncoder:
+    """Turns records of one format into the fields of samples."""
 
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
+    # Gives the fields of a sample; raises a ValueError where the record is bad, or dropped
+    fields_of: Callable[[RecordEncoder, Record], Fields]
 
-    def reads(self, form: str) -> Collection[str]:
-        """Name the options of `OF_ANSWERS` that count for records of a format."""
-        return ()
-
-    @abstractmethod
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample.
-
-        Raises:
-            ValueError: the record is bad, or dropped.
-        """
-
-    def encode_each(self, records: Sequence[Record]) -> Iterator[Fields | ValueError]:
-        """Give for each record its fields, or why it has none."""
-        for record in records:
-            try:
-                yield self.encode(record)
-            except (TrainError, MemoryError):
-                raise
-            except ValueError as error:
-                yield error
-            except Exception as error:  # whatever a record holds
-                text = " ".join(str(error).split())
-                yield ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
+    def encode(self, record: Record) -> Fields | ValueError:
+        """Give the fields of a sample, or why a record has none."""
+        try:
+            return self.fields_of(self, record)
+        except (TrainError, MemoryError):
+            raise
+        except ValueError as error:
+            return error
+        except Exception as error:  # whatever a record holds
+            text = " ".join(str(error).split())
+            return ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
 
     def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding
         """Tokenize with special tokens, cut to `max_length` where longer ones are.
@@ -108,35 +96,16 @@ class RecordEncoder(ABC):
         return found
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TextEncoder(RecordEncoder):
-    """Encodes texts whole, without special tokens: they are divided where they are read."""
-
-    ends: Ends
-
-    def encode_each(self, records: Sequence[Record]) -> Iterator[Fields | ValueError]:
-        """Give the ids of each, all tokenised at once."""
-        texts = [record["text"] for record in records]
-        sound = [text for text in texts if isinstance(text, str) and text.strip()]
-        ids = dict[Any, Any]()
-        with suppress(Exception):  # else each is tokenised alone, which tells the bad one
-            found = self.tokenizer(sound, add_special_tokens=False)[INPUT_IDS] if sound else ()
-            ids = dict(zip(sound, found, strict=True))
-        records = [{"ids": ids.get(t) if isinstance(t, str) else None, "text": t} for t in texts]
-        return super().encode_each(records)
-
-    def encode(self, record: Record) -> Fields:
-        """Give the ids of a text."""
-        text = record["text"]
-        if not isinstance(text, str | None):
-            raise ValueError(f"the text is of type {type(text).__name__}, not a string")
-        if text is None or not text.strip():
-            raise DroppedError("without text")
-        ids = record["ids"]
-        if ids is None:
-            ids = self.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0]
-        return {INPUT_IDS: self.ends.strip(ids)}
+def text_fields(encoder: RecordEncoder, record: Record, ends: Ends) -> Fields:
+    """Encode a text whole, without special tokens: it is divided where it is read."""
+    text = record["text"]
+    if not isinstance(text, str | None):
+        raise ValueError(f"the text is of type {type(text).__name__}, not a string")
+    if text is None or not text.strip():
+        raise DroppedError("without text")
+    return {
+        INPUT_IDS: ends.strip(encoder.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0])
+    }
 
 
 @final
@@ -156,17 +125,15 @@ class Encoder:
             BadRecordError: a record is bad, and is not to be skipped.
         """
         signals.check()
-        taken = [self.format.take(each) for each in records_of(batch, is_json=self.is_json)]
-        sound = [each for each in taken if not isinstance(each, ValueError)]
-        with quiet():  # that a text is longer than a model takes is dealt with here
-            found = iter([*self.records.encode_each(sound)])
         columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        for place, each in zip(places, taken, strict=True):
-            fields = each if isinstance(each, ValueError) else next(found)
-            if not (self.skips or isinstance(fields, Mapping | DroppedError)):
-                raise BadRecordError(place, str(fields))
-            for name, value in zip(columns, _row(fields), strict=True):
-                columns[name].append(value)
+        records = records_of(batch, is_json=self.is_json)
+        with quiet():  # that a text is longer than a model takes is dealt with here
+            for place, record in zip(places, map(self.format.take, records), strict=True):
+                fields = record if isinstance(record, ValueError) else self.records.encode(record)
+                if not (self.skips or isinstance(fields, Mapping | DroppedError)):
+                    raise BadRecordError(place, str(fields))
+                for name, value in zip(columns, _row(fields), strict=True):
+                    columns[name].append(value)
         return columns
 
     def run(self, records: Any, label: str, file: Path) -> Any:  # noqa: ANN401 - a Dataset

@@ -142,14 +142,19 @@ class HuggingFaceData(TwoSides):
             max_samples=max_samples,
             max_length=self.max_length,
             overlong=overlong,
-            truncation=truncation,
-            assistant_only_loss=assistant_only_loss,
-            completion_only_loss=completion_only_loss,
-            chat_template=read_template(chat_template),
-            chat_template_kwargs=dict(chat_template_kwargs or {}),
+            of_answers={
+                "truncation": truncation,
+                "assistant_only_loss": assistant_only_loss,
+                "completion_only_loss": completion_only_loss,
+                "chat_template": read_template(chat_template),
+                "chat_template_kwargs": dict(chat_template_kwargs or {}),
+            },
         )
         is_alone = part is not None and holdout == 0
-        self._template = {"chat_template": options.chat_template, **options.chat_template_kwargs}
+        template, variables = (
+            options.of_answers[n] for n in ("chat_template", "chat_template_kwargs")
+        )
+        self._template = {"chat_template": template, **variables}
         self._source = find_records(path, subset, part, is_alone=is_alone)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"

@@ -99,20 +99,13 @@ def values_of(records: Iterator[Mapping[str, Any] | ValueError], column: str) ->
         yield from value if isinstance(value, list) else [value]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class LabelEncoder(RecordEncoder):
-    """Encodes a text, or a pair, with its label."""
-
-    labels: Labels
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
-        label = self.labels.number(record["label"])
-        found = self.tokenize(*texts)
-        names = [INPUT_IDS, TYPE_IDS] if len(texts) > 1 else [INPUT_IDS]
-        return {name: found[name] for name in names if name in found} | {LABELS: label}
+def label_fields(encoder: RecordEncoder, record: Record, labels: Labels) -> Fields:
+    """Encode a text, or a pair, with its label."""
+    texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
+    label = labels.number(record["label"])
+    found = encoder.tokenize(*texts)
+    names = [INPUT_IDS, TYPE_IDS] if len(texts) > 1 else [INPUT_IDS]
+    return {name: found[name] for name in names if name in found} | {LABELS: label}
 
 
 def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
@@ -121,92 +114,62 @@ def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the to
     return " " if tokenizer.decode(ids).strip() == "aa" else ""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TagEncoder(RecordEncoder):
-    """Encodes words with a tag each; special tokens and later pieces of a word have none."""
-
-    labels: Labels
-    space: str  # before each word
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        words, tags = record["tokens"], record["tags"]
-        if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
-            raise ValueError("tokens and tags are not two lists of one length")
-        if not words:
-            raise DroppedError("without words")
-        numbers = [self.labels.number(tag) for tag in tags]
-        found = self.tokenize([self.space + word for word in words], is_split_into_words=True)
-        labels, before = [], None
-        for word in found.word_ids():
-            labels.append(IGNORED_LABEL if word is None or word == before else numbers[word])
-            before = word
-        return {INPUT_IDS: found[INPUT_IDS], LABELS: labels}
+def tag_fields(encoder: RecordEncoder, record: Record, labels: Labels, space: str) -> Fields:
+    """Encode words with a tag each; special tokens and later pieces of a word have none."""
+    words, tags = record["tokens"], record["tags"]
+    if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
+        raise ValueError("tokens and tags are not two lists of one length")
+    if not words:
+        raise DroppedError("without words")
+    numbers = [labels.number(tag) for tag in tags]
+    found = encoder.tokenize([space + word for word in words], is_split_into_words=True)
+    of_tokens, before = [], None
+    for word in found.word_ids():
+        of_tokens.append(IGNORED_LABEL if word is None or word == before else numbers[word])
+        before = word
+    return {INPUT_IDS: found[INPUT_IDS], LABELS: of_tokens}
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class SpanEncoder(RecordEncoder):
-    """Encodes a question, a context, and where in its tokens the answer is; 0 is for none."""
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        question, context = text_of(record, "question"), text_of(record, "context")
-        span = _answer(record["answers"], context)
-        found = self.tokenize(
-            question, context, truncation="only_second", return_offsets_mapping=True
-        )
-        begin, end = (0, 0) if span is None else _tokens_of(span, found)
-        names = [name for name in (INPUT_IDS, TYPE_IDS) if name in found]
-        ends = {"start_positions": begin, "end_positions": end}
-        return {name: found[name] for name in names} | ends
+def span_fields(encoder: RecordEncoder, record: Record) -> Fields:
+    """Encode a question, a context, and where in its tokens the answer is; 0 is for none."""
+    question, context = text_of(record, "question"), text_of(record, "context")
+    span = _answer(record["answers"], context)
+    found = encoder.tokenize(
+        question, context, truncation="only_second", return_offsets_mapping=True
+    )
+    begin, end = (0, 0) if span is None else _tokens_of(span, found)
+    names = [name for name in (INPUT_IDS, TYPE_IDS) if name in found]
+    ends = {"start_positions": begin, "end_positions": end}
+    return {name: found[name] for name in names} | ends
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ChoiceEncoder(RecordEncoder):
-    """Encodes a question with each of its choices; `labels` is the right one."""
-
-    num_choices: int
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        first, choices, label = choices_of(record)
-        if len(choices) != self.num_choices:
-            raise ValueError(f"{len(choices)} choices, and the first record has {self.num_choices}")
-        if not isinstance(label, int) or not 0 <= label < len(choices):
-            raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
-        found = self.tokenize([first] * len(choices), choices, return_attention_mask=True)
-        return {**_rows(found, pad_token_of(self.tokenizer)), LABELS: label}
+def choice_fields(encoder: RecordEncoder, record: Record, num_choices: int) -> Fields:
+    """Encode a question with each of its choices; `labels` is the right one."""
+    first, choices, label = choices_of(record)
+    if len(choices) != num_choices:
+        raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
+    if not isinstance(label, int) or not 0 <= label < len(choices):
+        raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
+    found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
+    return {**_rows(found, pad_token_of(encoder.tokenizer)), LABELS: label}
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class PairEncoder(RecordEncoder):
-    """Encodes two texts that are to be near each other, as a row each."""
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        texts = [text_of(record, role) for role in ("anchor", "positive")]
-        found = self.tokenize(texts, return_attention_mask=True)
-        if not all(found[INPUT_IDS]):
-            raise ValueError("one of its texts has no tokens")
-        rows = _rows(found, pad_token_of(self.tokenizer))
-        rows.pop(TYPE_IDS, None)  # 0 of a single text, as a model that gets none takes them
-        return rows
+def pair_fields(encoder: RecordEncoder, record: Record) -> Fields:
+    """Encode two texts that are to be near each other, as a row each."""
+    texts = [text_of(record, role) for role in ("anchor", "positive")]
+    found = encoder.tokenize(texts, return_attention_mask=True)
+    if not all(found[INPUT_IDS]):
+        raise ValueError("one of its texts has no tokens")
+    rows = _rows(found, pad_token_of(encoder.tokenizer))
+    rows.pop(TYPE_IDS, None)  # 0 of a single text, as a model that gets none takes them
+    return rows
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TargetEncoder(RecordEncoder):
-    """Encodes a source and a target, whose ids are the labels of an encoder-decoder."""
-
-    def encode(self, record: Record) -> Fields:
-        """Give the fields of a sample."""
-        source = self.tokenize(text_of(record, "source"))
-        target = self.tokenize(text_target=text_of(record, "target"))
-        return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
+def target_fields(encoder: RecordEncoder, record: Record) -> Fields:
+    """Encode a source and a target, whose ids are the labels of an encoder-decoder."""
+    source = encoder.tokenize(text_of(record, "source"))
+    target = encoder.tokenize(text_target=text_of(record, "target"))
+    return {INPUT_IDS: source[INPUT_IDS], LABELS: target[INPUT_IDS]}
 
 
 def _rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, list[list[int]]]:

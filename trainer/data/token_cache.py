@@ -6,39 +6,42 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, final
+from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.chat_encoder import ChatEncoder
+from trainer.data.chat_encoder import answer_fields, answer_options, has_template
 from trainer.data.encode import (
     OF_ANSWERS,
     BadRecordError,
     Encoder,
+    Fields,
+    Record,
     RecordEncoder,
-    TextEncoder,
     ends_of,
     records_of,
+    text_fields,
 )
 from trainer.data.files import progress
 from trainer.data.formats import Format, recognise
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cache_folder, cached_index
 from trainer.data.label_encoders import (
-    ChoiceEncoder,
-    LabelEncoder,
-    PairEncoder,
-    SpanEncoder,
-    TagEncoder,
-    TargetEncoder,
+    choice_fields,
     choices_of,
+    label_fields,
     labels_of,
+    pair_fields,
     space_before_words,
+    span_fields,
+    tag_fields,
+    target_fields,
     values_of,
 )
 from trainer.data.records import RecordSource, select
@@ -53,6 +56,7 @@ _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
+_WITHOUT_LABELS = {"span": span_fields, "source and target": target_fields, "pair": pair_fields}
 _LAST_USE = {"truncation": None, "padding": None}
 
 
@@ -68,11 +72,7 @@ class EncodeOptions:
     max_samples: int | None
     max_length: int
     overlong: Overlong | None
-    truncation: Literal["right", "left"]
-    assistant_only_loss: bool
-    completion_only_loss: bool
-    chat_template: str | None
-    chat_template_kwargs: Mapping[str, Any]
+    of_answers: Mapping[str, Any]  # by the names of `OF_ANSWERS`
 
 
 def cached_records(
@@ -154,42 +154,46 @@ def _encoder(
             f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
             "divided; use drop or cut"
         )
-    given = {"tokenizer": tokenizer, "max_length": options.max_length, "overlong": overlong}
-    if form.name == "text":
-        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
-        return TextEncoder(**given, ends=ends), {}
-    if form.name in _OVERLONG:
-        return ChatEncoder(**given, **{name: getattr(options, name) for name in OF_ANSWERS}), {}
-    if form.name == "source and target":
-        return TargetEncoder(**given), {}
-    if form.name == "pair":
-        return PairEncoder(**given), {}
-    return _labelled(source, parts, form, given, options)
+    fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
+    encoder = RecordEncoder(
+        tokenizer=tokenizer,
+        max_length=options.max_length,
+        overlong=overlong,
+        fields_of=fields_of,
+    )
+    return encoder, facts
 
 
 def _unused(options: EncodeOptions, encoder: RecordEncoder, form: str) -> dict[str, str]:
     """Say of options that were typed and do nothing what they are for."""
+    is_chat = has_template(encoder.tokenizer, options.of_answers)
+    used = answer_options(form, encoder.overlong, is_chat=is_chat)
     these = f"and these records are {form} under data.overlong={encoder.overlong}"
     return {
         name: f"{purpose}, {these}"
         for name, (default, purpose) in OF_ANSWERS.items()
-        if getattr(options, name) != default and name not in encoder.reads(form)
+        if options.of_answers[name] != default and name not in used
     }
 
 
-def _labelled(
+def _fields_of(
     source: RecordSource,
     parts: Mapping[str, Any],
     form: Format,
-    given: Mapping[str, Any],
+    tokenizer: Any,  # noqa: ANN401
     options: EncodeOptions,
-) -> tuple[RecordEncoder, dict[str, Any]]:
-    """Build what encodes records with labels, which are looked at first."""
-    if form.name == "span":
-        return SpanEncoder(**given), {}
+) -> tuple[Callable[[RecordEncoder, Record], Fields], dict[str, Any]]:
+    """Choose what encodes a record; labels and choices are looked at first."""
+    if form.name == "text":
+        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        return partial(text_fields, ends=ends), {}
+    if form.name in _OVERLONG:
+        return partial(answer_fields, options=options.of_answers), {}
     if form.name == "choices":
         count = _num_choices(map(form.take, _records(source, parts)))
-        return ChoiceEncoder(**given, num_choices=count), {}
+        return partial(choice_fields, num_choices=count), {}
+    if form.name not in {"label", "tags"}:
+        return _WITHOUT_LABELS[form.name], {}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
         values = values_of(_records(source, parts), column)
@@ -198,10 +202,9 @@ def _labelled(
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
-    if form.name == "tags":
-        space = space_before_words(given["tokenizer"])
-        return TagEncoder(**given, labels=labels, space=space), facts
-    return LabelEncoder(**given, labels=labels), facts
+    if form.name == "label":
+        return partial(label_fields, labels=labels), facts
+    return partial(tag_fields, labels=labels, space=space_before_words(tokenizer)), facts
 
 
 def _trained_on(parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Dataset

@@ -11,6 +11,7 @@ import pytest
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
+from trainer.data.encode import OF_ANSWERS
 from trainer.data.hugging_face import HuggingFaceData
 from trainer.data.records import RecordSource, find_records
 from trainer.data.token_cache import EncodeOptions, _digest, cached_records
@@ -125,9 +126,8 @@ def test_a_data_set_of_the_hub_is_tokenised_again_once_it_changes(tmp_path, monk
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
     options = EncodeOptions(
         **{"task": "causal_lm", "columns": {}, "model_labels": (), "label_names": ()},
-        **{"max_samples": None, "max_length": 9, "overlong": None, "truncation": "right"},
-        **{"assistant_only_loss": True, "completion_only_loss": True},
-        **{"chat_template": None, "chat_template_kwargs": {}},
+        **{"max_samples": None, "max_length": 9, "overlong": None},
+        of_answers={name: default for name, (default, _) in OF_ANSWERS.items()},
     )
     (tmp_path / "set").mkdir()
     source = RecordSource(path=str(tmp_path / "set"), kind="hub")  # loaded like a name

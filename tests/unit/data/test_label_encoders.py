@@ -1,21 +1,23 @@
 """Words with tags stay apart where a tokenizer of bytes would join them."""
 
+from functools import partial
+
 import pytest
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer
-from trainer.data.label_encoders import Labels, TagEncoder, labels_of, space_before_words
+from trainer.data.encode import RecordEncoder
+from trainer.data.label_encoders import Labels, labels_of, space_before_words, tag_fields
 
 
 def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
     tokenizer = save_tokenizer(tmp_path)
     space = space_before_words(tokenizer)
     words = TEXTS[0].split()
-    encoder = TagEncoder(
+    encoder = RecordEncoder(
         tokenizer=tokenizer,
         max_length=64,
         overlong="cut",
-        labels=Labels(None, 9),
-        space=space,
+        fields_of=partial(tag_fields, labels=Labels(None, 9), space=space),
     )
     found = encoder.encode({"tokens": words, "tags": [1] * len(words)})
     assert found["input_ids"] == tokenizer(f" {TEXTS[0]}")["input_ids"]
