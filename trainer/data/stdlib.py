@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import os
-import re
 import sys
 import sysconfig
 import tokenize
@@ -24,8 +23,6 @@ _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 """Tests, which not every Python ships, and what is no part of the library."""
-
-_LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 @final
@@ -105,17 +102,11 @@ def top_level_definitions(source: bytes) -> list[bytes]:
     """Cut the functions and classes at top level out of a module, decorators included."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     text = source.decode(encoding)
-    utf8 = text.encode()
-    begins = [0, *(match.end() for match in _LINE_END.finditer(utf8))]
-    documents = []
+    lines, documents = text.encode().splitlines(keepends=True), []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            begin = begins[node.lineno - 1] + node.col_offset
-            if node.decorator_list:
-                first = node.decorator_list[0]
-                # The node begins behind the @, perhaps behind parentheses too.
-                begin = begins[first.lineno - 1] + first.col_offset
-                begin = utf8.rindex(b"@", 0, begin)
-            assert node.end_lineno is not None and node.end_col_offset is not None  # noqa: PT018
-            documents.append(utf8[begin : begins[node.end_lineno - 1] + node.end_col_offset])
+            # At top level both they and their decorators begin a line.
+            begin = min(each.lineno for each in (node, *node.decorator_list)) - 1
+            *whole, last = lines[begin : node.end_lineno]
+            documents.append(b"".join([*whole, last[: node.end_col_offset]]))
     return documents

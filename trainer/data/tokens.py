@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -19,6 +18,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.data.files import files_at, reading
 from trainer.data.samples import HELD_OUT, TRAIN, held_out_count
+from trainer.data.token_samples import divide
 from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -68,24 +68,17 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         holdout: Share = 0.05,
         vocab_size: Count | None = None,
     ) -> None:
+        self._of_side = partial(
+            TokenWindows,
+            path,
+            max_length=max_length,
+            dtype=dtype,
+            holdout=holdout,
+            vocab_size=vocab_size,
+        )
         place = expanded(path).absolute()
         with reading(place):
             paths = files_at(place, ".bin")
-        self._all_paths, self._dtype_asked, self._share = paths, dtype, holdout
-        self.max_length, self.vocab_size = max_length, vocab_size
-        self._take(split)
-
-    def splits(self) -> dict[str, TokenWindows]:
-        """Give both sides of the same files."""
-        sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
-        for name, side in sides.items():
-            side._take(name)
-            vars(side).pop("fingerprint", None)
-        return sides
-
-    def _take(self, split: str) -> None:
-        """Be one side."""
-        paths, dtype, holdout = self._all_paths, self._dtype_asked, self._share
         by_name = {
             TRAIN: [path for path in paths if path.name.startswith("train")],
             HELD_OUT: [path for path in paths if path.name.startswith("val")],
@@ -93,19 +86,16 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         named = by_name[split] if all(by_name.values()) else []  # else names do not tell
         self.split_rule = "files named train* and val*" if named else "the last windows"
         self.holdout = None if named else holdout
-        max_length, stride = self.max_length, self.max_length - 1
+        self.max_length, self.vocab_size = max_length, vocab_size
         suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
         guess = suffixes[-1] if suffixes else "uint16"
         self._dtype = _DTYPES[guess if dtype == "auto" else dtype]
         self._paths = named or paths
-        self._sizes = [_num_tokens(file, self._dtype) for file in self._paths]
+        sizes = np.array([_num_tokens(file, self._dtype) for file in self._paths])
         self._maps: dict[int, npt.NDArray[Any]] = {}
         # One token alone is a window too, which predicts nothing.
-        counts = [max(1, -(-(size - 1) // stride)) for size in self._sizes]
-        self._ends = np.cumsum(counts)
-        lengths = np.full(int(self._ends[-1]), max_length, dtype=np.int64)
-        last = [s - (n - 1) * stride for s, n in zip(self._sizes, counts, strict=True)]
-        lengths[self._ends - 1] = last
+        files, _, lengths = divide(sizes, max_length, "chunk")
+        self._ends = np.cumsum(np.bincount(files))
         boundary = len(lengths) - held_out_count(len(lengths), holdout)
         sides = {TRAIN: slice(boundary), HELD_OUT: slice(boundary, None)}
         side = slice(None) if named else sides[split]
@@ -120,6 +110,10 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
                 f"data: {self._paths[0]}: every second uint16 is 0, as if the tokens were "
                 f"uint32; set data.dtype"
             )
+
+    def splits(self) -> dict[str, TokenWindows]:
+        """Give both sides of the same files."""
+        return {name: self._of_side(split=name) for name in (TRAIN, HELD_OUT)}
 
     def __len__(self) -> int:
         return len(self.lengths)
