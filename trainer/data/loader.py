@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing.connection import wait
 from typing import Any, final
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.own_code import OWN_CODE, OwnCode
+from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import SIGNALS
 from trainer.core.user_code import described
 from trainer.core.world import rng_key
@@ -69,7 +69,7 @@ class Request:
 
 
 @final
-class Loader:
+class Loader(Dataset[Any]):
     """Loads micro-batches of one data set, in this process or ahead in workers.
 
     What a request gives depends on (data set, seed, request) alone: a sample that may draw random
@@ -96,12 +96,20 @@ class Loader:
         limits: Limits | None = None,
         unaligned: Collection[str] = (),
     ) -> None:
+        # First, since a loading process that is not forked unpickles the user's classes behind it.
+        self._own_code = OWN_CODE
         self.dataset = DataView.of(dataset)
-        self.num_workers = num_workers
-        self._assemble = _Assembler(self.dataset, seed, limits or {}, frozenset(unaligned))
+        self.num_workers, self.seed = num_workers, seed
+        self.limits, self._unaligned = limits or {}, frozenset(unaligned)
+        self._augment: Prepare | None = None
+        self._prepare: Prepare | None = None
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a loading process needs
+        return {**vars(self), "_sampler": None, "_workers": None}
 
     def load(self, request: Request) -> Fields:
         """Load one micro-batch in this process.
@@ -109,7 +117,7 @@ class Loader:
         Raises:
             DataError: a sample cannot be read or joined with the others; names it.
         """
-        fields = self._assemble(request)
+        fields = self._assembled(request)
         return {n: f.pin_memory() for n, f in fields.items()} if self._pin_memory else fields
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
@@ -117,18 +125,17 @@ class Loader:
         loader = Loader(
             dataset,
             num_workers=num_workers,
-            seed=self._assemble.seed,
+            seed=self.seed,
             pin_memory=self._pin_memory,
             limits=self.limits,
         )
-        loader.prepare_with(self._assemble.prepare)
-        vars(loader._assemble)["aligned"] = self._assemble.aligned
+        loader._prepare, loader.aligned = self._prepare, self.aligned
         return loader
 
     @property
     def draws_randomness(self) -> bool:
         """Whether loading seeds the generators that training draws from."""
-        return self.dataset.draws_randomness or bool(self._assemble.changes)
+        return self.dataset.draws_randomness or bool(self._changes)
 
     @property
     def loads_in_thread(self) -> bool:
@@ -140,28 +147,22 @@ class Loader:
 
         Loaders that are made `of` this one do not: they load what is evaluated.
         """
-        self._assemble = replace(self._assemble, augment=augment)
+        self._augment = augment
+        vars(self).pop("aligned", None)
 
     def prepare_with(self, prepare: Prepare | None) -> None:
         """Change every sample before collation; before a stream begins."""
-        self._assemble = replace(self._assemble, prepare=prepare)
-
-    @property
-    def limits(self) -> Limits:
-        """What token ids and labels must be below."""
-        return self._assemble.limits
+        self._prepare = prepare
+        vars(self).pop("aligned", None)
 
     @property
     def makes_mask(self) -> bool:
         """Whether `attention_mask` comes from padding, and not from the data."""
-        return self._assemble.aligned & {INPUT_IDS, ATTENTION_MASK} == {INPUT_IDS}
+        return self.aligned & {INPUT_IDS, ATTENTION_MASK} == {INPUT_IDS}
 
     def limit(self, limits: Limits) -> None:
         """Bound ids or labels; before a stream begins, whose workers know no more."""
-        before = self._assemble
-        self._assemble = replace(before, limits={**limits, **self.limits})
-        if "aligned" in vars(before):  # no sample is read for it again
-            vars(self._assemble)["aligned"] = before.aligned
+        self.limits = {**limits, **self.limits}
 
     def stream(self, requests: Iterator[Request], ahead: int = AHEAD) -> Generator[Fields]:
         """Load micro-batches in the order of their requests.
@@ -202,11 +203,9 @@ class Loader:
     def _deaths(self) -> str:
         """Say how loading processes ended that were to go on."""
         running = self._running
-        sentinels = {} if running is None else {w.sentinel: w for w in running._workers}
-        dead = [sentinels[each] for each in wait([*sentinels], DYING_S)]
-        for worker in dead:
-            worker.join()
-        codes = [worker.exitcode for worker in dead]
+        workers = () if running is None else running._workers
+        wait([worker.sentinel for worker in workers], DYING_S)
+        codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
         if -signal.SIGKILL in codes:
             return "it was killed (SIGKILL), as happens when the host's memory runs out"
         return f"it ended with exit code {codes[0]}" if codes else ""
@@ -245,9 +244,9 @@ class Loader:
         if self._workers is not None and (self._workers.prefetch_factor or 0) < ahead:
             self.close()  # PyTorch reads the factor once
         if self._workers is None:
-            self._assemble.aligned  # noqa: B018 - computed here, no worker has to
+            self.aligned  # noqa: B018 - computed here, no worker has to
             self._workers = DataLoader(
-                self._assemble,
+                self,
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=self.num_workers,
@@ -260,28 +259,17 @@ class Loader:
             )
         return self._workers
 
-
-@final
-@dataclass(frozen=True)
-class _Assembler(Dataset[Any]):
-    """Reads and collates the samples of a request, by which workers index it in place of ids."""
-
-    # First, since a loading process that is not forked unpickles the user's classes behind it.
-    own_code: OwnCode = field(init=False, compare=False, default_factory=lambda: OWN_CODE)
-    dataset: DataView
-    seed: int
-    limits: Limits
-    unaligned: frozenset[str] = frozenset()
-    augment: Prepare | None = None
-    prepare: Prepare | None = None
-
     @property
-    def changes(self) -> dict[str, Prepare]:
+    def _changes(self) -> dict[str, Prepare]:
         """What changes a sample once it is read, in order, by who asks for it."""
-        named = {"`augment` of the data": self.augment, "`prepare` of the objective": self.prepare}
+        named = {
+            "`augment` of the data": self._augment,
+            "`prepare` of the objective": self._prepare,
+        }
         return {name: change for name, change in named.items() if change is not None}
 
-    def __call__(self, request: Request) -> Fields:
+    def _assembled(self, request: Request) -> Fields:
+        """Read and collate the samples of a request."""
         if not request.ids:
             return self._blank(request)
         data, ids = self.dataset, request.ids
@@ -306,8 +294,9 @@ class _Assembler(Dataset[Any]):
         return fields
 
     def __getitem__(self, request: Request) -> Fields | Exception:
+        """Load in a worker, which indexes by requests in place of ids."""
         try:
-            return self(request)
+            return self._assembled(request)
         except Exception as error:
             if isinstance(error, TrainError) or is_out_of_memory(error):
                 return error
@@ -315,7 +304,7 @@ class _Assembler(Dataset[Any]):
 
     def _blank(self, request: Request) -> Fields:
         """Make fields of zero weight, like those of the first sample in all else."""
-        fields = self(replace(request, ids=(0,), pad_to=int(self.dataset.lengths[0])))
+        fields = self._assembled(replace(request, ids=(0,), pad_to=int(self.dataset.lengths[0])))
         if request.packed:
             return {**fields, LABELS: torch.full_like(fields[LABELS], IGNORED_LABEL)}
         return {name: field[:0] for name, field in fields.items()}
@@ -339,12 +328,12 @@ class _Assembler(Dataset[Any]):
         counts = [num_tokens(sample) for sample in samples]
         pairs = zip(ids, counts, strict=True)
         tokens = [int(lengths[i]) if n is None else n for i, n in pairs]
-        return aligned_fields(samples, tokens) - self.unaligned
+        return aligned_fields(samples, tokens) - self._unaligned
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """Restore the global generators in the end, where anything here seeds them."""
-        with preserve_generators() if self.changes else nullcontext(), self.dataset.isolated_rng():
+        with preserve_generators() if self._changes else nullcontext(), self.dataset.isolated_rng():
             yield
 
     def _prepared(self, ids: Sequence[int], epoch: int) -> list[dict[str, Tensor]]:
@@ -353,7 +342,7 @@ class _Assembler(Dataset[Any]):
         return [self._as_prepared(*each, epoch) for each in zip(ids, samples, strict=True)]
 
     def _as_prepared(self, i: int, sample: dict[str, Tensor], epoch: int) -> dict[str, Tensor]:
-        for owner, change in self.changes.items():
+        for owner, change in self._changes.items():
             place = f"{owner}, on {self.dataset.name_of(i)}"
             # Draws of its own, and not once more those that the data set had.
             seed_draws(rng_key(self.seed, epoch, i, owner.split("`")[1]))
