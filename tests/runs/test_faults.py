@@ -181,7 +181,8 @@ def test_a_fault_in_data_or_a_hook_names_the_users_line(
 
 NOT_THERE = {
     "model.wdith=8": "model.wdith: Net takes no such argument. Did you mean model.width?",
-    "hooks=[tests.lib.run_toys.No]": "hooks[0]._target_=tests.lib.run_toys.No: module",
+    "hooks=[tests.lib.run_toys.Rowss]": "hooks[0]._target_=tests.lib.run_toys.Rowss: module "
+    "'tests.lib.run_toys' has no attribute 'Rowss'. Did you mean Rows?",
     "sync._target_=tests.lib.run_toys.No": "sync._target_=tests.lib.run_toys.No: module",
     "accum._target_=tests.lib.run_toys.No": "accum._target_=tests.lib.run_toys.No: module",
     "accum.gradient._target_=torch.no.No": "accum.gradient._target_=torch.no.No: module",

@@ -35,6 +35,9 @@ MISTAKES = {
     "optimizer.lr=1 optimizer.lr=2": "optimizer.lr: given 2 times (optimizer.lr=1, optimizer.lr=2)",
     "accum.gradient=sum accum/gradient=auto": "accum.gradient: given 2 times",
     "verify run=a resume=b": "run, resume: both name a run; type run= to read one",
+    # metrics
+    "checkpoint.best=eval_acc": "no such metric is known. Did you mean eval_accuracy? For one of",
+    "-m seed=1,2 stop.metric=eval_mine": "type checkpoint.mode=min or checkpoint.mode=max",
     # removals
     "~model": "~model: cannot be removed; type model= and another option",
     "~batch.global": "~batch.global: cannot be removed; type batch.global= and another",
@@ -63,6 +66,8 @@ MISTAKES = {
     "steps =5": "steps =5: a setting has no spaces. Did you mean steps=5?",
     "steps = -5": "steps = -5: a setting has no spaces. Did you mean steps=-5?",
     "steps= plan": "steps=: must be a whole number",
+    "--qqz batch.golbal=3": "batch.golbal: unknown setting. Did you mean batch.global?",
+    "--steps 0.5 -m seed=1,-2": "seed=-2: must be",
     "--qqq": "--qqq: unknown flag. Settings are key=value; see train --help",
     "--cfg jbo": "--cfg=jbo: no such view. Did you mean job?",
     "--cfg": "--cfg: needs a value",

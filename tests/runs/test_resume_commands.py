@@ -17,6 +17,7 @@ from trainer.cli.compose import Job
 from trainer.cli.saved_runs import STARTED, newest, newest_sweep, record_start
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.format import shown_path
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,9 @@ def test_a_run_that_is_not_there_or_cannot_go_on_is_exit_4(
         prepared(f"resume={make_run('plan')}")
 
 
-def test_auto_takes_the_newest_training_run_of_the_name() -> None:
+def test_auto_takes_the_newest_training_run_of_the_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     mine = [make_run("accum=fixed accum.micro=8 name=mine", began=t) for t in (10.0, 30.0, 20.0)]
     other = make_run("accum=fixed accum.micro=8", began=40.0)
     make_run("plan accum=fixed accum.micro=8 name=mine", began=50.0)
@@ -160,6 +163,11 @@ def test_auto_takes_the_newest_training_run_of_the_name() -> None:
     assert newest(Path("outputs").absolute(), None) == other
     assert newest(Path("outputs").absolute(), "nobody") is None
     assert prepared("resume=auto name=mine").folder == mine[1]
+    for line in ("resume=mine", "evaluate run=mine", "report run=mine", "report name=mine"):
+        assert shell(line) in (2, 4)
+        (fault,) = faults(capsys.readouterr().err)
+        key = "resume" if "resume" in line else "run"
+        assert fault.endswith(f"; the newest run of that name is {key}={shown_path(mine[1])}")
     before = (other / STARTED).read_bytes()
     record_start(other)
     assert (other / STARTED).read_bytes() == before, "a run begins once"

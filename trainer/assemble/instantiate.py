@@ -81,7 +81,7 @@ def look_up(
         found = _find(component.target)
         base = object if is_trusted else _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError, SyntaxError) as error:
-        why = place_of(error) or OWN_CODE.why_hidden(component.target)
+        why = place_of(error) or OWN_CODE.why_hidden(component.target) or _meant(error)
         raise ConfigError(f"{typed}: {_cause(error)}{why}") from error
     is_factory = inspect.isfunction(found) or inspect.ismethod(found)
     is_native = getattr(found, "__module__", "").partition(".")[0] == root
@@ -102,6 +102,13 @@ def _is_option(component: Component, key: str) -> bool:
     """Whether one of the built-in options names the target."""
     option = options_of(owner_of(key) or key).get(component.name or "", {})
     return bool(option.get("_target_") == component.target)
+
+
+def _meant(error: BaseException) -> str:
+    """Offer the nearest name that a module, or class, has."""
+    known = vars(error.obj) if isinstance(error, AttributeError) and error.obj else ()
+    near = difflib.get_close_matches(str(getattr(error, "name", "")), known, n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _cause(error: BaseException) -> str:

@@ -25,6 +25,10 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
+PAGES = ("help", "report", "recipes", "doctor")
+"""Commands, and the help, that print a page and check no settings."""
+
+_SHOWING = ("--help", "--version", "--info", "--shell-completion")
 _SWITCHES = {"--help", "--version", "--resolve", "--multirun", "--shell-completion"}
 _VALUED = {"--cfg", "--package", "--config-dir", "--info"}
 _SHORT: Mapping[str, str] = {
@@ -49,6 +53,7 @@ class CommandLine:
     command: str | None  # the command word, or `None` if none was typed
     flags: Mapping[str, str]  # Hydra's flags by their long names; the value is empty for a switch
     overrides: tuple[str, ...]  # everything else, in order
+    faults: tuple[str, ...] = ()  # of flags that are none; the others may be checked all the same
 
     @property
     def lines(self) -> list[str]:
@@ -63,17 +68,18 @@ def split(argv: Sequence[str]) -> CommandLine:
         argv: the arguments after the program's name.
 
     Raises:
-        ConfigError: an unknown flag or command word, or two command words.
+        ConfigError: an unknown command word, two of them, or a flag of Hydra without its value.
     """
-    faults: list[str] = []
+    faults, unknown = list[str](), list[str]()
     flags: dict[str, str] = {}
     words: list[str] = []
     overrides: list[str] = []
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
-        if fault := _typed_apart(token, waiting):
-            faults.append(fault)
+        if apart := _typed_apart(token, waiting):
+            unknown.append(apart[0])
+            overrides += apart[1:]
             continue
         name, equals, value = token.partition("=")
         flag = _SHORT.get(name, name)
@@ -87,10 +93,14 @@ def split(argv: Sequence[str]) -> CommandLine:
         elif token in COMMANDS:
             words.append(token)
         else:
-            faults.append(_unknown_word(token))
-    if faults:
-        raise ConfigError(*faults)
-    return CommandLine(command=words[0] if words else None, flags=flags, overrides=tuple(overrides))
+            (unknown if token.startswith("-") else faults).append(_unknown_word(token))
+    only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGES)
+    if faults or (unknown and only_shows):
+        raise ConfigError(*unknown, *faults)
+    command = words[0] if words else None
+    return CommandLine(
+        command=command, flags=flags, overrides=tuple(overrides), faults=tuple(unknown)
+    )
 
 
 def to_complete(line: str) -> tuple[str, list[str]]:
@@ -109,10 +119,13 @@ def to_complete(line: str) -> tuple[str, list[str]]:
     return rest, [] if found else [word for word in COMMANDS if word.startswith(last)]
 
 
-def _typed_apart(token: str, waiting: list[str]) -> str:
+def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
 
     Takes the words behind the token; empty where the token stands for itself.
+
+    Returns:
+        The fault, and the setting that is meant, where it is clear.
     """
     words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")
@@ -122,20 +135,23 @@ def _typed_apart(token: str, waiting: list[str]) -> str:
     elif not value and (equals or is_flag) and not _NO_VALUE.match(after) and after not in COMMANDS:
         words.append(waiting.pop())
     else:
-        return ""
+        return []
     from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
     from trainer.config.validate import hint_for, suits  # noqa: PLC0415
 
     key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
     hint = hint_for(key, KEYS)
     meant = re.search(r"mean ([\w.]+)\?$", hint)
-    if meant and (meant[1] == key or suits(meant[1], value)):
+    found = [f"{meant[1]}={value}"] if meant and suits(meant[1], value) else []
+    if meant and (found or meant[1] == key):
         hint = f" Did you mean {meant[1]}={value}?"
     elif value.lower() in _OFF:  # which `precision=bf16` would turn on
         hint = ""
     if is_flag and not equals:
-        return clip(f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}")
-    return clip(f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}")
+        fault = f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}"
+    else:
+        fault = f"{' '.join(words)}: a setting has no spaces.{hint or f' Type {key}={value}'}"
+    return [clip(fault), *found]
 
 
 def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
-from trainer.cli.argv import split, to_complete
+from trainer.cli.argv import PAGES, split, to_complete
 from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, print_error, print_out
 from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
@@ -82,7 +82,7 @@ def _run(argv: Sequence[str]) -> int:
     request = split(argv)
     flags = request.flags
     page = "help" if "--help" in flags else request.command
-    if page in ("help", "report", "recipes", "doctor"):
+    if page in PAGES:
         from trainer.cli.pages import show_page  # noqa: PLC0415
 
         with piped():
@@ -98,11 +98,11 @@ def _run(argv: Sequence[str]) -> int:
     if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
 
-        return run_sweep(lines, composer)
+        return run_sweep(lines, composer, request.faults)
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.start import run_and_report, start  # noqa: PLC0415
 
-    job = prepare_run(lines, composer)
+    job = prepare_run(lines, composer, request.faults)
     raise_on_interrupt()
     if "--cfg" in flags:
         return _show(flags, job.typed, composer)

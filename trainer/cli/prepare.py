@@ -25,19 +25,17 @@ from trainer.core.format import shown_path
 from trainer.launch.membership import global_rank
 
 
-def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
-    """Prepare one run from overrides as typed.
+def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> Job:
+    """Prepare one run from overrides as typed, of which some faults were found before.
 
     Raises:
         ConfigError: one line per fault.
         NoCheckpointError: the run to go on with, or to read, is not there.
     """
-    overrides, faults = parse(lines)
-    for line in (each.input_line or "" for each in overrides if each.is_sweep_override()):
-        key, _, value = line.partition("=")
-        several = f"{line}: several values are a sweep, which takes -m; as a list: {key}=[{value}]"
-        faults.append(clip(several))
-    overrides = [override for override in overrides if not override.is_sweep_override()]
+    overrides, unread = parse(lines)
+    swept = [override for override in overrides if override.is_sweep_override()]
+    faults = [*faults, *unread, *map(_needs_flag, swept)]
+    overrides = [override for override in overrides if override not in swept]
     overrides = _without_checkpoints(overrides)
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     if named is not None and resume is not None:
@@ -46,8 +44,10 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
     key = "run" if named is not None and command in (*READING, "plan", "verify") else "resume"
     with composer.open(overrides):
-        if faults or word_of(overrides, key) is None:
+        if word_of(overrides, key) is None:
             return _begin(composer.check(overrides, faults))
+        if faults:
+            raise ConfigError(*faults)
         rest = without(overrides, key)
         run = _find(rest, word_of(overrides, key) or "", key, composer)
         if run is None:
@@ -66,6 +66,12 @@ def prepare_run(lines: Sequence[str], composer: Composer) -> Job:
         saved_runs.refuse_changes(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
+
+
+def _needs_flag(swept: Override) -> str:
+    key, _, value = (swept.input_line or "").partition("=")
+    remedy = f"several values are a sweep, which takes -m; as a list: {key}=[{value}]"
+    return clip(f"{key}={value}: {remedy}")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
@@ -106,7 +112,8 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
     command = word_of(overrides, "command")
     if typed != saved_runs.AUTO:
         is_read = command in READING and key == "run"
-        return saved_runs.find(typed, key, to_train=not is_read)
+        outputs = Path(word_of(overrides, "outputs") or "outputs")
+        return saved_runs.find(typed, key, outputs, to_train=not is_read)
     try:  # where a run would go
         parts = classify(overrides, composer.groups)
         full = composer.compose([*parts.hydra, *parts.choices], parts.values)

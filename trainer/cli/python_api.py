@@ -41,6 +41,8 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
         raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
     if not isinstance(config, Mapping):
         request = split([str(line) for line in config])
+        if request.faults:
+            raise ConfigError(*request.faults)
         if request.flags:
             name = next(iter(request.flags))
             raise ConfigError(f"train(...): {name} is a flag: pass it as a keyword argument")

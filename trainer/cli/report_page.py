@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.cli.saved_runs import AUTO, remedy_for
 from trainer.config.messages import clip, did_you_mean
 from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
@@ -14,7 +15,6 @@ from trainer.report.journal import METRICS_FILE
 from trainer.report.page import PAGE, write_page
 from trainer.report.page_runs import SavedRun, runs_in
 
-AUTO = "auto"
 SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 """What may be typed, with its default: runs or sweeps, the file, and where runs and pages are."""
 
@@ -30,9 +30,10 @@ def write_report(settings: Sequence[str]) -> str:
     for line in settings:
         key, equals, value = line.partition("=")
         if key not in SETTINGS or not equals:
-            near = did_you_mean(key, SETTINGS)
-            choices = "run=RUN[,RUN], to=FILE, outputs=DIR"
-            raise ConfigError(clip(f"{key}: no setting of train report.{near} It takes {choices}"))
+            hint = f".{did_you_mean(key, SETTINGS)} It takes run=RUN[,RUN], to=FILE, outputs=DIR"
+            if key == "name":
+                hint = f"; {remedy_for(value, 'run', Path(typed['outputs']))}"
+            raise ConfigError(clip(f"{key}: no setting of train report{hint}"))
         if key in given:
             raise ConfigError(f"{key}: given 2 times; type run=RUN,RUN for several runs")
         given.add(key)
@@ -68,7 +69,8 @@ def _found(typed: str, outputs: Path) -> Path:
     path = expanded(typed).absolute()
     path = path.parent.parent if path.parent.name == "checkpoints" else path
     if not path.is_dir():
-        raise NoCheckpointError(clip(f"run={typed}: no such folder; run=auto takes the newest run"))
+        fault, remedy = clip(f"run={typed}: no such folder"), remedy_for(typed, "run", outputs)
+        raise NoCheckpointError(f"{fault}; {remedy}")
     refuse_odd_files(path)
     if not runs_in(path):
         raise NoCheckpointError(clip(f"run={typed}: neither a run nor a sweep"))

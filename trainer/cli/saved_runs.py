@@ -39,7 +39,7 @@ from trainer.core.durable import (
     write_json,
 )
 from trainer.core.errors import ConfigError, NoCheckpointError
-from trainer.core.format import expanded
+from trainer.core.format import expanded, shown_path
 from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, TEXTS_FILE, truncate_after
 
 AUTO = "auto"
@@ -56,12 +56,13 @@ _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, Ty
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
-def find(folder: str, key: str, *, to_train: bool) -> Path:
+def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
     """Find a run folder as typed under a key, and give its absolute path.
 
     Args:
         folder: as typed.
         key: `run` or `resume`.
+        outputs: where a run may be that has what was typed as its name.
         to_train: whether it has to be a training run that can go on.
 
     Raises:
@@ -70,7 +71,7 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
     path = expanded(folder).absolute()
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
         fault = clip(f"{key}={folder}: no such folder")
-        raise NoCheckpointError(f"{fault}; {key}=auto takes the newest run")
+        raise NoCheckpointError(f"{fault}; {remedy_for(folder, key, outputs)}")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
@@ -80,6 +81,13 @@ def find(folder: str, key: str, *, to_train: bool) -> Path:
     if to_train and not can_go_on(path):
         raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
     return path
+
+
+def remedy_for(name: str, key: str, outputs: Path) -> str:
+    """Say what to type under a key where there is no folder, but perhaps a run, of this name."""
+    if (run := newest(outputs, name, is_read=True)) is not None:
+        return f"the newest run of that name is {key}={shown_path(run)}"
+    return f"{key}=auto takes the newest run"
 
 
 def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | None:

@@ -63,18 +63,20 @@ _AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
 _TITLES = {"tokens_per_second": "tokens/s"}
 
 
-def run_sweep(lines: Sequence[str], composer: Composer) -> int:
+def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> int:
     """Run every job of a sweep as typed, report them all, and give the exit code.
+
+    `faults` were found earlier, of what was typed.
 
     Raises:
         ConfigError: one line per fault, of whichever job; none was started.
     """
     if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
-    overrides, faults = parse(lines)
+    overrides, wrong = parse(lines)
     interrupted = failed = False
     with composer.open(overrides) as hydra:
-        sweep = prepare_sweep(overrides, faults, composer)
+        sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
         if not sweep.jobs:
             begin_search(sweep.sweeper, sweep.folder, sweep.typed)
@@ -256,11 +258,12 @@ def report(sweep: Sweep, console: Console) -> None:
         {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
         for n, each in enumerate(typed)
     ]
-    columns = dict.fromkeys(name for row in rows for name in row)  # jobs may have other metrics
-    rows = _ranked([columns | row for row in rows], sweep.metric, sweep.mode)
+    # Jobs may have other metrics; what matters most comes first
+    names = dict.fromkeys(["job", *keys, sweep.metric, "state", *(n for row in rows for n in row)])
+    rows = _ranked([names | row for row in rows], sweep.metric, sweep.mode)
     if not rows:
         return
-    console.print(_table(rows))
+    left_out = _print_table(rows, keys, console)
     for row in rows:
         if row["reason"]:
             console.print(f"job {row['job']}: {row['reason']}", markup=False, soft_wrap=True)
@@ -278,6 +281,9 @@ def report(sweep: Sweep, console: Console) -> None:
         write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
         is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
         write_own_page(sweep.folder)
+        if left_out:
+            more = ", ".join(left_out)
+            console.print(f"columns that do not fit, in sweep.csv and report.html: {more}")
         files = ", ".join(["report.html", "sweep.csv", *["sweep.png"] * is_drawn])
         console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
 
@@ -315,12 +321,28 @@ def _ended(folder: Path | None) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _print_table(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console
+) -> list[str]:
+    """Print as many columns as fit, and return the titles of the others."""
+    columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
+    wide, num_needed = console.options.update_width(10_000), len(keys) + 4
+    fitting = (
+        n
+        for n in range(len(columns), num_needed, -1)
+        if console.measure(_table(rows, columns[:n], keys), options=wide).maximum <= console.width
+    )
+    num_shown = next(fitting, num_needed)  # at least what tells jobs apart, and which is best
+    console.print(_table(rows, columns[:num_shown], keys))
+    return [*map(title_of, columns[num_shown:])]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequence[str]) -> Table:
     table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
-    shown = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
     for name in shown:
         title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
-        table.add_column(title, justify="left" if name == "state" else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if name == "state" else "right"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=name not in keys)
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)
         table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")

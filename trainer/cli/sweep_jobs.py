@@ -36,6 +36,7 @@ from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import STOPPING, TOGETHER_S, StopFlag, caught, stop_signals
+from trainer.report.journal import EVAL_SECONDS, METRICS_FILE, RESULT_FILE, read
 from trainer.report.run_status import staged
 
 ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
@@ -117,9 +118,13 @@ class SweepTask:
                 raise KeyboardInterrupt
         else:
             code = self._run_elsewhere(lines, folder, record.job.num)
-        value = value_of(folder, self.metric) if code == 0 else None
+        value = self._value(folder, code)
         sign = 1 if self.mode == "min" else -1
         return math.inf if value is None else sign * value
+
+    def _value(self, folder: Path, code: int) -> float | None:
+        """Read the metric of a job, also where its own time ended it; None of one that failed."""
+        return value_of(folder, self.metric) if code in (0, Preempted.exit_code) else None
 
     def _run_elsewhere(self, lines: Sequence[str], folder: Path, job: int) -> int:
         """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
@@ -178,7 +183,7 @@ class SweepTask:
         if code and not reason:
             reason = str(read_status(folder).get("reason") or "")
         write_json(folder / ENDED, {"exit_code": code, "reason": reason or None})
-        value = value_of(folder, self.metric) if code == 0 else None
+        value = self._value(folder, code)
         shown = "" if value is None else f", {title_of(self.metric)} {value:.4f}"
         # Those of jobs that run at once come in any order.
         print_out(f"job {job}: exit code {code}{shown}\n")
@@ -275,9 +280,15 @@ def was_stopped(folder: Path) -> bool:
 
 
 def figures_of(folder: Path) -> dict[str, Any]:
-    """Give the figures in a job's result.json: of training, then those of the held-out data."""
-    result = read_json(folder / "result.json")
-    metrics = result.get("metrics")
+    """Give a job's last figures: of training, then those of the held-out data.
+
+    A job that did not come to its last step has those of its evaluations so far.
+    """
+    result = read_json(folder / RESULT_FILE)
+    entries = () if result else read(folder / METRICS_FILE)
+    so_far = {n: v for e in entries for n, v in e.items() if n.startswith("eval_")}
+    so_far.pop(EVAL_SECONDS, None)
+    metrics = result.get("metrics", so_far)
     pairs = metrics.items() if isinstance(metrics, dict) else ()
     named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
     figures = {"step": read_status(folder).get("step"), **result}

@@ -193,12 +193,12 @@ ParameterGroups = Annotated[
         description="a mapping of name patterns to lr, weight_decay, frozen, e.g. {a*: {lr: 1e-3}}"
     ),
 ]
-_METRICS = (
+METRICS = (
     *("accuracy", "f1", "f1_macro", "f1_micro", "mcc", "auroc", "perplexity"),
     *("mse", "mae", "r2", "pearson"),
 )
 Metrics = Annotated[
-    tuple[Annotated[str, Field(pattern=f"^({'|'.join(_METRICS)}|top_[1-9][0-9]*)$")], ...],
+    tuple[Annotated[str, Field(pattern=f"^({'|'.join(METRICS)}|top_[1-9][0-9]*)$")], ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(strict=False, description="a list of metrics, e.g. [accuracy,f1,top_5]"),
 ]
@@ -329,9 +329,9 @@ class Batch(Component):
     """The sizes of the optimizer steps."""
 
     # Null only where accum.micro and accum.steps give it.
-    global_batch: Annotated[
-        Count | None, Field(alias="global", description="a whole number of at least 1")
-    ]
+    global_batch: Annotated[Count | None, Field(description="a whole number of at least 1")] = (
+        Field(alias="global")
+    )
     unit: Literal["samples", "tokens"]
     normalizer: Literal["tokens", "samples", "micro_batches"]
     tail: Literal["keep", "drop"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 from typing import Literal
 
+from trainer.config.components import METRICS
 from trainer.core.errors import ConfigError
 
 _LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
 _SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
+_NAMES = ("loss", *METRICS, "top_5", "exact_match", "recall_at_1")
 
 
 def mode_of(
@@ -29,8 +32,11 @@ def mode_of(
         return mode
     words = set(metric.split("_"))
     if not words & (_SMALLER | _LARGER):
-        why = "whether less or more of it is better is not known"
-        raise ConfigError(f"{key}={metric}: {why}; type {mode_key}=min or {mode_key}=max")
+        word = metric.removeprefix("eval_")
+        near = [name for name in _NAMES if name.startswith(word)] or get_close_matches(word, _NAMES)
+        meant = f" Did you mean eval_{near[0]}?" if near else ""
+        own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
+        raise ConfigError(f"{key}={metric}: no such metric is known.{meant} {own}")
     return "min" if words & _SMALLER else "max"
 
 

@@ -142,7 +142,8 @@ def about(path: Path) -> dict[str, str]:
     """Give what a recipe says of itself under `meta`, and which ones it extends."""
     try:
         defaults = read(path).get("defaults", [])
-        meta = yaml.safe_load(path.read_text(encoding="utf-8")).get("meta")
+        # As it is typed: 0.10 is a version, and no number
+        meta = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data().get("meta")
     except ConfigError as error:
         return {"fault": error.faults[0]}
     pairs = meta.items() if isinstance(meta, dict) else ()
@@ -154,11 +155,14 @@ def about(path: Path) -> dict[str, str]:
 def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:
     """Say of each chosen recipe that it was written for another version, or a newer one, alone."""
     names = [chosen] if isinstance(chosen, str) else chosen or []
-    for name in names if isinstance(names, Collection) else []:
-        theirs = about(path).get("version") if (path := path_of(str(name))) else None
-        is_newer = _version(theirs) > _version(here)
-        if theirs and (is_newer if newer else theirs != here):
-            yield clip(f"recipe={name}: written for version {theirs}, this is {here}")
+    waiting = [*map(str, names)] if isinstance(names, Collection) else []
+    for name in waiting:
+        meta = about(path) if (path := path_of(name)) else {}
+        bases = meta.get("extends", "").split(", ")
+        waiting += [each for each in bases if each and each not in waiting]
+        theirs = _version(meta.get("version", here))
+        if theirs > _version(here) if newer else theirs != _version(here):
+            yield clip(f"recipe={name}: written for version {meta['version']}, this is {here}")
 
 
 def _version(text: str | None) -> Version:

@@ -19,6 +19,7 @@ from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
 from trainer.config.mesh import num_replicas
 from trainer.config.messages import clip, flat, line, lookup
+from trainer.config.metric_mode import mode_of
 from trainer.core.errors import ConfigError
 
 DEFAULT_GLOBAL = 512
@@ -119,7 +120,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
             is_typed = _is_count(view["accum.micro"])
             yield line(key, view[key], text.replace(_N, "add accum=fixed") if is_typed else text)
     yield from _place_faults(view)
-    yield from _unfollowed(view)
+    yield from _metric_faults(view)
     yield from _size_faults(view)
     run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
     for path in COMPONENTS:
@@ -138,8 +139,12 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
     return _is_count(value) if values is int else value in values
 
 
-def _unfollowed(view: Tree) -> Iterator[str]:
-    """Name settings of a metric that is followed, where none is."""
+def _metric_faults(view: Tree) -> Iterator[str]:
+    """Name metrics of no known direction, and settings of one that is followed, where none is."""
+    for key in ("checkpoint.best", "stop.metric", "sweep.metric"):
+        mode = "sweep.mode" if key == "sweep.metric" else "checkpoint.mode"
+        if isinstance(view[key], str):
+            yield from _refusals(mode_of, key, view[key], view[mode], mode)
     if view["stop.metric"] is not None or view["resume"] is not None:  # a run's own stay
         return
     for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):

@@ -35,7 +35,8 @@ def test_any_launcher_of_other_processes_shares_the_machine(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "code", "given"), [("min", 0, 2.0), ("max", 0, -2.0), ("max", 1, float("inf"))]
+    ("mode", "code", "given"),
+    [("min", 0, 2.0), ("max", 0, -2.0), ("max", 75, -2.0), ("max", 1, float("inf"))],
 )
 def test_a_sweeper_minimises_whatever_the_metric(
     mode: str, code: int, given: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.cli.sweep_jobs import SweepTask
+from trainer.cli.sweep_jobs import SweepTask, value_of
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,15 @@ def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert found == signals
+
+
+def test_a_job_that_its_own_time_ended_has_the_figures_of_its_last_evaluation(
+    tmp_path: Path,
+) -> None:
+    assert value_of(tmp_path, "eval_loss") is None
+    lines = [{"step": n, "eval_loss": 9.0 - n, "eval_seconds": 1.0} for n in (1, 2)]
+    journal = tmp_path / "metrics.jsonl"
+    journal.write_text("".join(f"{json.dumps(each)}\n" for each in [*lines, {"step": 3}]))
+    assert value_of(tmp_path, "eval_loss") == 7.0
+    (tmp_path / "result.json").write_text('{"eval_loss": 3.0, "metrics": {}}')
+    assert value_of(tmp_path, "eval_loss") == 3.0

@@ -112,11 +112,15 @@ def test_a_recipe_of_a_newer_version_warns_and_one_of_another_says_so_where_a_ke
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for version in ("0.0.9", __version__, "0.10.0"):
+    monkeypatch.setenv("TRAIN_RECIPES", str(tmp_path))
+    for version in ("0.0.9", __version__, "0.10"):  # YAML has 0.10 as a number
         path = write(tmp_path, f"meta: {{version: {version}}}\nsteps: 3\n", version)
         said = f"recipe={path}: written for version {version}, this is {__version__}"
         job = prepared(f"recipe={path}")
-        assert job.note == (f"warning: {said}\n" if version == "0.10.0" else "")
+        assert job.note == (f"warning: {said}\n" if version == "0.10" else "")
+        write(tmp_path, f"meta: {{version: {version}}}\nsteps: 3\n", "base")
+        write(tmp_path, f"meta: {{version: {__version__}}}\ndefaults: [base]\n", "upper")
+        assert prepared("recipe=./upper").note == job.note.replace(str(path), "base")
         write(tmp_path, f"meta: {{version: {version}}}\nstpes: 3\n", version)
         with pytest.raises(ConfigError, match=r"stpes: unknown setting\. Did") as why:
             prepared(f"recipe={path}")

@@ -1,0 +1,36 @@
+"""Which columns of a sweep's table stand where they do not all fit."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from trainer.cli.sweep import _print_table
+
+KEYS = ["optimizer.lr", "batch.global"]
+FIGURES = ("step", "loss", "eval_loss", "eval_f1_macro", "eval_top_2", "tokens_per_second")
+ROWS: list[dict[str, Any]] = [
+    {"rank": n + 1, "job": n, "optimizer.lr": "0.003", "batch.global": "128"}
+    | {"eval_accuracy": 0.0947075, "state": "completed", "exit_code": 0}
+    | dict.fromkeys(FIGURES, 0.0326774)
+    for n in range(4)
+]
+
+
+@pytest.mark.parametrize(("width", "num_left_out"), [(200, 0), (80, 4), (40, 6)])
+def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they_fit(
+    width: int, num_left_out: int
+) -> None:
+    file = StringIO()
+    left_out = _print_table(ROWS, KEYS, Console(file=file, width=width))
+    _, *head, first = file.getvalue().splitlines()[:-3]
+    assert left_out == ["step", "loss", "held-out loss", "held-out f1 macro", "held-out top 2"][
+        6 - num_left_out :
+    ] + ["tokens per second"] * bool(num_left_out)
+    if width > 40:
+        assert first.split()[:6] == ["1", "0", "0.003", "128", "0.0947075", "completed"]
+        assert len(head) == 2
+    assert all(len(line.rstrip()) <= width for line in file.getvalue().splitlines())
