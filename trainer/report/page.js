@@ -232,8 +232,8 @@
   document.getElementById("log")?.addEventListener("change", (event) => { state.log = event.target.checked; change(); });
   document.getElementById("smooth")?.addEventListener("input", (event) => { state.smooth = +event.target.value; change(); });
   document.getElementById("theme").addEventListener("click", () => {
-    const isDark = getComputedStyle(root).colorScheme.startsWith("dark");
-    root.dataset.theme = isDark ? "light" : "dark";
+    const theme = root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    root.dataset.theme = theme === "dark" ? "light" : "dark";
     keepHash();
   });
   for (const figure of all("figure[data-chart]")) {

@@ -82,12 +82,15 @@ def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) ->
     it is smoothed.
     """
     limit = max(LEAST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // num_runs))
-    times = [*accumulate(_or_zero(entry.get("seconds")) for entry in run.steps)]
-    places = [{**entry, "seconds": time} for entry, time in zip(run.steps, times, strict=True)]
-    numbers = [entry["step"] for entry in places]
-    for entry in run.evaluations:  # beside the last step before it
+    # Along each axis: the steps, then the evaluations, which stand beside the last step before.
+    x = {axis: [_or_zero(entry.get(axis)) for entry in run.steps] for axis in AXES}
+    x["seconds"] = [round(time, 2) for time in accumulate(x["seconds"])]
+    numbers = [entry["step"] for entry in run.steps]
+    for entry in run.evaluations:
         at = bisect_right(numbers, entry["step"])
-        places.append({**(places[at - 1] if at else {}), "step": entry["step"]})
+        for places in x.values():
+            places.append(places[at - 1] if at else 0)
+        x["step"][-1] = entry["step"]
     behind, curves = len(numbers), {}
     for chart in charts:
         for name, entries, first in (
@@ -103,7 +106,7 @@ def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) ->
     )
     place = {i: n for n, i in enumerate(used)}
     return {
-        "x": {axis: [_or_zero(places[i].get(axis)) for i in used] for axis in AXES},
+        "x": {axis: [places[i] for i in used] for axis, places in x.items()},
         "curves": {
             name: [
                 [place[i] for i in at],

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard, final
 
@@ -20,16 +19,13 @@ import yaml
 from trainer.checkpoint.status import read_status
 from trainer.config.messages import flat, lookup
 from trainer.config.secrets import without_secrets
-from trainer.core.durable import parsed, read_json, read_yaml
+from trainer.core.durable import read_json, read_yaml
 from trainer.core.format import number, shown_path
 from trainer.report import journal
 from trainer.report.journal import Entry
 
 WORST = 8  # samples with the largest loss that are shown
 LARGEST = 1e300
-READ_WHOLE, STRIDES = 20_000, 20  # of a long run; in a stretch of so many strides spikes stay
-_FIGURE = re.compile(rb'"(loss|seconds)": ?([^,}]+)')
-_ODD = re.compile(rb'"(?:eval_seconds|skipped|replays)"')
 _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
@@ -114,11 +110,8 @@ class SavedRun:
     def worst(self) -> list[Entry]:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
         found = read_json(self.folder / "evaluate.json").get("worst")
-        if isinstance(found, list):  # null is a loss that was not finite
-            return [e for e in found if isinstance(e, dict) and "loss" in e][:WORST]
-        found = _lines(self.folder / "predictions.jsonl")
-        measured = [e for e in found if isinstance(e, dict) and is_number(e.get("loss"))]
-        return sorted(measured, key=lambda line: -line["loss"])[:WORST]
+        found = found if isinstance(found, list) else []
+        return [e for e in found if isinstance(e, dict) and "loss" in e][:WORST]
 
     @cached_property
     def generated(self) -> list[Entry]:
@@ -131,7 +124,7 @@ class SavedRun:
     @cached_property
     def _entries(self) -> list[Entry]:
         with suppress(OSError):
-            return _thinned(self.folder / journal.METRICS_FILE)
+            return journal.read(self.folder / journal.METRICS_FILE)
         return []
 
     @cached_property
@@ -232,59 +225,10 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
 
 
-def _thinned(path: Path) -> list[Entry]:
-    """Read metrics.jsonl; of a long run every n-th step, and what is odd, is parsed.
-
-    What stays of the steps between: the least, the greatest and the first missing loss of every
-    stretch, skipped and replayed ones, and their seconds, which the next step that stays has.
-    """
-    found, seconds = list[Entry](), 0.0
-    if not path.is_file():
-        return found
-    with path.open("rb") as file:
-        stride = 1 + sum(1 for _ in file) // READ_WHOLE
-        if stride == 1:
-            return journal.read(path)
-        file.seek(0)
-        while stretch := list(islice(file, STRIDES * stride)):
-            figures = [dict(_FIGURE.findall(line)) for line in stretch]
-            staying = {*range(0, len(stretch), stride), len(stretch) - 1, *_ends(figures)}
-            for i, line in enumerate(stretch):
-                seconds += _float(figures[i].get(b"seconds"))
-                if i in staying or _ODD.search(line):
-                    for entry in journal.entries(line):
-                        more = {"seconds": seconds} if "seconds" in entry else {}
-                        found.append(entry | more)
-                        seconds = 0.0 if more else seconds
-    return found
-
-
-def _ends(figures: list[dict[bytes, bytes]]) -> Iterator[int]:
-    """Find the least, the greatest and the first missing loss."""
-    texts = [(i, each[b"loss"]) for i, each in enumerate(figures) if b"loss" in each]
-    losses = [(_float(text), i) for i, text in texts if text != b"null"]
-    yield from (min(losses)[1], max(losses)[1]) if losses else ()
-    yield from [i for i, text in texts if text == b"null"][:1]
-
-
-def _float(text: bytes | None) -> float:
-    try:
-        value = float(text or 0)
-    except ValueError:
-        return 0.0
-    return value if is_number(value) else 0.0
-
-
 def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
     with suppress(*_UNREADABLE):
         return read_yaml(path) if path.is_file() else None
     return None
-
-
-def _lines(path: Path) -> list[Any]:
-    with suppress(OSError):
-        return [parsed(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
-    return []
 
 
 def as_mapping(value: object) -> dict[str, Any]:
