@@ -19,7 +19,6 @@ import yaml
 from omegaconf import DictConfig
 
 from trainer.cli.compose import Job
-from trainer.cli.overrides import read, values_of
 from trainer.cli.sweep_jobs import Slots
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.errors import ConfigError
@@ -37,16 +36,6 @@ _FOUND = "optimization_results.yaml"
 def record_of(sweeper: str) -> str:
     """Name the file in a sweep's folder that says what was typed; each sweeper has its own."""
     return "search.yaml" if sweeper == OPTUNA else "multirun.yaml"
-
-
-def cover(lines: Sequence[str]) -> list[list[str]]:
-    """List jobs that together have every value of every override, and both ends of intervals."""
-    columns = []
-    for line in lines:
-        key, equals, _ = line.partition("=")
-        columns.append([f"{key}{equals}{value}" for value in values_of(read(line))])
-    longest = max(map(len, columns), default=1)
-    return [[column[n % len(column)] for column in columns] for n in range(longest)]
 
 
 def refuse_other_jobs(hydra: DictConfig) -> None:

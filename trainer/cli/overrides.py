@@ -200,11 +200,20 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
 
 def expand(lines: Iterable[str]) -> list[list[str]]:
     """Expand a sweep: every combination of the values of every swept override, in Hydra's order."""
-    columns = []
-    for line in lines:
-        key, equals, _ = line.partition("=")
-        columns.append([f"{key}{equals}{value}" for value in values_of(read(line))])
-    return [list(job) for job in itertools.product(*columns)]
+    return [list(job) for job in itertools.product(*map(_each, lines))]
+
+
+def cover(lines: Iterable[str]) -> list[list[str]]:
+    """List jobs that together have every value of every override, and both ends of intervals."""
+    columns = [*map(_each, lines)]
+    longest = max(map(len, columns), default=1)
+    return [[column[n % len(column)] for column in columns] for n in range(longest)]
+
+
+def _each(line: str) -> list[str]:
+    """Write an override once for each of its values."""
+    key, equals, _ = line.partition("=")
+    return [f"{key}{equals}{value}" for value in values_of(read(line))]
 
 
 def _faults(override: Override, groups: Groups) -> Iterator[str]:

@@ -54,7 +54,6 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
             return _begin(composer.check(rest), begins_again=True)
         if key == "run" and command in READING:
             job = _check_over(run, rest, composer, key)
-            saved_runs.refuse_changes(run, job.config)
             return replace(_place(job, run, None), makes_folder=False)
         if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
             return _fork(run, rest, composer)
@@ -63,7 +62,6 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
         if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
             rest = without(rest, "init", "step")
         job = _check_over(run, rest, composer, "resume" if goes_on else None)
-        saved_runs.refuse_changes(run, job.config)
         # `plan` and `verify` look on a run as well, but from folders of their own.
         return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
 
@@ -90,7 +88,6 @@ def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
     """Prepare a new run that goes on from one checkpoint of another."""
     checkpoint = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
     job = _check_over(run, overrides, composer, "resume")
-    saved_runs.refuse_changes(run, job.config)
     note = f"a new run from step {saved_runs.step_of(checkpoint)} of {shown_path(run)}\n"
     return replace(_place(job, job.folder), forked=checkpoint, note=job.note + note)
 
@@ -135,7 +132,11 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
 def _check_over(
     run: Path, overrides: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
-    """Check a run's own overrides, with what is typed now on top, and the run under a key."""
+    """Check a run's own overrides, with what is typed now on top, and the run under a key.
+
+    Raises:
+        ConfigError: one line per fault; what is typed changes the step, or the figures, of the run.
+    """
     typed = without(overrides, "hydra.run.dir")
     saved = saved_runs.saved_overrides(run)
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
@@ -145,11 +146,13 @@ def _check_over(
         sets = [key for key in map(dotted, saved) if key.startswith(EVAL_SETS)]
         saved = without(saved, "eval.samples", "data.eval_path", *sets)
     merged = saved_runs.merge(saved, typed, composer.groups)
-    return composer.check(
+    job = composer.check(
         [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],
         own_classes=saved_runs.own_classes(run),
     )
+    saved_runs.refuse_changes(run, job.config)
+    return job
 
 
 def _go_on(run: Path, job: Job) -> Job:

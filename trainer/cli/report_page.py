@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.saved_runs import AUTO, remedy_for
+from trainer.cli.saved_runs import AUTO, remedy_for, runs_below
 from trainer.config.messages import clip, did_you_mean
 from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
@@ -78,8 +78,7 @@ def _found(typed: str, outputs: Path) -> Path:
 
 
 def _newest(outputs: Path) -> Path:
-    found = [p.parent for d in ("*", "*/*") for p in outputs.glob(f"{d}/{METRICS_FILE}")]
-    runs = [path.absolute() for path in found if path.parent.name != "multirun"]
+    runs = [run.absolute() for run in runs_below(outputs, METRICS_FILE)]
     if not runs:
         raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
     newest = max(runs, key=lambda run: (SavedRun(run).began, str(run)))

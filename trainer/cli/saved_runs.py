@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -95,13 +95,19 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | 
 
     One that is to be read needs a checkpoint, and no name stands for any.
     """
-    found = []
-    for run in (path.parent for d in ("*", "*/*") for path in outputs.glob(f"{d}/config.yaml")):
-        is_named = saved_config(run).get("name") == name or (is_read and name is None)
-        can_begin = can_go_on(run) and (has_checkpoint(run) or not is_read)
-        if run.parent.name != "multirun" and is_named and can_begin:
-            found.append(run)
+    found = (
+        run
+        for run in runs_below(outputs, "config.yaml")
+        if saved_config(run).get("name") == name or (is_read and name is None)
+        if can_go_on(run) and (has_checkpoint(run) or not is_read)
+    )
     return max(found, key=_began, default=None)
+
+
+def runs_below(outputs: Path, record: str) -> Iterator[Path]:
+    """Find the runs with a record, none of a sweep."""
+    found = (path.parent for d in ("*", "*/*") for path in outputs.glob(f"{d}/{record}"))
+    return (run for run in found if run.parent.name != "multirun")
 
 
 def newest_sweep(

@@ -11,12 +11,10 @@ import io
 import logging
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import yaml
 from hydra.core.override_parser.types import Override
@@ -33,28 +31,36 @@ from trainer.cli.launchers import (
     BASIC_LAUNCHER,
     BASIC_SWEEPER,
     begin_search,
-    cover,
     record_of,
     refuse_other_jobs,
     settings_of,
     slots_of,
     tidy,
 )
-from trainer.cli.overrides import classify, dotted, expand, parse, quote, read, without, word_of
+from trainer.cli.overrides import (
+    classify,
+    cover,
+    dotted,
+    expand,
+    parse,
+    quote,
+    read,
+    without,
+    word_of,
+)
 from trainer.cli.sweep_jobs import (
     ENDED,
-    Slots,
+    STOP,
+    Sweep,
     SweepTask,
     figures_of,
     passing_signals_on,
-    was_stopped,
 )
 from trainer.config.messages import clip, line, show
 from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.run_config import READING
 from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.report.page import write_own_page
 
@@ -85,7 +91,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"), **_AT_USR1}
             passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
             with env_override(safe), passing:
-                hydra.multirun(CONFIG_NAME, _task_of(sweep, composer), [*sweep.lines])
+                hydra.multirun(CONFIG_NAME, SweepTask.of(sweep, composer), [*sweep.lines])
             tidy(sweep.folder)
         except KeyboardInterrupt:
             interrupted = True
@@ -98,27 +104,9 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
             codes = _exit_codes(sweep)
             if sweep.command == "train":
                 report(sweep, Console())
-    if interrupted or (sweep.is_parallel and was_stopped(sweep.folder)):
+    if interrupted or (sweep.is_parallel and (sweep.folder / STOP).exists()):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
     return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """A checked sweep."""
-
-    command: str  # what each of its jobs does
-    jobs: Sequence[Sequence[str]]  # overrides of each; none where a sweeper chooses as it goes
-    lines: Sequence[str]  # the overrides Hydra gets, several values in some of them
-    folder: Path
-    goes_on: bool  # `resume=auto` was typed
-    metric: str  # that the jobs are ranked by
-    mode: Literal["min", "max"]  # which value of it is better
-    sweeper: str  # its class
-    typed: Sequence[str]  # `lines` without settings of Hydra
-    slots: Slots | None  # of jobs that run at once on this machine
-    is_parallel: bool  # jobs run in other processes
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
@@ -206,25 +194,6 @@ def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]
         else:
             found.append(typed)
     return found
-
-
-def _task_of(sweep: Sweep, composer: Composer) -> SweepTask:
-    """Make Hydra's task of a job."""
-    fixed = [each for each in map(read, sweep.typed) if not each.is_sweep_override()]
-    return SweepTask(
-        composer=composer,
-        command=sweep.command,
-        folder=sweep.folder,
-        common=frozenset(map(dotted, fixed)),
-        num_jobs=len(sweep.jobs) or None,
-        goes_on=sweep.goes_on,
-        metric=sweep.metric,
-        mode=sweep.mode,
-        slots=sweep.slots,
-        own_folder=OWN_CODE.folder,
-        safe_path=os.environ.get("PYTHONSAFEPATH"),
-        process=(socket.gethostname(), os.getpid()),
-    )
 
 
 def _folders(sweep: Path) -> dict[int, Path]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Literal, final
+from typing import IO, Any, Literal, Self, final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
@@ -28,7 +28,7 @@ from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
-from trainer.cli.overrides import parse
+from trainer.cli.overrides import dotted, parse, read
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
@@ -36,11 +36,11 @@ from trainer.core.durable import make_folders, read_json, write_json
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import STOPPING, TOGETHER_S, StopFlag, caught, stop_signals
-from trainer.report.journal import EVAL_SECONDS, METRICS_FILE, RESULT_FILE, read
+from trainer.report.journal import EVAL_SECONDS, METRICS_FILE, RESULT_FILE, stream
 from trainer.report.run_status import staged
 
 ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
-_STOP = ".stop"  # in the sweep's folder: as many bytes as signals came
+STOP = ".stop"  # in the folder of a sweep in other processes: as many bytes as signals came
 _GOING = ".going"  # there, too: locked while the sweep's own process lives
 _SLOTS = ".slots"
 _POLL_S = 0.2
@@ -86,21 +86,43 @@ class Slots:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A checked sweep."""
+
+    command: str  # what each of its jobs does
+    jobs: Sequence[Sequence[str]]  # overrides of each; none where a sweeper chooses as it goes
+    lines: Sequence[str]  # the overrides Hydra gets, several values in some of them
+    folder: Path
+    goes_on: bool  # `resume=auto` was typed
+    metric: str  # that the jobs are ranked by
+    mode: Literal["min", "max"]  # which value of it is better
+    sweeper: str  # its class
+    typed: Sequence[str]  # `lines` without settings of Hydra
+    slots: Slots | None  # of jobs that run at once on this machine
+    is_parallel: bool  # jobs run in other processes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class SweepTask:
     """Hydra's task of a job; it gives what sweepers minimise, the metric by its sign, or inf."""
 
     composer: Composer
-    command: str  # what each job does
-    folder: Path  # of the sweep
-    common: frozenset[str]  # keys whose value all jobs have
-    num_jobs: int | None
-    goes_on: bool
-    metric: str
-    mode: Literal["min", "max"]
-    slots: Slots | None  # None where jobs do not run at once on this machine
+    sweep: Sweep
     own_folder: Path | None  # of the user's code
     safe_path: str | None  # PYTHONSAFEPATH as the user has it
     process: tuple[str, int]  # host and number of the process that the sweep began in
+
+    @classmethod
+    def of(cls, sweep: Sweep, composer: Composer) -> Self:
+        """Make the task of a sweep that begins in this process."""
+        return cls(
+            composer=composer,
+            sweep=sweep,
+            own_folder=OWN_CODE.folder,
+            safe_path=os.environ.get("PYTHONSAFEPATH"),
+            process=(socket.gethostname(), os.getpid()),
+        )
 
     def __call__(self, _: object) -> float:
         """Run the job that Hydra is at."""
@@ -110,8 +132,8 @@ class SweepTask:
         record = HydraConfig.get()
         folder = Path(record.runtime.output_dir)
         lines = [str(each) for each in record.overrides.task]
-        if is_here(self.process):
-            listening = stop_signals() if self.command == "train" else nullcontext(StopFlag())
+        if self.process == (socket.gethostname(), os.getpid()):
+            listening = stop_signals() if self.sweep.command == "train" else nullcontext(StopFlag())
             with listening as stop:
                 code = self._run(lines, folder, record.job.num)
             if stop.is_set:
@@ -119,12 +141,12 @@ class SweepTask:
         else:
             code = self._run_elsewhere(lines, folder, record.job.num)
         value = self._value(folder, code)
-        sign = 1 if self.mode == "min" else -1
+        sign = 1 if self.sweep.mode == "min" else -1
         return math.inf if value is None else sign * value
 
     def _value(self, folder: Path, code: int) -> float | None:
         """Read the metric of a job, also where its own time ended it; None of one that failed."""
-        return value_of(folder, self.metric) if code in (0, Preempted.exit_code) else None
+        return value_of(folder, self.sweep.metric) if code in (0, Preempted.exit_code) else None
 
     def _run_elsewhere(self, lines: Sequence[str], folder: Path, job: int) -> int:
         """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
@@ -135,8 +157,9 @@ class SweepTask:
         with stop_signals():
             threading.Thread(target=self._watch, args=(done,), daemon=True).start()
             try:
-                if self.slots is not None and self.process[0] == socket.gethostname():
-                    os.environ.update(self.slots.environment(self.slots.take()))
+                slots = self.sweep.slots
+                if slots is not None and self.process[0] == socket.gethostname():
+                    os.environ.update(slots.environment(slots.take()))
                 code = Preempted.exit_code
                 if not self._num_signals():
                     code = self._run(lines, folder, job)
@@ -150,7 +173,7 @@ class SweepTask:
 
     def _num_signals(self) -> int:
         """Count the signals that asked the sweep to stop; its end without a word is one."""
-        file = self.folder / _STOP
+        file = self.sweep.folder / STOP
         if file.exists():
             return file.stat().st_size
         return int(self._is_orphan())
@@ -158,7 +181,7 @@ class SweepTask:
     def _is_orphan(self) -> bool:
         """Whether the sweep's own process was killed: its lock is free then."""
         is_local = self.process[0] == socket.gethostname()
-        if is_local and (lock := _lock(self.folder / _GOING)) is not None:
+        if is_local and (lock := _lock(self.sweep.folder / _GOING)) is not None:
             lock.close()
             return True
         return False
@@ -172,19 +195,18 @@ class SweepTask:
                 done.wait(2 * TOGETHER_S)
 
     def _run(self, lines: Sequence[str], folder: Path, job: int) -> int:
-        number = job if self.num_jobs is None else f"{job} of {self.num_jobs}"
-        swept = (
-            line.lstrip("+")
-            for line in lines
-            if line.lstrip("+").partition("=")[0].replace("/", ".") not in self.common
-        )
+        number = f"{job} of {len(self.sweep.jobs)}" if self.sweep.jobs else job
+        common = {
+            dotted(each) for each in map(read, self.sweep.typed) if not each.is_sweep_override()
+        }
+        swept = (line.lstrip("+") for line in lines if dotted(read(line)) not in common)
         print_out(f"job {number}: {' '.join(swept)}\n")
         code, reason = self._run_once(lines, folder)
         if code and not reason:
             reason = str(read_status(folder).get("reason") or "")
         write_json(folder / ENDED, {"exit_code": code, "reason": reason or None})
         value = self._value(folder, code)
-        shown = "" if value is None else f", {title_of(self.metric)} {value:.4f}"
+        shown = "" if value is None else f", {title_of(self.sweep.metric)} {value:.4f}"
         # Those of jobs that run at once come in any order.
         print_out(f"job {job}: exit code {code}{shown}\n")
         return code
@@ -197,8 +219,8 @@ class SweepTask:
         """
         from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
 
-        before, goes_on = read_json(folder / ENDED), self.goes_on
-        if goes_on and self.num_jobs is None and before.get("exit_code") not in _UNENDED:
+        before, goes_on = read_json(folder / ENDED), self.sweep.goes_on
+        if goes_on and not self.sweep.jobs and before.get("exit_code") not in _UNENDED:
             # The values of the jobs behind it were chosen by how it ended.
             return int(before["exit_code"]), str(before.get("reason") or "")
         try:
@@ -237,11 +259,6 @@ def _is_requeued() -> bool:
     return by_slurm and callable(signal.getsignal(signal.SIGUSR1))
 
 
-def is_here(process: tuple[str, int]) -> bool:
-    """Whether this is a process, by its host and number."""
-    return process == (socket.gethostname(), os.getpid())
-
-
 @contextmanager
 def passing_signals_on(folder: Path) -> Iterator[None]:
     """Let the first signal reach jobs in other processes, and the second one raise.
@@ -249,7 +266,7 @@ def passing_signals_on(folder: Path) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    file, last = folder / _STOP, [-math.inf]
+    file, last = folder / STOP, [-math.inf]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -274,18 +291,13 @@ def passing_signals_on(folder: Path) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def was_stopped(folder: Path) -> bool:
-    """Whether a signal stopped the jobs of a sweep in other processes."""
-    return (folder / _STOP).exists()
-
-
 def figures_of(folder: Path) -> dict[str, Any]:
     """Give a job's last figures: of training, then those of the held-out data.
 
     A job that did not come to its last step has those of its evaluations so far.
     """
     result = read_json(folder / RESULT_FILE)
-    entries = () if result else read(folder / METRICS_FILE)
+    entries = () if result else stream(folder / METRICS_FILE)
     so_far = {n: v for e in entries for n, v in e.items() if n.startswith("eval_")}
     so_far.pop(EVAL_SECONDS, None)
     metrics = result.get("metrics", so_far)

@@ -50,6 +50,7 @@ def test_a_sweeper_minimises_whatever_the_metric(
     monkeypatch.setattr("trainer.cli.sweep_jobs.value_of", lambda *_: 2.0)
     monkeypatch.setattr(SweepTask, "_run_elsewhere", lambda *_: code)
     monkeypatch.setattr("trainer.cli.sweep_jobs.OWN_CODE", SimpleNamespace(folder=None))
-    parts: dict[str, Any] = dict.fromkeys(SweepTask.__dataclass_fields__)
-    task = SweepTask(**{**parts, "mode": mode, "process": ("elsewhere", 1), "safe_path": "1"})
+    sweep: Any = SimpleNamespace(mode=mode, metric="eval_loss")
+    own: dict[str, Any] = {"composer": None, "own_folder": None, "safe_path": "1"}
+    task = SweepTask(sweep=sweep, process=("elsewhere", 1), **own)
     assert task(None) == given

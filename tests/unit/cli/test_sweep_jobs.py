@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,9 @@ def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
     monkeypatch.setattr(SweepTask, "_run", lambda *_: 75)
-    parts: dict[str, Any] = dict.fromkeys(SweepTask.__dataclass_fields__)
-    task = SweepTask(**{**parts, "folder": tmp_path, "process": ("elsewhere", os.getpid())})
+    sweep: Any = SimpleNamespace(folder=tmp_path, slots=None)
+    own: dict[str, Any] = {"composer": None, "own_folder": None, "safe_path": None}
+    task = SweepTask(sweep=sweep, process=("elsewhere", os.getpid()), **own)
     if is_stopped:
         (tmp_path / ".stop").write_text(".")
     monkeypatch.setattr(SweepTask, "_watch", lambda *_: None)
