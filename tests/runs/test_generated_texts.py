@@ -10,7 +10,7 @@ import transformers
 
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.nightly import nightly
-from tests.lib.run_support import entries, go, on, shell
+from tests.lib.run_support import entries, go, on, shell, small_library
 from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.stdlib import StdlibText
 
@@ -30,7 +30,7 @@ def save() -> transformers.PreTrainedTokenizerFast:
     return save_tokenizer(Path("model"))
 
 
-@pytest.mark.parametrize("mode", ["parallel=fsdp parallel.ranks=2", nightly("parallel.ranks=1")])
+@pytest.mark.parametrize("mode", ["parallel.ranks=1", nightly("parallel=fsdp parallel.ranks=2")])
 def test_a_prompt_is_continued_as_the_exported_model_does(mode, capfd):
     tokenizer = save()
     run = go(f"{LINE} {mode} {TYPED}")
@@ -76,7 +76,8 @@ class Unreadable(StdlibText):
         raise ValueError("no alphabet")
 
 
-def test_tokens_beyond_the_data_are_not_chosen_and_a_run_survives_its_decoder(capsys):
+def test_tokens_beyond_the_data_are_not_chosen_and_a_run_survives_its_decoder(capsys, monkeypatch):
+    small_library(monkeypatch)
     sizes = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1"
     line = f"steps=1 {sizes} data=stdlib {TYPED}"
     run = go(f"{line} model.vocab_size=4096 log.generate_tokens=4")
