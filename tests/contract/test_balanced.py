@@ -123,6 +123,7 @@ def test_a_router_that_corrects_its_scores_is_refused():
         gradient_of(World(), Fixed(steps=1), TwoPass(OBJECTIVE), build=lambda: experts)
 
 
+@pytest.mark.nightly
 def test_a_typed_objective_that_leaves_the_balance_out_says_so(tmp_path):
     (tmp_path / "moe.json").write_text(json.dumps(mixtral().config.to_dict() | {"vocab_size": 300}))
     (tmp_path / "text.txt").write_text("a line of text\n" * 40)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.cli_support import prepared
+from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, shell, state
 from tests.lib.run_toys import Stop
 from tests.reliability.rank_work import on_ranks, run_as_rank
@@ -133,7 +134,7 @@ def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():
 DECIDED = "batch._target_=doubling.Doubling batch.global=16 accum.micro=3 steps=7"
 
 
-@pytest.mark.parametrize(("workers", "size"), [(0, 2), (2, 1)])
+@pytest.mark.parametrize(("workers", "size"), [(0, 2), nightly(2, 1)])
 def test_sizes_that_a_run_decides_on_are_those_of_a_run_that_goes_on_elsewhere(
     ranks, workers, size
 ):

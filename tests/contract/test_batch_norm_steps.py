@@ -45,6 +45,7 @@ def whole(tmp_path_factory):
         return go(f"{GHOST} accum.micro=8")
 
 
+@pytest.mark.nightly
 def test_without_running_statistics_evaluations_normalise_groups_too():
     line = f"{GHOST} model.tracks=false data.size=56 data.holdout=0.25"
     whole, cut = go(f"{line} accum.micro=8"), go(f"{line} accum.micro=4")
@@ -102,6 +103,7 @@ def test_a_resumed_run_goes_on_with_the_statistics_that_it_had(whole):
     assert distance(on(first, "steps=6"), expected) == 0
 
 
+@pytest.mark.nightly
 def test_blocks_recompute_themselves_where_statistics_move_once_a_step():
     line = f"{GHOST} model._target_={OWN}.Residual accum.micro=8"
     plain, again = go(line), go(f"{line} activation_checkpointing=true")
@@ -216,6 +218,7 @@ def test_a_mode_of_ones_own_is_two_files_and_pairs_of_two_are_groups_of_four(who
     assert read_json(found.folder / "plan.json")["batchnorm"] == "over 2 pairs of samples"
 
 
+@pytest.mark.nightly
 def test_runs_and_recipes_from_before_the_key_was_a_group_go_on():
     """There `batchnorm` was null, or `micro`."""
     for word in ("null", "micro"):

@@ -414,6 +414,7 @@ def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate(
     assert curve(run, "epoch")[-1] == 1.0
 
 
+@pytest.mark.nightly
 def test_images_count_as_one_token_each():
     line = f"{chosen('objective', 'classify')} steps=3"
     run = go(f"{line} accum=budget accum.max_tokens=4 batch.unit=tokens")

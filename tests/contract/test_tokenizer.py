@@ -43,6 +43,7 @@ LINE = (
 )
 
 
+@pytest.mark.nightly
 def test_data_are_given_the_tokenizer_of_the_run(capsys):
     Path("words.py").write_text(WORDS)
     Path("own/tokenizer").mkdir(parents=True)

@@ -177,6 +177,7 @@ def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, ran
     assert "2 ranks" in screen
 
 
+@pytest.mark.nightly
 def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs):
     there = ["device=h100", "parallel=fsdp", "parallel.ranks=8", "steps=1"]
     typed = [each for each in ADAPTED if each.partition("=")[0] not in {"device", "precision"}]
@@ -207,6 +208,7 @@ def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):
         train(["export", *read, "export.to=own_merged", "export.merge=true"])
 
 
+@pytest.mark.nightly
 def test_a_function_that_needs_values_has_them_and_what_is_no_model_is_refused(runs, ranks):
     zeroed = train([*LINE, "init=weights", "transforms=[own_transforms.zero_head]", "steps=1"])
     assert curve(zeroed, "loss")[0] == pytest.approx(torch.tensor(258.0).log().item(), rel=1e-6)

@@ -128,7 +128,7 @@ HANGS = "rank {} did not answer for 3 s (parallel.timeout_s), at step 2 (compute
     ("fault", "rank", "code", "line"),
     [
         nightly("data", 1, 3, TORN),
-        ("SIGKILL", 1, 7, KILLED),
+        nightly("SIGKILL", 1, 7, KILLED),
         *(nightly("hang", rank, 7, HANGS.format(rank)) for rank in (0, 1)),
     ],
 )
@@ -162,6 +162,7 @@ def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.nightly
 def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
     first, second = start_joined(tmp_path / "run", "parallel.max_restarts=2")
     code, (error,) = finish(first)
@@ -184,6 +185,7 @@ def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank(ranks):
 
 
 @pytest.mark.usefixtures("own_folder")
+@pytest.mark.nightly
 def test_memory_is_that_of_the_rank_that_needs_most(ranks):
     line, found = f"steps=2 parallel.ranks=2 model._target_={TOYS}", dict[str, int]()
     for kind in ("Net", "Hungry"):

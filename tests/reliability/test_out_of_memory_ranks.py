@@ -157,8 +157,8 @@ IN_LOCKSTEP = (
 @pytest.mark.parametrize(
     ("mode", "sync", "point", "line"),
     [
-        ("fsdp", "immediate", "0:2:1:forward", IN_LOCKSTEP),
-        nightly("ddp", "immediate", "1:2:0:middle", IN_LOCKSTEP),
+        nightly("fsdp", "immediate", "0:2:1:forward", IN_LOCKSTEP),
+        ("ddp", "immediate", "1:2:0:middle", IN_LOCKSTEP),
         nightly("fsdp", "immediate", "1:2:1:end", IN_LOCKSTEP),
         nightly("ddp", "deferred", "1:2:0:reduce", IN_THE_REDUCTION),
         nightly("fsdp", "deferred", "0:2:0:reduce", IN_THE_REDUCTION),

@@ -271,7 +271,7 @@ def test_a_signal_to_all_ranks_stops_them_at_the_same_step(count, tmp_path):
 @pytest.mark.parametrize(
     ("strike", "number"),
     [
-        ("sleep@compute:3@1", signal.SIGTERM),
+        nightly("sleep@compute:3@1", signal.SIGTERM),
         *(
             nightly(f"sleep@{place}", number)
             for place in ("start:0@1", "data:2@0", "reduce:3@0", "saving:2@0", "evaluation:3@1")

@@ -170,6 +170,7 @@ def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, ca
     assert torch.allclose(logits(merged), adapted, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_weights_of_a_run_or_an_export_are_the_base_and_an_adapter_goes_on(made):
     full = go(f"{LLAMA} adapter=none")
     export(full, "full")
@@ -231,6 +232,7 @@ def test_what_cannot_be_adapted_is_one_line(typed, fault):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_without_an_adapter_cannot_be_merged(made):
     run = go(f"{GPT} steps=1")
     with pytest.raises(ConfigError, match=r"export\.merge=true: the run has no adapter"):

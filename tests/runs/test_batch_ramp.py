@@ -130,6 +130,7 @@ def test_a_mapping_without_its_quotes_is_answered_with_them(capsys):
     assert "type 'batch.stages={...}' with its quotes" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_betas_and_decay_follow_each_stage_as_they_do_a_batch_of_one_size():
     """A ramp of one stage is the constant batch bit for bit; the control keeps no half-lives."""
     rule = "scheduler.reference_batch=4 scheduler.keep_half_life=true scheduler.scale=sqrt"

@@ -322,6 +322,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
     assert [row["state"] for row in rows] == ["failed", "not started"]
 
 
+@pytest.mark.nightly
 def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert shell(f"-m {OWN_RUN} seed=1,2 max_time=0.01s") == 75
     assert [row["exit_code"] for row in table_of(tmp_path)[1]] == ["75", "75"]
@@ -337,6 +338,7 @@ def search(self: Any, arguments: Sequence[str]) -> None:
         rate /= 2 if math.isfinite(ended.return_value) else 4
 
 
+@pytest.mark.nightly
 def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(
     assert read_json(run.folder / "evaluate.json") == found
 
 
+@pytest.mark.nightly
 def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -195,6 +196,7 @@ def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model: str) -> 
         train(["export", f"run={run.folder}", "export.to=more", layers])
 
 
+@pytest.mark.nightly
 def test_a_command_that_reads_an_older_checkpoint_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -295,7 +297,7 @@ def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
 
 @pytest.mark.parametrize(
     "factory",
-    ["GPT2LMHeadModel", *map(nightly, ("AutoModelForCausalLM.from_config", "LlamaForCausalLM"))],
+    [*map(nightly, ("GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"))],
 )
 def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -134,7 +134,7 @@ def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_th
     assert not (trapped / "ran").exists()
 
 
-@pytest.mark.parametrize("more", ["", nightly("parallel.ranks=2 num_workers=1")])
+@pytest.mark.parametrize("more", [nightly(""), nightly("parallel.ranks=2 num_workers=1")])
 def test_a_class_of_the_current_folder_brings_no_other_module_of_it(
     more: str, trapped: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     assert found["eval_loss"] == pytest.approx(last["eval_loss"])
 
 
+@pytest.mark.nightly
 def test_verify_says_exact_and_what_cannot_be_is_refused():
     assert shell(shlex.join(["verify", *overrides(LINE)])) == 0
     refused = {

@@ -67,6 +67,7 @@ def assert_each_is_what_an_evaluation_of_it_alone_gives(run: FinishedRun) -> Non
         assert "sets" not in found  # they are of the run's own data
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

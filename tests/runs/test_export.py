@@ -115,6 +115,7 @@ def test_a_model_of_ours_is_loaded_with_its_tokenizer_of_bytes(capsys):
     assert found["tokenizer"]("abc")["input_ids"] == [256, 97, 98, 99, 257]
 
 
+@pytest.mark.nightly
 def test_a_mixture_is_exported_with_the_tokenizer_of_its_sources(capsys, monkeypatch):
     save_base("GPT2LMHeadModel", "GPT2Config")
     save_tokenizer(Path("other"), num_ids=290)

@@ -88,6 +88,7 @@ def test_an_export_does_not_name_the_end_of_a_text_as_padding():
     assert model.get_input_embeddings().padding_idx is None
 
 
+@pytest.mark.nightly
 def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_run(llama):
     """A record has the same loss whether the other class is in the file beside it or not."""
     rows = [{"text": text, "label": ("neg", "pos")[i % 2]} for i, text in enumerate(TEXTS[:30])]
@@ -133,6 +134,7 @@ def test_what_is_not_there_says_what_to_type(llama):
             go(f"{line} {typed}")
 
 
+@pytest.mark.nightly
 def test_what_is_typed_and_does_nothing_says_what_it_is_for(llama):
     write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
     talks = [{"prompt": text, "completion": "so"} for text in TEXTS]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.lib.nightly import nightly
 from tests.lib.picture_toys import draw_pictures
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
@@ -65,8 +64,9 @@ def classes(own_folder, monkeypatch):
     Path("painting.py").write_text(MINE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "line", ["model.width=16 batch.global=128 optimizer.lr=1e-2 steps=60", nightly("accum=auto")]
+    "line", ["model.width=16 batch.global=128 optimizer.lr=1e-2 steps=60", "accum=auto"]
 )
 def test_digits_are_learned_by_a_small_resnet(line):
     run = train(["data=digits", "model=resnet", *line.split(), *QUICK])
@@ -91,7 +91,7 @@ def test_models_and_images_of_one_s_own_meet_the_built_in_ones_whatever_their_na
 def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys):
     draw_pictures(Path("pictures"))
     line = "data=images data.path=pictures data.size=16 model=vit model.depth=1 model.width=16 "
-    line += "model.num_heads=2 batch.global=16 seed=3 steps=8 accum=fixed precision=fp32 "
+    line += "model.num_heads=2 batch.global=16 seed=3 steps=4 accum=fixed precision=fp32 "
     line += f"optimizer.lr=3e-2 hooks=[{TOYS}.Stop]"
 
     def losses(typed: str, stop: int | None = None) -> list[float]:
@@ -108,7 +108,7 @@ def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys
         ways = [
             ("accum.micro=16", None),
             ("accum.micro=3 num_workers=2", None),
-            ("accum.micro=16", 4),
+            ("accum.micro=16", 2),
         ]
         return [losses(f"{typed} {micro}", stop) for micro, stop in ways]
 

@@ -109,6 +109,7 @@ def rates(run):
     return [entry["lr"] for entry in entries(run) if "lr" in entry]
 
 
+@pytest.mark.nightly
 def test_a_run_that_begins_with_anothers_weights_and_goes_on_keeps_its_rate():
     first = train([*PLAIN, f"model._target_={TOYS}.Net", f"data._target_={TOYS}.Rows"])
     assert rates(first) == pytest.approx([3e-4])

@@ -104,6 +104,7 @@ def test_other_buffers_are_another_step_and_fp64_weights_are_refused():
         go(f"model._target_={TOYS}.DoubleNet accum.buffer=fp32")
 
 
+@pytest.mark.nightly
 def test_fp32_weights_have_fp32_gradients_already_and_the_same_step(capsys):
     line = "steps=2 scheduler=constant"
     found, expected = state(go(f"{line} accum.buffer=fp32")), state(go(line))

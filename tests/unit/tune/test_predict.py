@@ -184,6 +184,7 @@ def test_a_compiled_model_is_predicted_with_what_its_graphs_save(
 
 
 @pytest.mark.usefixtures("no_graphs")
+@pytest.mark.nightly
 def test_a_fake_that_cannot_be_compiled_is_predicted_as_it_is():
     model, shape = gpt(), Shape(4, 32)
     checkpoint_blocks(model)  # its graphs ask for the state of the random generator

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import nightly
 from tests.lib.tracked import mirror_of, mlflow_steps, tensorboard_steps, wandb_steps
 from trainer.report.journal import truncate_after
 from trainer.report.mirror import close_all
@@ -19,6 +20,7 @@ from trainer.report.trackers.tensorboard import TensorBoardTracker
 from trainer.report.trackers.wandb import WandbTracker
 
 TRACKERS = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker, "mlflow": MlflowTracker}
+STEPS = {"wandb": wandb_steps, "tensorboard": tensorboard_steps, "mlflow": mlflow_steps}
 
 
 def lines(first, last):
@@ -33,11 +35,11 @@ def write(folder, first, last):
         file.writelines(json.dumps(line) + "\n" for line in lines(first, last))
 
 
-def mirrors(folder, warnings, resumed_step=None):
+def mirrors(names, folder, warnings, resumed_step=None):
     (folder / "plan.json").write_text('{"global_batch": 8}')
     made, more = [], {"resumed_step": resumed_step, "group": "sweep"}
-    for name, kind in TRACKERS.items():
-        tracker = kind()
+    for name in names:
+        tracker = TRACKERS[name]()
         tracker.patience_s = 100.0  # whatever else the machine does
         made.append(mirror_of(name, tracker, folder, warnings.append, **more))
     for mirror in made:
@@ -45,24 +47,26 @@ def mirrors(folder, warnings, resumed_step=None):
     return made
 
 
-def logged(folder):
-    files = [folder / name / "logged" for name in TRACKERS]
+def logged(names, folder):
+    files = [folder / name / "logged" for name in names]
     return min(int(file.read_text()) if file.exists() else 0 for file in files)
 
 
-def run_until_killed(folder):
-    """Log 300 steps, which all trackers have, and 100 of which each has some."""
-    mirrors(folder, [])
-    write(folder, 1, 300)
-    while logged(folder) < 300:
+def run_until_killed(folder, *names):
+    """Log 60 steps, which all trackers have, and 20 of which each has some."""
+    mirrors(names, folder, [])
+    write(folder, 1, 60)
+    while logged(names, folder) < 60:
         time.sleep(0.05)
-    write(folder, 301, 400)
+    write(folder, 61, 80)
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
 
 
-@pytest.mark.timeout(280)
-def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("names", [("tensorboard",), nightly(("wandb", "mlflow"))])
+def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(
+    names, tmp_path, monkeypatch
+):
     for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "run"
@@ -70,10 +74,10 @@ def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(tmp_path,
     program = (
         f"import sys; sys.path.insert(0, {str(CHECKOUT / 'tests/unit/report/trackers')!r})\n"
         "from pathlib import Path; import test_resumed\n"
-        "test_resumed.run_until_killed(Path(sys.argv[1]))"
+        "test_resumed.run_until_killed(Path(sys.argv[1]), *sys.argv[2:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
+        [sys.executable, "-c", program, str(folder), *names],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
@@ -81,19 +85,15 @@ def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(tmp_path,
     )
     assert done.returncode == -9, done.stderr
     warnings: list[str] = []
-    for resumed, last in ((400, 420), (250, 500)):
+    for resumed, last in ((80, 90), (50, 100)):
         truncate_after(folder / "metrics.jsonl", resumed)
-        made = mirrors(folder, warnings, resumed)
+        made = mirrors(names, folder, warnings, resumed)
         write(folder, resumed + 1, last)
         close_all(made, {"loss": 1.0})
         assert not warnings
-        shown = {
-            "wandb": wandb_steps(folder / "wandb"),
-            "tensorboard": tensorboard_steps(folder / "tensorboard"),
-            "mlflow": mlflow_steps(tmp_path / "mlflow.db"),
-        }
-        for name, found in shown.items():
-            highest = max(last, 420)
+        for name in names:
+            found = STEPS[name](tmp_path / "mlflow.db" if name == "mlflow" else folder / name)
+            highest = max(last, 90)
             assert found["train/loss"] == [*range(1, highest + 1)], name
             assert found["train/samples"] == [*range(1, highest + 1)], name
             assert found["eval/loss"] == [*range(10, highest + 1, 10)], name
