@@ -6,19 +6,20 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
 from trainer.config.components import Overlong
-from trainer.core import signals
 from trainer.core.errors import TrainError
 from trainer.data.formats import Format
+from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import Ends, kinds_of, packed_fields
+from trainer.data.token_samples import Ends, Kind, kinds_of, packed_fields
 from trainer.models.transformers_classes import quiet
 
 MANY_RECORDS = 10_000
@@ -41,13 +42,15 @@ Record = Mapping[str, Any]  # values by role
 Fields = Mapping[str, Any]
 """Numbers by field: a list, one, or rows of equal lengths."""
 
-_COLUMNS = {
-    "entry": "large_binary",  # the fields
-    "group": "binary",  # what copies of a record share: its ids, whatever its labels are
-    "kinds": "string",  # of the fields
-    "fault": "string",
-    "is_dropped": "bool",
-}
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A record as it is stored."""
+
+    entry: bytes  # the fields
+    group: bytes  # what copies of it share: its ids, whatever its labels are
+    kinds: Mapping[str, Kind]  # of the fields
 
 
 class DroppedError(ValueError):
@@ -55,32 +58,59 @@ class DroppedError(ValueError):
 
 
 @final
-class BadRecordError(Exception):
-    """A record that is bad where one ends the run: its place among the records, and why."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class RecordEncoder:
     """Turns records of one format into the fields of samples."""
 
+    format: Format
+    is_json: bool  # whether a record is a string of JSON in a column `text`
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
     # Gives the fields of a sample; raises a ValueError where the record is bad, or dropped
     fields_of: Callable[[RecordEncoder, Record], Fields]
 
-    def encode(self, record: Record) -> Fields | ValueError:
-        """Give the fields of a sample, or why a record has none."""
+    def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
+        """Encode a record as it was read, or say why it is no sample."""
         try:
-            return self.fields_of(self, record)
+            taken = self.format.take(record)
+            if isinstance(taken, ValueError):
+                return taken
+            fields = self.fields_of(self, taken)
         except (TrainError, MemoryError):
             raise
         except ValueError as error:
-            return error
+            return error if isinstance(error, DroppedError) else ValueError(str(error))
         except Exception as error:  # whatever a record holds
             text = " ".join(str(error).split())
             return ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
+        ids = np.asarray(fields[INPUT_IDS], dtype=np.int64).tobytes()
+        group = hashlib.blake2b(ids, digest_size=16).digest()
+        return Encoded(entry=packed_fields(fields), group=group, kinds=kinds_of(fields))
+
+    def __call__(self, batch: Any) -> list[Encoded | ValueError]:  # noqa: ANN401 - columns
+        """Encode each record of a batch."""
+        with quiet():  # that a text is longer than a model takes is dealt with here
+            return [*map(self.encode, records_of(batch, is_json=self.is_json))]
+
+    def run(self, records: Any, label: str) -> Generator[Encoded | ValueError]:  # noqa: ANN401
+        """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
+        from datasets.utils import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
+
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        size = len(records)
+        batches = [range(first, min(first + BATCH, size)) for first in range(0, size, BATCH)]
+        loader = DataLoader(
+            records,
+            batch_size=None,
+            sampler=batches,
+            collate_fn=self,
+            num_workers=num_cores if size >= MANY_RECORDS and num_cores > 1 else 0,
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # the global one must not be drawn from
+        )
+        for found in tqdm(begin_loading(loader), label, len(batches)):
+            yield from found
 
     def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding
         """Tokenize with special tokens, cut to `max_length` where longer ones are.
@@ -106,72 +136,6 @@ def text_fields(encoder: RecordEncoder, record: Record, ends: Ends) -> Fields:
     return {
         INPUT_IDS: ends.strip(encoder.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0])
     }
-
-
-@final
-@dataclass(frozen=True)
-class Encoder:
-    """Encodes batches of records as they are read."""
-
-    format: Format
-    records: RecordEncoder
-    is_json: bool  # whether a record is a string of JSON in a column `text`
-    skips: bool  # whether a bad record is passed over
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]], places: Sequence[int]) -> dict[str, Any]:
-        """Give of each record what is kept; else why not, and whether it is bad.
-
-        Raises:
-            BadRecordError: a record is bad, and is not to be skipped.
-        """
-        signals.check()
-        columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-        records = records_of(batch, is_json=self.is_json)
-        with quiet():  # that a text is longer than a model takes is dealt with here
-            for place, record in zip(places, map(self.format.take, records), strict=True):
-                fields = record if isinstance(record, ValueError) else self.records.encode(record)
-                if not (self.skips or isinstance(fields, Mapping | DroppedError)):
-                    raise BadRecordError(place, str(fields))
-                for name, value in zip(columns, _row(fields), strict=True):
-                    columns[name].append(value)
-        return columns
-
-    def run(self, records: Any, label: str, file: Path) -> Any:  # noqa: ANN401 - a Dataset
-        """Encode a `datasets.Dataset` into a file of its own, which is not beside the data.
-
-        Raises:
-            BadRecordError: a record is bad, and is not to be skipped.
-        """
-        import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
-
-        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        environment = os.environ
-        try:
-            return records.map(
-                self,
-                batched=True,
-                with_indices=True,
-                batch_size=BATCH,
-                writer_batch_size=BATCH,
-                remove_columns=records.column_names,
-                features=datasets.Features({n: datasets.Value(k) for n, k in _COLUMNS.items()}),
-                num_proc=num_cores if len(records) >= MANY_RECORDS and num_cores > 1 else None,
-                cache_file_name=str(file),
-                load_from_cache_file=False,
-                new_fingerprint=file.stem,
-                desc=label,
-            )
-        finally:
-            os.environ = environment  # noqa: B003 - processes of datasets put a copy in its place
-
-
-def _row(fields: Fields | ValueError) -> tuple[Any, ...]:
-    """Lay out a record in the order of `_COLUMNS`."""
-    if isinstance(fields, ValueError):
-        return b"", b"", None, str(fields), isinstance(fields, DroppedError)
-    ids = np.asarray(fields[INPUT_IDS], dtype=np.int64).tobytes()
-    group = hashlib.blake2b(ids, digest_size=16).digest()
-    return packed_fields(fields), group, json.dumps(kinds_of(fields)), None, False
 
 
 def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator[Any]:

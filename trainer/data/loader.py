@@ -182,12 +182,7 @@ class Loader(Dataset[Any]):
             return
         self._sampler.requests = requests
         try:
-            before = signal.getsignal(signal.SIGCHLD)
-            loaded = iter(self._started(ahead))
-            if signal.getsignal(signal.SIGCHLD) is not before:
-                # PyTorch's raises wherever the main thread is, as within an update of the weights.
-                signal.signal(signal.SIGCHLD, before)
-            for fields in loaded:
+            for fields in begin_loading(self._started(ahead)):
                 if isinstance(fields, Exception):
                     raise fields  # raised in a worker it would arrive as a long traceback
                 yield fields
@@ -252,7 +247,7 @@ class Loader(Dataset[Any]):
                 num_workers=self.num_workers,
                 prefetch_factor=ahead,
                 pin_memory=self._pin_memory,
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=ignore_signals,
                 persistent_workers=True,
                 # Workers are seeded per sample; the global generator must not be drawn from.
                 generator=torch.Generator(),
@@ -383,7 +378,19 @@ class _RequestSampler(Sampler[Any]):
         return self.requests
 
 
-def _ignore_signals(_: int) -> None:
+def begin_loading(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers of a loader, and leave SIGCHLD to whom it is.
+
+    PyTorch's handler raises wherever the main thread is, as within an update of the weights.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    loaded: Iterator[Any] = iter(loader)
+    if signal.getsignal(signal.SIGCHLD) is not before:
+        signal.signal(signal.SIGCHLD, before)
+    return loaded
+
+
+def ignore_signals(_: int) -> None:
     """Leave it to the main process to stop: a terminal's signals reach the whole process group."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

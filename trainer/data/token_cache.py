@@ -7,10 +7,9 @@ import json
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -20,8 +19,8 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.data.chat_encoder import answer_fields, answer_options, has_template
 from trainer.data.encode import (
     OF_ANSWERS,
-    BadRecordError,
-    Encoder,
+    DroppedError,
+    Encoded,
     Fields,
     Record,
     RecordEncoder,
@@ -103,8 +102,7 @@ def cached_records(
             parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
             encoder, facts = _encoder(source, parts, form, tokenizer, options)
-            whole = Encoder(form, encoder, source.kind == "json", skips)
-            written = _Writer(source, whole, add, Path(scratch))
+            written = _Writer(source, encoder, add, skips=skips)
             counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
         written.check(sum(counts.values()))
         facts |= {"format": form.name, "columns": form.columns, "kinds": written.kinds}
@@ -156,6 +154,8 @@ def _encoder(
         )
     fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
     encoder = RecordEncoder(
+        format=form,
+        is_json=source.kind == "json",
         tokenizer=tokenizer,
         max_length=options.max_length,
         overlong=overlong,
@@ -237,10 +237,12 @@ def _class_names(records: Any, column: str) -> Sequence[str] | None:  # noqa: AN
 class _Writer:
     """Encodes the parts of a source one after the other into an index."""
 
-    def __init__(self, source: RecordSource, encoder: Encoder, add: Add, scratch: Path) -> None:
-        self._source, self._encoder, self._add, self._scratch = source, encoder, add, scratch
+    def __init__(
+        self, source: RecordSource, encoder: RecordEncoder, add: Add, *, skips: bool
+    ) -> None:
+        self._source, self._encoder, self._add, self._skips = source, encoder, add, skips
         self.bad, self.dropped = list[str](), Counter[str]()
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: Mapping[str, Kind] = {}
         # By part, the first row and the number of records that were kept one after the other
         self.runs: dict[str, list[list[int]]] = {}
 
@@ -253,31 +255,27 @@ class _Writer:
         records, rows = select(records, most)
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {self._source.path}"
-        with progress(f"{label}, {len(records):,} records") as advance:
-            try:
-                found = self._encoder.run(records, label, self._scratch / f"{part}.arrow")
-            except BadRecordError as error:
-                place, fault = error.args
-                name = self._source.name_of(part, int(rows[place]))
-                text = f"data: {name}: {fault}; fix it, or use data.on_bad=skip"
-                raise DataError(text) from error
-            each = chain.from_iterable(zip(*b.values(), strict=True) for b in found.iter(1000))
-            for row, (entry, group, kinds, fault, is_dropped) in zip(rows, each, strict=True):
+        encoded = closing(self._encoder.run(records, label))
+        with progress(f"{label}, {len(records):,} records") as advance, encoded as found:
+            for row, each in zip(rows, found, strict=True):
                 advance()
-                if fault is None:
-                    self.kinds = self.kinds or json.loads(kinds)
-                    self._add(entry, group)
+                if isinstance(each, Encoded):
+                    self.kinds = self.kinds or each.kinds
+                    self._add(each.entry, each.group)
                     count += 1
                     if not runs or sum(runs[-1]) != row:
                         runs.append([int(row), 0])
                     runs[-1][1] += 1
-                elif is_dropped:
-                    self.dropped[fault] += 1
+                elif isinstance(each, DroppedError):
+                    self.dropped[str(each)] += 1
                 else:
                     # A name is found by reading the file up to there.
                     is_listed = len(self.bad) < LISTED_SKIPS
                     name = self._source.name_of(part, int(row)) if is_listed else "data"
-                    self.bad.append(f"{name}: {fault}")
+                    self.bad.append(f"{name}: {each}")
+                    if not self._skips:
+                        text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
+                        raise DataError(text) from each
         return count
 
     def check(self, count: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.lib.hf_toys import TEXTS, save_tokenizer
 from trainer.data.encode import RecordEncoder
+from trainer.data.formats import Format
 from trainer.data.label_encoders import Labels, labels_of, space_before_words, tag_fields
 
 
@@ -14,12 +15,14 @@ def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
     space = space_before_words(tokenizer)
     words = TEXTS[0].split()
     encoder = RecordEncoder(
+        format=Format("tags", {}),
+        is_json=True,
         tokenizer=tokenizer,
         max_length=64,
         overlong="cut",
         fields_of=partial(tag_fields, labels=Labels(None, 9), space=space),
     )
-    found = encoder.encode({"tokens": words, "tags": [1] * len(words)})
+    found = encoder.fields_of(encoder, {"tokens": words, "tags": [1] * len(words)})
     assert found["input_ids"] == tokenizer(f" {TEXTS[0]}")["input_ids"]
     assert found["labels"].count(1) == len(words)
 
