@@ -20,12 +20,12 @@ FILES = {
 LONGEST_FILE = 400
 MOST_IMPORTS = 15  # modules of ours that one imports; numbers of the exceptions may only fall
 MORE_IMPORTS = {
-    "trainer/assemble/components.py": 34,
+    "trainer/assemble/components.py": 33,
     "trainer/assemble/tuning.py": 25,
     "trainer/assemble/model.py": 20,
     "trainer/cli/main.py": 16,
     "trainer/training/window.py": 17,
-    "trainer/assemble/run.py": 17,
+    "trainer/assemble/run.py": 16,
     "trainer/commands/train.py": 16,
     "trainer/commands/verify_sync.py": 17,
 }

@@ -28,8 +28,7 @@ from torch import nn
 from tests.lib.tracked import mirror_of
 from tests.reliability.support import parts_of, put, save
 from trainer.accumulate.loss_scale import LossScale
-from trainer.assemble.resumption import SavedCut
-from trainer.assemble.terms import Terms
+from trainer.assemble.saved import SavedCut, Terms
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.codec import encode
 from trainer.checkpoint.state import capture, restore

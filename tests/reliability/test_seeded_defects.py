@@ -28,7 +28,7 @@ from tests.reliability.test_nonfinite import assert_skipped, ledger_of, settings
 from trainer.accumulate import base, rollback
 from trainer.accumulate import sum as summing
 from trainer.accumulate.base import Computed
-from trainer.assemble import resumption
+from trainer.assemble import saved
 from trainer.checkpoint import state, store, weights
 from trainer.commands import train
 from trainer.core import durable
@@ -202,7 +202,7 @@ DEFECTS: Mapping[str, Defect] = {
         lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
     ),
     "the cut is forgotten": (
-        *(stopped("data.faults=['5:oom']", at=(4,)), resumption.SavedCut, "belongs_to"),
+        *(stopped("data.faults=['5:oom']", at=(4,)), saved.SavedCut, "belongs_to"),
         lambda _: nothing,
     ),
     "a step that is not finite counts": (

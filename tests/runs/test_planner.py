@@ -16,13 +16,15 @@ from tests.lib.nightly import LIMIT_S, nightly
 from tests.lib.run_support import go, read_json, saved, shell, state, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
+from trainer.assemble.layout import layout_for
 from trainer.core.errors import ConfigError
 from trainer.models.bind import bind
+from trainer.models.compilation import COMPILED_SHAPES
 from trainer.models.gpt import GPT
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
-from trainer.tune.layout import COMPILED_SHAPES, layout_for, packs
+from trainer.tune.packing import packs
 from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
 from trainer.tune.tuning import NEAR_BEST_TOKENS
 from trainer.tune.workload import Tiled

@@ -15,7 +15,7 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
 from trainer.assemble.data_sets import open_data
 from trainer.assemble.instantiate import check_components, construct
-from trainer.assemble.layout import bind_run, find_layout, longest
+from trainer.assemble.layout import find_layout, longest
 from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
 from trainer.assemble.model import arguments_from_data, build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
@@ -31,11 +31,10 @@ from trainer.assemble.parallel import (
     parallel_mode,
     parallel_setup,
 )
-from trainer.assemble.precision import resolve_precision, set_matmul_precision
+from trainer.assemble.precision import bind_run, resolve_precision, set_matmul_precision
+from trainer.assemble.saved import Saved
 from trainer.assemble.schedule import typed_schedule, with_length_steps
-from trainer.assemble.terms import Terms
 from trainer.assemble.tokenizer import RunTokenizer
-from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
@@ -168,44 +167,55 @@ class Components:
 def assemble(
     config: RunConfig,
     world: World,
-    terms: Terms | None = None,
-    stored: StoredWeights | None = None,
+    saved: Saved | None = None,
     *,
     with_values: bool = False,
 ) -> Components:
     """Build everything a run is made of. Collective.
 
-    `terms` are those of the checkpoint that is read, where there is one. The model begins with the
-    `stored` weights, or with those drawn from the seed. A plan for a machine that is not here
-    builds it without weights, unless `with_values`.
+    `saved` is what the checkpoint says that is read, where there is one. A plan for a machine that
+    is not here builds the model without weights, unless `with_values`.
 
     Raises:
         TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
-    batch, trust, terms = config.batch, config.trust, terms or Terms()
+    saved = saved or Saved()
+    batch, terms = config.batch, saved.terms
+
     # Reading data may take minutes: what can be refused without them is refused before.
     check_components(config)
     tokenizer = RunTokenizer(config)
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
+    schedule, cut = typed_schedule(config), _cut(config)
     # `batch.global` is given by accum.micro and accum.steps where it is null.
     size = {"global_batch": batch.global_batch, "unit": batch.unit}
-    sizes, schedule, cut = (
-        construct(batch, "batch", BatchSize, trust, size),
-        typed_schedule(config),
-        _cut(config),
-    )
+    sizes = construct(batch, "batch", BatchSize, config.trust, size)
+
+    # The data, and which of them each step takes.
     data = open_data(config, world, tokenizer, terms.given.get("label_names"))
     train_set, lengths = data.train, data.train.lengths
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     schedule = with_length_steps(schedule, order, lengths, total_steps)
+
+    # The model, as its data, its ranks and its BatchNorm ask for it.
     given = arguments_from_data(config, train_set, terms.given)
     batch_norm = resolve_batch_norm(config, order, cut, lengths)
-    build = partial(build_model, config, world, given, spec, stored=stored, with_values=with_values)
-    build = partial(build, adjust=batch_norm.adjust)
+    build = partial(
+        build_model,
+        config,
+        world,
+        given,
+        spec,
+        stored=saved.stored,
+        adjust=batch_norm.adjust,
+        with_values=with_values,
+    )
     module, weights, mode, why = _build_in_mode(config, world, build)
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
+
+    # What follows from data and model together: the loss, and what samples share.
     loader = loader_of(config, world, train_set, module)
     # What a model does with padding and documents follows from its layers, whatever it has learnt.
     with _trial_values(module, weights, world):
@@ -213,7 +223,7 @@ def assemble(
         objective = chosen.objective
         tokenizer.refuse_unused()
         strategy = construct(
-            *(config.accum.gradient, "accum.gradient", GradientStrategy, trust),
+            *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
             given={"objective": objective},
         )
         batch_norm.check(config, module, order, total_steps)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from trainer.assemble.parallel import planned_device
+from trainer.assemble.precision import bind_run
 from trainer.config.run_config import RunConfig
 from trainer.core.coupling import Coupling
 from trainer.core.errors import DataError
@@ -15,17 +16,13 @@ from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS
 from trainer.data.view import DataView
-from trainer.models.bind import AUTOCAST, bind
 from trainer.models.by_document import attend_by_document, attend_whole_rows
-from trainer.objectives.base import ModelCall
-from trainer.plan.cut import Layout
-from trainer.tune.layout import layout_for, packs
-from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.models.compilation import COMPILED_SHAPES
+from trainer.plan.cut import Cost, IntArray, Layout
+from trainer.plan.partition import ladder, pad
+from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault, packs
 
-
-def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
-    """Bind a module to the run's precision."""
-    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)
+GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
 
 
 def longest(data: DataView) -> Request:
@@ -79,3 +76,35 @@ def find_layout(
         group_size=coupling.size,
     )
     return layout, row if packed else example
+
+
+def layout_for(
+    lengths: IntArray,
+    *,
+    world_size: int,
+    device_type: str,
+    packed: bool,
+    compiled: bool,
+    group_size: int = 1,
+) -> Layout:
+    """Choose a layout for all training data, whose lengths are `(samples,)`; see `Layout`.
+
+    On `cuda` lengths are padded to a multiple of 8 tokens; a compiled model bounds the number of
+    padded lengths, the same for the whole run.
+    """
+    longest = int(lengths.max())
+    # A sample without tokens counts as one, and is not padded to eight.
+    multiple = GPU_MULTIPLE if device_type == "cuda" and longest > 1 else 1
+    shapes: tuple[int, ...] = ()
+    if compiled and not packed:
+        padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
+        shapes = ladder(padded, COMPILED_SHAPES, Cost())
+    return Layout(
+        world_size=world_size,
+        pad_multiple=multiple,
+        longest=longest,
+        packed=packed,
+        max_shapes=COMPILED_SHAPES if compiled and packed else None,
+        shapes=shapes,
+        group_size=group_size,
+    )

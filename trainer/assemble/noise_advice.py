@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.assemble.components import Components
-from trainer.assemble.resumption import SIZES
+from trainer.assemble.parts import SIZES
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
 from trainer.core.rows import Row, row
@@ -42,7 +42,7 @@ def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | No
 
 def advice_rows(components: Components, loaded: Loaded | None) -> list[Row]:
     """Give the advice of a checkpoint that a plan goes on from; nothing of a new run."""
-    if loaded is None or components.config.resume is None:
+    if loaded is None:
         return []
     if NOISE not in loaded.parts:
         return [row("noise", NOT_MEASURED, batch_advice=None)]

@@ -1,4 +1,4 @@
-"""Resolve `precision`: from what was typed, the checkpoint and the hardware to one word."""
+"""Resolve `precision`, by what was typed, the checkpoint and the hardware; bind models to it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
+from trainer.models.bind import AUTOCAST, bind
+from trainer.objectives.base import ModelCall
 
 
 def resolve_precision(
@@ -68,3 +70,8 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def bind_run(module: nn.Module, precision: str, world: World) -> ModelCall:
+    """Bind a module to the run's precision."""
+    return bind(module, autocast=AUTOCAST.get(precision), device_type=world.device.type)

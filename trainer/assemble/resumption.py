@@ -1,86 +1,52 @@
-"""Go on with the same steps, cut as before, and with the user's own parts, or not at all."""
+"""Build a run as it begins, or as it goes on from a checkpoint; refuse steps of another kind."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
-from typing import Annotated, Any, final
+from contextlib import suppress
+from pathlib import Path
 
-from pydantic import Field, PrivateAttr
-
-from trainer.assemble.components import Components
-from trainer.assemble.instantiate import construct
-from trainer.assemble.terms import Terms
-from trainer.checkpoint.average import AVERAGE, WeightAverage
-from trainer.checkpoint.state import capture
+from trainer.assemble.components import Components, assemble
+from trainer.assemble.saved import Saved, Terms
+from trainer.checkpoint.weights import load_step
 from trainer.config.run_config import RunConfig, config_hash, contract, contract_diff
-from trainer.core.errors import ConfigError, DataError, NoCheckpointError
-from trainer.core.stateful import Natural, SavedFields, State, Stateful, as_part
-from trainer.plan.cut import Cost, Cut
+from trainer.core.errors import ConfigError, DataError, Preempted
+from trainer.core.signals import UNBEGUN
+from trainer.core.world import World
 from trainer.report.records import environment
-from trainer.training.batches import Feed
-from trainer.training.best_metric import BEST, STOP, BestMetric
-from trainer.training.noise import NOISE, NoiseScale
-from trainer.tune.tuning import Tuning
-
-SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
-_CUT_BY = {"target", "params"}  # what of `accum` a checkpoint's cut belongs to
+from trainer.training.consistency import check_consistency
 
 
-@final
-class SavedCut(SavedFields):
-    """What a resumed run needs to cut as the run began; empty where it begins."""
-
-    # The component of the config that it belongs to
-    accum: dict[str, Any] = Field(default_factory=dict)
-    cost: Cost = Cost()
-    settings: dict[str, Any] = Field(default_factory=dict)  # of the cut, as its fields have them
-    tuning: Tuning | None = None
-    evaluation_tokens: Annotated[Natural, Field(ge=1)] = 1
-    _feed: Feed | None = PrivateAttr(None)
-
-    @classmethod
-    def of(cls, components: Components, tuning: Tuning | None, feed: Feed | None) -> SavedCut:
-        """Note how a run is cut; a feed cuts smaller where memory ran out, and its cut is saved."""
-        saved = cls(
-            accum=_accum_of(components),
-            cost=components.layout.cost,
-            settings=asdict(components.cut),
-            tuning=tuning,
-            evaluation_tokens=max((h.max_tokens for h in components.held_out.values()), default=1),
-        )
-        saved._feed = feed
-        return saved
-
-    def state(self) -> State:
-        """See the base class."""
-        live = {} if self._feed is None else {"settings": asdict(self._feed.cut)}
-        return {**super().state(), **live}
-
-    def belongs_to(self, components: Components) -> bool:
-        """Whether the run is to be cut by the same component with the same arguments."""
-        return self.accum == _accum_of(components)
-
-    def restored(self, cut: Cut) -> Cut:
-        """Give the run's cut with the settings that were saved.
-
-        Raises:
-            NoCheckpointError: it has no such settings.
-        """
-        settings = dict(self.settings)
-        try:
-            if settings.get("cost") is not None:
-                settings["cost"] = Cost(**settings["cost"])
-            return replace(cut, **settings)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise NoCheckpointError(
-                f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
-                "init="
-            ) from error
+def end_if_stopped(world: World, was_asked: bool) -> None:
+    """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
+    if any(world.collect(was_asked)):
+        raise Preempted(UNBEGUN)
 
 
-def _accum_of(components: Components) -> dict[str, Any]:
-    return components.config.accum.model_dump(include=_CUT_BY)
+def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Components:
+    """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
+    components: list[Components] = []
+    with suppress(Preempted):
+        components.append(assemble(config, world, saved))
+    end_if_stopped(world, not components)
+    found = components[0]
+    check_consistency(world, found.data_views, found.module, found.weights)
+    return found
+
+
+def assemble_resumed(
+    config: RunConfig, world: World, *, with_values: bool = False
+) -> tuple[Components, Saved]:
+    """Build a run as it begins, or goes on from the checkpoint that `resume` names.
+
+    Gives what that checkpoint says, too; what a resumption refuses is refused. `with_values` is as
+    for `assemble`.
+    """
+    loaded = None if config.resume is None else load_step(Path(config.resume), config.step)
+    # One process stands for all ranks.
+    saved = Saved.read(config, loaded, World(device=world.device))
+    components = assemble(config, world, saved, with_values=with_values)
+    check_terms(components, saved.terms)
+    return components, saved
 
 
 def check_terms(components: Components, before: Terms) -> Terms:
@@ -138,50 +104,3 @@ def refuse_changed_data(components: Components, before: Terms) -> None:
 
 def _held_out(components: Components) -> str | None:
     return components.own_part and components.own_part.loader.dataset.fingerprint
-
-
-def own_parts(config: RunConfig) -> dict[str, Stateful]:
-    """Build the parts with state that the config asks for, each with its name in a checkpoint.
-
-    The average of the weights is the last, since others may change them.
-
-    Raises:
-        ConfigError: one cannot be built, or has no `state` and `load`.
-    """
-    parts: dict[str, Stateful] = {}
-    for index, component in enumerate(config.parts):
-        part = construct(component, f"parts[{index}]", Stateful, config.trust)
-        name = f"parts.{component.target}"
-        name += f"-{index + 1}" * (name in parts)
-        parts[name] = as_part(part)
-    if config.log.noise_scale is not None:
-        parts[NOISE] = NoiseScale(config.batch.unit)
-    for name, key, metric, min_delta in (
-        (BEST, "checkpoint.best", config.checkpoint.best, 0.0),
-        (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
-    ):
-        if metric is not None:
-            mode = config.checkpoint.mode if config.checkpoint.best in (None, metric) else "auto"
-            parts[name] = BestMetric.of(key, metric, mode, min_delta)
-    if config.ema.decay is not None:
-        parts[AVERAGE] = WeightAverage(config.ema.decay)
-    return parts
-
-
-def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
-    """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
-    allowed = own if "parts" in config.resume_allow else ()
-    return {"loss_scale", NOISE, AVERAGE, SIZES, BEST, STOP, *allowed}
-
-
-def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:
-    """Refuse parts whose state no checkpoint can hold, before the first step.
-
-    Raises:
-        ConfigError: it names the place.
-    """
-    try:
-        capture(parts)
-    except (TypeError, ValueError) as error:
-        text = "give tensors, numbers, strings and None in lists, tuples and mappings"
-        raise ConfigError(f"{error}: {text}") from error

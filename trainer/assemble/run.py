@@ -7,16 +7,15 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.assemble.parts import SIZES, may_begin_anew, refuse_unsavable
 from trainer.assemble.prompts import prompts_of
 from trainer.assemble.reporter import open_reporter
-from trainer.assemble.resumed import Saved
-from trainer.assemble.resumption import SIZES, may_begin_anew, refuse_unsavable
-from trainer.assemble.run_plan import RunPlan, saved_cut
+from trainer.assemble.run_plan import RunPlan
+from trainer.assemble.saved import Saved, Terms
 from trainer.assemble.step import step_context
-from trainer.assemble.terms import Terms
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
-from trainer.checkpoint.weights import ModelPart, StoredWeights
+from trainer.checkpoint.weights import ModelPart
 from trainer.config.run_config import contract_diff
 from trainer.core.stateful import MainDecides, Stateful, as_part
 from trainer.report.metrics import evaluation_at
@@ -34,7 +33,6 @@ def open_run(
     plan: Record,
     store: CheckpointStore,
     saved: Saved,
-    stored: StoredWeights | None,
     terms: Terms,
     own: Mapping[str, Stateful],
     stop: Callable[[], bool],
@@ -45,8 +43,7 @@ def open_run(
         run_plan: of the run.
         plan: the same, as plan.json is to have it.
         store: of its checkpoints, in its folder.
-        saved: what the checkpoint says that it goes on from.
-        stored: what its model began with.
+        saved: what the checkpoint says that it goes on from, and what its model began with.
         terms: those of the run now.
         own: the parts with state that the config asks for.
         stop: whether a signal asked this rank to stop.
@@ -87,10 +84,10 @@ def open_run(
             world=world,
             module=components.module,
             parts={
-                MODEL: ModelPart.of(components.module, stored),
+                MODEL: ModelPart.of(components.module, saved.stored),
                 **live,
                 "terms": terms,
-                "cut": saved_cut(run_plan, feed),
+                "cut": run_plan.saved_cut.following(feed),
             },
             writer=CheckpointWriter(store, world, asynchronous=how.asynchronous),
             reporter=reporter,

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from trainer.assemble.checks import check_noise, check_parts, try_out
 from trainer.assemble.components import Components
-from trainer.assemble.resumption import SavedCut
+from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
 from trainer.assemble.trials import Trials
 from trainer.assemble.tuning import (
@@ -23,7 +23,6 @@ from trainer.assemble.tuning import (
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Cut, IntArray, Plan
-from trainer.training.batches import Feed
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
@@ -47,6 +46,18 @@ class RunPlan:
     is_here: bool  # whether the plan is for this machine; time is unknown for any other
     warnings: tuple[str, ...]  # what showed when the user's own model and objective ran
     trials: Trials  # what the model showed on fake tensors
+
+    @property
+    def saved_cut(self) -> SavedCut:
+        """What a resumed run needs to cut as this one does."""
+        components = self.components
+        return SavedCut(
+            accum=accum_of(components.config),
+            cost=components.layout.cost,
+            settings=asdict(components.cut),
+            tuning=self.tuning,
+            evaluation_tokens=max((h.max_tokens for h in components.held_out.values()), default=1),
+        )
 
     @property
     def flops(self) -> ModelFlops | None:
@@ -79,7 +90,7 @@ def prepare_on_main(components: Components, saved: SavedCut | None = None) -> Ru
     def find() -> dict[str, Any]:
         found.append(prepare(components, saved))
         return {
-            "cut": saved_cut(found[0]).state(),
+            "cut": found[0].saved_cut.state(),
             "trials": asdict(replace(found[0].trials, counts=None)),
         }
 
@@ -110,7 +121,7 @@ def prepare(
     trials.apply(components)
     components = _with_cost(components, trials.counts, saved)
     limit, is_here = memory_of_rank(components, work.resident_bytes)
-    batches, is_known = _sampled(components), saved.belongs_to(components)
+    batches, is_known = _sampled(components), saved.belongs_to(components.config)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
     if is_known:
         cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
@@ -173,14 +184,9 @@ def _with_cost(components: Components, counts: ComputeCounts | None, saved: Save
 
     `accum=auto` times its own where it can.
     """
-    is_known = saved.belongs_to(components)
+    is_known = saved.belongs_to(components.config)
     cost = saved.cost if is_known else device_cost(components, counts)
     return replace(components, layout=replace(components.layout, cost=cost))
-
-
-def saved_cut(run_plan: RunPlan, feed: Feed | None = None) -> SavedCut:
-    """Give what a resumed run needs to cut as this one does, or its feed then."""
-    return SavedCut.of(run_plan.components, run_plan.tuning, feed)
 
 
 def _sampled(components: Components) -> list[IntArray]:

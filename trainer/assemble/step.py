@@ -9,13 +9,12 @@ from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
 from trainer.core.stateful import Stateful
 from trainer.models.batch_norm import RunningStatistics
-from trainer.models.compilation import compile_model
+from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.objectives.base import weights_of
 from trainer.optim.optimizers import HalfLives
 from trainer.training.batches import PlannedBatch
 from trainer.training.parameter_norms import ParameterNorms
 from trainer.training.window import StepContext
-from trainer.tune.layout import COMPILED_SHAPES
 
 
 def step_context(

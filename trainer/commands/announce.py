@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.assemble.components import Components
-from trainer.assemble.terms import Terms, read_terms
+from trainer.assemble.saved import Saved, Terms, read_terms
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import contract as contract_of
 from trainer.core.rows import Row
@@ -23,17 +23,16 @@ def announce(
     components: Components,
     rows: Sequence[Row],
     plan: Record,
-    stored: StoredWeights | None,
-    before: Terms,
+    saved: Saved,
 ) -> None:
     """Show what is about to happen, and why the run is laid out as it is."""
     data, config, reporter = components.train_set, components.config, run.reporter
     if config.resume is None and data.num_skipped:
         reporter.passed_over(data.num_skipped, data.skipped)
     reporter.start(rows, plan, name=config.name)
-    _name_weights(run, components, stored)
+    _name_weights(run, components, saved.stored)
     whole = BUILT_WHOLE * (components.is_sharded and components.weights is None)
-    for line in filter(None, (*components.parallel.reasons, whole, _growth(run, before))):
+    for line in filter(None, (*components.parallel.reasons, whole, _growth(run, saved.terms))):
         reporter.line(line)
 
 

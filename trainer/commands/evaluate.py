@@ -10,10 +10,10 @@ from typing import Any
 from trainer.assemble.components import assemble
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
+from trainer.assemble.saved import Saved, Terms
 from trainer.assemble.shown_samples import predict_parts, worst_samples
 from trainer.assemble.step import step_context
-from trainer.assemble.terms import Terms, read_terms
-from trainer.checkpoint.weights import checkpoint_weights, load_step
+from trainer.checkpoint.weights import load_step
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, contract, evaluation_file, to_plain
 from trainer.core.errors import DataError
@@ -35,10 +35,11 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         SaveError: the figures, which are printed, cannot be written.
     """
     loaded = load_step(folder, config.step, world)
-    terms = read_terms(loaded)
+    saved = Saved.read(config, loaded, world)
+    terms = saved.terms
     if config.evaluates_all:
         config = _for_any_data(config, terms)
-    components = assemble(config, world, terms, checkpoint_weights(loaded))
+    components = assemble(config, world, saved)
     if not config.evaluates_all:
         refuse_changed_data(components, terms)
     check_consistency(world, components.data_views, components.module, components.weights)

@@ -13,8 +13,8 @@ from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare
+from trainer.assemble.saved import Saved, read_terms
 from trainer.assemble.step import step_context
-from trainer.assemble.terms import read_terms
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights
 from trainer.config.components import NO_ADAPTER
@@ -46,9 +46,9 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
 
 def _with_precise_statistics(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
     """Build the run with its data, and estimate its running statistics again."""
-    terms = read_terms(loaded)
-    components = assemble(config, world, terms, checkpoint_weights(loaded))
-    refuse_changed_data(components, terms)
+    saved = Saved.read(config, loaded, world)
+    components = assemble(config, world, saved)
+    refuse_changed_data(components, saved.terms)
     components = prepare(components).components
     model = step_context(components).model
     with closing(components.feed(world)) as feed:

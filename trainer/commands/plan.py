@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.assemble.noise_advice import advice_rows
 from trainer.assemble.prompts import prompts_of
-from trainer.assemble.resumed import assemble_resumed
+from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
 from trainer.assemble.summary import describe
@@ -27,19 +27,19 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     Of ranks that are not there this process works out what the first would do.
     """
     try:
-        components, loaded, cut = assemble_resumed(config, world)
-        run_plan = prepare(components, cut)
+        components, saved = assemble_resumed(config, world)
+        run_plan = prepare(components, saved.cut)
     except CannotRunFake:  # shapes do not do
-        components, loaded, cut = assemble_resumed(config, world, with_values=True)
-        run_plan = prepare(components, cut)
+        components, saved = assemble_resumed(config, world, with_values=True)
+        run_plan = prepare(components, saved.cut)
     components = run_plan.components
     prompts_of(components)  # which may be refused
-    advice = advice_rows(components, loaded)
+    advice = advice_rows(components, saved.loaded)
     rows = [*describe(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)
-    screen.name_checkpoint(loaded)
+    screen.name_checkpoint(saved.loaded)
     screen.show(plan_block(rows, plan, folder / PLAN_FILE))
     screen.close()
     return 0

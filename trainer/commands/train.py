@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assemble.resumed import Saved, assemble_on_all, end_if_stopped
-from trainer.assemble.resumption import check_terms, own_parts
+from trainer.assemble.parts import own_parts
+from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_stopped
 from trainer.assemble.run import open_run
 from trainer.assemble.run_plan import prepare_on_main
+from trainer.assemble.saved import Saved
 from trainer.assemble.summary import describe
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
-from trainer.checkpoint.weights import first_weights
 from trainer.commands.announce import announce
 from trainer.commands.finish import finish
 from trainer.config.run_config import RunConfig
@@ -49,14 +49,14 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     started = time.perf_counter()
     store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
     end_if_stopped(world, stop())
-    saved = Saved.read(None if config.resume is None else store.load(world=world))
-    own, stored = own_parts(config), first_weights(config, saved.loaded, world)
-    components = assemble_on_all(config, world, saved.terms, stored)
+    loaded = None if config.resume is None else store.load(world=world)
+    saved, own = Saved.read(config, loaded, world), own_parts(config)
+    components = assemble_on_all(config, world, saved)
     terms = check_terms(components, saved.terms)
     run_plan = prepare_on_main(components, saved.cut)
     plan = record_of(rows := describe(run_plan))
-    with open_run(run_plan, plan, store, saved, stored, terms, own, stop) as run:
-        announce(run, run_plan.components, rows, plan, stored, saved.terms)
+    with open_run(run_plan, plan, store, saved, terms, own, stop) as run:
+        announce(run, run_plan.components, rows, plan, saved)
         with tracing(world, config.profile, run.progress.step, folder, run.reporter.warn):
             train(run)
         finish(run, run_plan.components, plan, folder, started)

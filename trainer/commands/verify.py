@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.components import Components
-from trainer.assemble.resumed import assemble_resumed
+from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.assemble.summary_batch_norm import batch_norm_notes
@@ -37,15 +37,15 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     Raises:
         NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
-    components, loaded, cut = assemble_resumed(config, world)
-    run_plan = prepare(components, cut)
+    components, saved = assemble_resumed(config, world)
+    run_plan = prepare(components, saved.cut)
     batch, feed = _of_all_ranks(run_plan)
     report = verify(step_context(components), batch, feed, whole_fits=_whole_fits(run_plan))
     notes = [*batch_norm_notes(run_plan), *_asides(components)]
     report = replace(report, notes=(*notes, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)
-    screen.name_checkpoint(loaded)
+    screen.name_checkpoint(saved.stored and saved.stored.loaded)
     screen.show(verify_block(report))
     screen.close()
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.components import assemble
+from trainer.assemble.saved import Saved
 from trainer.assemble.step import step_context
-from trainer.checkpoint.weights import first_weights
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -33,7 +33,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         NotExactError: they differ; verify.json says so.
     """
     here = World(device=world.device)
-    components = assemble(config, world, stored=first_weights(config, None, here))
+    components = assemble(config, world, Saved.read(config, None, here))
     setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
     none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
     cut = Fixed(micro=2 * layout.group_size)

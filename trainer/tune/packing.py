@@ -1,27 +1,91 @@
-"""Try on two documents whether a model holds them apart when packed, and what padding does."""
+"""Decide whether documents are packed: try on two whether a model holds them apart."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config.messages import clip
+from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
-from trainer.models.bind import OMITTED, bind
-from trainer.models.boundaries import uses_flash
+from trainer.models.bind import AUTOCAST, OMITTED, bind
+from trainer.models.boundaries import BOUNDARIES, OTHER_WORDS, uses_flash
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring
 
+# Mean length over the longest; above it, as in windows of one length, padding costs nothing
+FULL = 0.95
 TRIED_SAMPLES, TRIED_TOKENS = 256, 16  # looked at, and as long as which two of them are tried
 LEAK_SHARE = 0.1  # of what seeing it all changes, at most
 # What a model of transformers calls where it gets no mask
 WARNS = "warn_if_padding_and_no_attention_mask"
 TF32_EPS = 2.0**-10  # a GPU may round factors to this
+
+
+def packs(
+    asked: bool | Literal["auto"],
+    module: nn.Module,
+    *,
+    unfit: str | None,
+    device: torch.device,
+    precision: str,
+    fill: float = 0.0,
+    fault: Callable[[], str | None] = lambda: None,
+) -> bool:
+    """Decide whether documents are packed end to end.
+
+    Left to itself it is done where padding would cost something and the model has one kernel for
+    all documents of a row, as it says itself. Never on a CPU: there documents are attended to one
+    by one, which gains 1 % at 350 tokens in the mean, and less where they are shorter.
+
+    Args:
+        asked: `accum.packed`.
+        module: the model.
+        unfit: why data or objective cannot be packed; None when they can.
+        device: where it computes.
+        precision: of the forward, such as `bf16`.
+        fill: mean length of the data over that of the longest sample.
+        fault: runs a model that is given boundaries in other words than `cu_seqlens`, and says why
+            it cannot be packed.
+
+    Raises:
+        ConfigError: packing was asked for, and the model, data or objective cannot be packed.
+    """
+    names = inspect.signature(module.forward).parameters.keys()
+    if not names & {BOUNDARIES, *OTHER_WORDS}:
+        unfit = (
+            f"forward of {type(module).__name__} takes no {BOUNDARIES}, so documents laid end to "
+            "end would see each other"
+        )
+    if asked is False:
+        return False
+    if asked == "auto" and (fill > FULL or not has_kernel(module, device, precision)):
+        return False
+    if unfit is None and BOUNDARIES not in names:
+        unfit = fault()
+    if asked is True and unfit is not None:
+        raise ConfigError(f"accum.packed=true: {unfit}; use accum.packed=false")
+    return unfit is None
+
+
+def has_kernel(module: nn.Module, device: torch.device, precision: str) -> bool:
+    """Whether one kernel takes all documents of a row, which a model can be asked for."""
+    weight = next(module.parameters(), torch.empty(0))
+    dtype = AUTOCAST.get(precision, weight.dtype)
+    if device.type != "cuda":
+        return False
+    if callable(ask := getattr(module, "has_packed_kernel", None)):
+        return bool(ask(device, dtype))
+    # Other kernels of Hugging Face's score every pair of positions of the row.
+    return dtype in AUTOCAST.values() and uses_flash(module) is not False
 
 
 def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | None:

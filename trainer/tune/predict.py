@@ -22,12 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
 from trainer.core.errors import TrainError
-from trainer.models.compilation import compile_model
+from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.models.duplicate import duplicate
 from trainer.models.first_weights import is_on_meta
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
-from trainer.tune.layout import COMPILED_SHAPES
 from trainer.tune.speed import fit_shapes, terms
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import (

@@ -21,10 +21,9 @@ import torch
 
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.models.bind import Casts
-from trainer.models.compilation import with_compilation
+from trainer.models.compilation import COMPILED_SHAPES, with_compilation
 from trainer.plan.cut import Cost, FloatArray, Plan
 from trainer.plan.memory import Shape
-from trainer.tune.layout import COMPILED_SHAPES
 from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]

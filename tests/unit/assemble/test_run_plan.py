@@ -6,7 +6,7 @@ from tests.reliability import lab
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.resumption import check_terms
 from trainer.assemble.run_plan import prepare
-from trainer.assemble.terms import Terms
+from trainer.assemble.saved import Saved, Terms
 from trainer.core.world import World
 from trainer.parallel.base import IN_FLIGHT
 
@@ -16,7 +16,7 @@ def test_sync_auto_stays_what_it_was_on_the_same_ranks():
 
     def begun(*recorded: object, also: str = "seed=0") -> Components:
         terms = Terms.model_validate({"sync": recorded or None})
-        return assemble(lab.config(*typed, also), World(size=4, local_size=4), terms)
+        return assemble(lab.config(*typed, also), World(size=4, local_size=4), Saved(terms=terms))
 
     first = begun("hsdp", 4, "hierarchical")
     assert first.parallel.sync.name == "hierarchical"

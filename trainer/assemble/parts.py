@@ -1,0 +1,63 @@
+"""Build the parts with state that a run asks for, and refuse those that no checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from trainer.assemble.instantiate import construct
+from trainer.checkpoint.average import AVERAGE, WeightAverage
+from trainer.checkpoint.state import capture
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.stateful import Stateful, as_part
+from trainer.training.best_metric import BEST, STOP, BestMetric
+from trainer.training.noise import NOISE, NoiseScale
+
+SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
+
+
+def own_parts(config: RunConfig) -> dict[str, Stateful]:
+    """Build the parts with state that the config asks for, each with its name in a checkpoint.
+
+    The average of the weights is the last, since others may change them.
+
+    Raises:
+        ConfigError: one cannot be built, or has no `state` and `load`.
+    """
+    parts: dict[str, Stateful] = {}
+    for index, component in enumerate(config.parts):
+        part = construct(component, f"parts[{index}]", Stateful, config.trust)
+        name = f"parts.{component.target}"
+        name += f"-{index + 1}" * (name in parts)
+        parts[name] = as_part(part)
+    if config.log.noise_scale is not None:
+        parts[NOISE] = NoiseScale(config.batch.unit)
+    for name, key, metric, min_delta in (
+        (BEST, "checkpoint.best", config.checkpoint.best, 0.0),
+        (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
+    ):
+        if metric is not None:
+            mode = config.checkpoint.mode if config.checkpoint.best in (None, metric) else "auto"
+            parts[name] = BestMetric.of(key, metric, mode, min_delta)
+    if config.ema.decay is not None:
+        parts[AVERAGE] = WeightAverage(config.ema.decay)
+    return parts
+
+
+def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
+    """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
+    allowed = own if "parts" in config.resume_allow else ()
+    return {"loss_scale", NOISE, AVERAGE, SIZES, BEST, STOP, *allowed}
+
+
+def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:
+    """Refuse parts whose state no checkpoint can hold, before the first step.
+
+    Raises:
+        ConfigError: it names the place.
+    """
+    try:
+        capture(parts)
+    except (TypeError, ValueError) as error:
+        text = "give tensors, numbers, strings and None in lists, tuples and mappings"
+        raise ConfigError(f"{error}: {text}") from error

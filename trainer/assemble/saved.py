@@ -1,0 +1,127 @@
+"""Read from a checkpoint what a run goes on with, before the run is built; keep it in the next."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Self, final
+
+from pydantic import Field, PrivateAttr, field_validator
+
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.weights import StoredWeights, first_weights
+from trainer.config.keys import as_option
+from trainer.config.messages import flat
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import NoCheckpointError
+from trainer.core.stateful import Natural, SavedFields, State
+from trainer.core.world import World
+from trainer.plan.cut import Cost, Cut
+from trainer.training.batches import Feed
+from trainer.tune.tuning import Tuning
+
+
+@final
+class Terms(SavedFields):
+    """What the steps of a run depend on; empty where a run begins."""
+
+    contract: dict[str, Any] = Field(default_factory=dict)
+    config_hash: str = ""  # of the contract, for people who compare runs
+    fingerprint: str = ""  # of the data that are trained on
+    held_out: str | None = None  # of those that are held out
+    # What the model's constructor took from the data
+    given: dict[str, Any] = Field(default_factory=dict)
+    total_steps: Natural = 0
+    # Layout, number of ranks, and what `sync=auto` took there
+    sync: tuple[str, Natural, str] | None = None
+    # What the run last ran on; nothing depends on it
+    environment: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("contract")
+    @classmethod
+    def _with_options(cls, terms: dict[str, Any]) -> dict[str, Any]:
+        """Give what a run of an earlier version had by a word the settings that it stands for."""
+        words = {key: as_option(key, terms[key]) for key in ("batchnorm",) if key in terms}
+        return {**{k: v for k, v in terms.items() if k not in words}, **flat(words)}
+
+
+@final
+class SavedCut(SavedFields):
+    """What a resumed run needs to cut as the run began; empty where it begins."""
+
+    # The component of the config that it belongs to, as `accum_of` has it
+    accum: dict[str, Any] = Field(default_factory=dict)
+    cost: Cost = Cost()
+    settings: dict[str, Any] = Field(default_factory=dict)  # of the cut, as its fields have them
+    tuning: Tuning | None = None
+    evaluation_tokens: Annotated[Natural, Field(ge=1)] = 1
+    # Of the run that goes on: it cuts smaller where memory ran out, and its cut is saved
+    _feed: Feed | None = PrivateAttr(None)
+
+    def following(self, feed: Feed) -> Self:
+        """Save the cut of a feed from now on."""
+        self._feed = feed
+        return self
+
+    def state(self) -> State:
+        """See the base class."""
+        live = {} if self._feed is None else {"settings": asdict(self._feed.cut)}
+        return {**super().state(), **live}
+
+    def belongs_to(self, config: RunConfig) -> bool:
+        """Whether the run is to be cut by the same component with the same arguments."""
+        return self.accum == accum_of(config)
+
+    def restored(self, cut: Cut) -> Cut:
+        """Give the run's cut with the settings that were saved.
+
+        Raises:
+            NoCheckpointError: it has no such settings.
+        """
+        settings = dict(self.settings)
+        try:
+            if settings.get("cost") is not None:
+                settings["cost"] = Cost(**settings["cost"])
+            return replace(cut, **settings)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise NoCheckpointError(
+                f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
+                "init="
+            ) from error
+
+
+def read_terms(loaded: Loaded) -> Terms:
+    """Read the terms of a checkpoint alone."""
+    terms = Terms()
+    restore(loaded, {"terms": terms})
+    return terms
+
+
+def accum_of(config: RunConfig) -> dict[str, Any]:
+    """Give what of `accum` the cut of a checkpoint belongs to."""
+    return config.accum.model_dump(include={"target", "params"})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint says before the run is built; all empty where there is none."""
+
+    loaded: Loaded | None = None
+    # What the model begins with, of the checkpoint or of `init`; None where the seed draws it
+    stored: StoredWeights | None = None
+    terms: Terms = field(default_factory=Terms)
+    cut: SavedCut = field(default_factory=SavedCut)
+
+    @classmethod
+    def read(cls, config: RunConfig, loaded: Loaded | None, world: World) -> Self:
+        """Read it; nothing is laid out over the ranks, and a plan leaves weights alone. Collective.
+
+        Raises:
+            NoCheckpointError: a part is none of this version.
+        """
+        is_plan = config.command == "plan"
+        saved = cls(loaded=loaded, stored=None if is_plan else first_weights(config, loaded, world))
+        if loaded is not None:
+            restore(loaded, {"terms": saved.terms, "cut": saved.cut})
+        return saved
