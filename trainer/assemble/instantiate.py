@@ -198,45 +198,37 @@ def check_components(config: RunConfig) -> None:
             check_names(target, key, names)
         except ConfigError as error:
             faults += error.faults
-        for name, value in component.params.items():
-            waiting += [(*each, True) for each in _inner(value, component, f"{key}.{name}")]
+        _with_inner(component.params, component, key, lambda *inner: waiting.append((*inner, True)))
     if faults:
         raise ConfigError(*faults)
 
 
-def _inner(value: object, owner: Component, key: str) -> list[tuple[str, Component]]:
-    """List the classes that an argument names, with dotted keys, but not those within them."""
-    if isinstance(value, list):
-        return [each for item in value for each in _inner(item, owner, key)]
-    if not isinstance(value, Mapping):
-        return []
-    if "_target_" in value:
-        return [(key, _component_of(value, owner))]
-    return [each for k, item in value.items() for each in _inner(item, owner, f"{key}.{k}")]
-
-
-def _component_of(value: Mapping[str, Any], owner: Component) -> Component:
-    params = {name: each for name, each in value.items() if name != "_target_"}
-    return Component(target=value["_target_"], params=params, typed_target=owner.typed_target)
-
-
 def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
     """Give the arguments of a component; those that name a class with `_target_` are built."""
-    return {
-        name: _argument(value, component, f"{key}.{name}", trusted)
-        for name, value in component.params.items()
-    }
+
+    def build(key: str, inner: Component) -> Any:  # noqa: ANN401 - whatever it makes
+        return _call(look_up(inner, key, trusted, inner=True), inner, key, trusted, {})
+
+    found: dict[str, Any] = _with_inner(component.params, component, key, build)
+    return found
 
 
-def _argument(value: Any, owner: Component, key: str, trusted: tuple[str, ...]) -> Any:  # noqa: ANN401
+def _with_inner(
+    value: Any,  # noqa: ANN401 - any argument
+    owner: Component,
+    key: str,
+    build: Callable[[str, Component], Any],
+) -> Any:  # noqa: ANN401
+    """Put what `build` makes of a class in the place of each that a value names, at its key."""
     if isinstance(value, list):
-        return [_argument(each, owner, key, trusted) for each in value]
+        return [_with_inner(each, owner, key, build) for each in value]
     if not isinstance(value, Mapping):
         return value
     if "_target_" not in value:
-        return {k: _argument(each, owner, f"{key}.{k}", trusted) for k, each in value.items()}
-    component = _component_of(value, owner)
-    return _call(look_up(component, key, trusted, inner=True), component, key, trusted, {})
+        return {k: _with_inner(each, owner, f"{key}.{k}", build) for k, each in value.items()}
+    params = {name: each for name, each in value.items() if name != "_target_"}
+    target, typed = value["_target_"], owner.typed_target
+    return build(key, Component(target=target, params=params, typed_target=typed))
 
 
 def _call(

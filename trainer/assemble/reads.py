@@ -92,28 +92,15 @@ def _unread_fields(components: Components) -> list[str]:
 
 
 def _unread_in_trials(components: Components, names: Collection[str]) -> list[str]:
-    """Run the objective, in evaluation and in training; nothing is unread where that fails."""
-    device = torch.device("meta") if is_on_meta(components.module) else components.world.device
+    """Run the objective in training; nothing is unread where one sample alone is refused."""
+    module, objective = components.module, components.objective
+    device = torch.device("meta") if is_on_meta(module) else components.world.device
     fields, remote = components.example, to_device(components.example, device)
     reads = _Reads({id(each[name]): name for each in (fields, remote) for name in names})
-
-    def run(*, trains: bool) -> None:
-        if reads.seen.issuperset(names):
-            return
-        with (
-            restoring(components.module, components.objective),
-            torch.set_grad_enabled(trains),
-            reads,
-        ):
-            components.module.train(trains)
-            sums_of(components.objective, components.call, remote, weights)
-
-    with suppress(Exception):  # it fails again, in full, in the step
-        with reads:
-            weights = weights_of(components.objective, fields)
-        run(trains=False)
-        with suppress(Exception):  # statistics over samples take no single one
-            run(trains=True)
+    # What fails here fails again, in full, in the step.
+    with suppress(Exception), restoring(module, objective), reads:
+        module.train()
+        sums_of(objective, components.call, remote, weights_of(objective, fields))
         return [name for name in names if name not in reads.seen]
     return []
 

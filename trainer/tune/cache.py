@@ -13,12 +13,12 @@ import math
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self, final
 
 import torch
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from trainer.config.messages import clip
 from trainer.core import durable
@@ -43,12 +43,11 @@ def _by_shape(rows: Any) -> dict[Shape, Any]:  # noqa: ANN401 - of a file that a
     return found
 
 
-def _no_infinity(value: Any) -> Any:  # noqa: ANN401
-    return math.inf if value is None else value
-
-
+# JSON has no keys but strings
 _ByShape = BeforeValidator(_by_shape)
+_InRows = PlainSerializer(lambda known: [(*shape, value) for shape, value in known.items()])
 _Duration = Annotated[float, Field(gt=0, le=1e6)]
+_Noise = BeforeValidator(lambda value: math.inf if value is None else value)  # JSON has no infinity
 
 
 @final
@@ -57,11 +56,11 @@ class Measurements:
     """What is known of one model, with or without activation checkpointing."""
 
     # Predicted peak of a step whose largest micro-batch has the shape
-    peaks: Annotated[dict[Shape, MemoryEstimate], _ByShape] = field(default_factory=dict)
+    peaks: Annotated[dict[Shape, MemoryEstimate], _ByShape, _InRows] = field(default_factory=dict)
     # Of one forward and backward, the quickest that was ever seen
-    seconds: Annotated[dict[Shape, _Duration], _ByShape] = field(default_factory=dict)
+    seconds: Annotated[dict[Shape, _Duration], _ByShape, _InRows] = field(default_factory=dict)
     # Of the timings, the least of any run; see `Timings`
-    noise: Annotated[float, Field(ge=0), BeforeValidator(_no_infinity)] = math.inf
+    noise: Annotated[float, Field(ge=0), _Noise] = math.inf
     method: str = ""  # how peaks are predicted
     # Predicted peak of what ran out of memory when it was timed
     failed_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -71,14 +70,6 @@ class Measurements:
         self.noise = min(noise, self.noise)
         for shape, new in seconds.items():
             self.seconds[shape] = min(new, self.seconds.get(shape, new))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give a mapping for JSON, which writes infinity as null."""
-        return {
-            **asdict(self),
-            "peaks": [[*shape, asdict(peak)] for shape, peak in self.peaks.items()],
-            "seconds": [[*shape, seconds] for shape, seconds in self.seconds.items()],
-        }
 
 
 _FACTS = TypeAdapter(tuple[Measurements, Measurements])
@@ -104,33 +95,19 @@ class TuningCache:
         text = json.dumps({"format": FORMAT, **situation}, sort_keys=True)
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         path = (folder or cache_folder() / "tune") / f"{name}.json"
-        if not path.exists():
-            return cls(path)
-        fault = "not as this program writes it"
-        try:
-            saved = durable.read_json(path)
-            cache = cls(path, _FACTS.validate_python(saved["facts"]))
-            written, read = (
-                json.dumps(each, sort_keys=True)
-                for each in (durable.strict(cache.to_dict()), saved)
-            )
-            if written == read:
-                return cache
-        except (LookupError, TypeError, ValueError) as error:
-            fault = clip(str(error))
-        _log.warning("%s: not used, and measured again: %s", path, fault)
+        if path.exists():
+            try:
+                return cls(path, _FACTS.validate_python(durable.read_json(path)["facts"]))
+            except (LookupError, TypeError, ValueError) as error:
+                _log.warning("%s: not used, and measured again: %s", path, clip(str(error)))
         return cls(path)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give what the file holds."""
-        return {"facts": [each.to_dict() for each in self.facts]}
 
     def save(self) -> None:
         """Write the file, whole or not at all. A cache that cannot be written is no failure."""
         if self.path is not None:
             with suppress(OSError):
                 durable.make_own_folder(self.path.parent)
-                durable.write_json(self.path, self.to_dict())
+                durable.write_json(self.path, {"facts": _FACTS.dump_python(self.facts)})
 
 
 def describe(
