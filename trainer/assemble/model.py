@@ -1,7 +1,6 @@
 """Build the model: with its weights, or on the meta device, where it takes no memory.
 
-A plan for a machine that is not here needs shapes alone. For any other command a model that turns
-out to be large is counted on the meta device before it takes its memory.
+A plan for a machine that is not here needs shapes alone; so does a rank that holds a part of it.
 """
 
 from __future__ import annotations
@@ -12,37 +11,28 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
-from trainer.assemble.parallel import may_shard, planned_device, rank_memory
+from trainer.assemble.model_size import build_counted, counted, refuse_too_large
+from trainer.assemble.parallel import planned_device
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
-from trainer.core.errors import ConfigError, DataError, DoesNotFitError
-from trainer.core.format import plural, size
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import image_field, preserve_generators
 from trainer.data.view import DataView
 from trainer.models.check import UNUSED, refuse_lazy
-from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta, is_on_meta
+from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
-from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
-from trainer.tune.memory_limit import MemoryLimit, memory_limit
-from trainer.tune.predict import resting
-from trainer.tune.workload import Workload
 
 Transform = Callable[[nn.Module], Any]
-
-LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
-STATE = 4  # weights, gradients and two moments: what training needs at the most, as a rule
 
 
 def arguments_from_data(
@@ -141,7 +131,7 @@ def build_model(
 
     def check(module: nn.Module) -> None:
         _begin_training(config, module, spec)
-        _refuse_too_large(config, world, module, spec)
+        refuse_too_large(config, world, module, spec)
 
     kind = look_up(config.model, "model", config.trust)
     is_away = planned_device(config, world).type != world.device.type
@@ -154,8 +144,9 @@ def build_model(
                 module, drawn = build_on_meta(partial(build, has_first=loads), unread)
                 weights = {**drawn, **unread}
         if module is None and is_away and not with_values:
-            module = _counted(build, check)
-        module = _built(build, check) if module is None else module
+            module = counted(build, check)
+        if module is None:
+            module = build_counted(build, check)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     _begin_training(config, module, spec)
     module.train()
@@ -276,77 +267,3 @@ def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> St
 
 class _NeedsValues(Exception):  # noqa: N818 - no error
     """Where the weights of a model are cannot be said, so that it is built with them."""
-
-
-def _counted(
-    build: Callable[[], nn.Module], check: Callable[[nn.Module], None]
-) -> nn.Module | None:
-    """Build a model on the meta device and check its size; None where its class cannot be."""
-    module = None
-    # A fault of the constructor's own shows again, in full, off the meta device.
-    with suppress(Exception), torch.device("meta"):
-        module = build()
-    if module is None or not is_on_meta(module):
-        return None
-    check(module)
-    return module
-
-
-def _built(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
-    """Build a model with its values; one that turns out to be large is counted on the way."""
-    with _Filled(lambda: _counted(build, check)):
-        return build()
-
-
-@final
-class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
-    """Counts what a constructor makes out of nothing; at `LARGE_BYTES` something is done, once."""
-
-    def __init__(self, when_large: Callable[[], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
-        self.total, self.when_large = 0, when_large
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator, and count what it gives where it takes no tensor."""
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
-            before, self.total = self.total, self.total + found.nbytes * (not found.is_meta)
-            if before <= LARGE_BYTES < self.total:
-                with preserve_generators():
-                    self.when_large()
-        return found
-
-
-def _refuse_too_large(
-    config: RunConfig, world: World, module: nn.Module, spec: OptimizerSpec | None
-) -> None:
-    """Refuse a model on the meta device whose weights, or what training adds, exceed the memory."""
-    weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    is_trained = spec is not None and config.command in {"train", "plan"}
-    limit, is_here = rank_memory(config, world)
-    ranks = world.size if spec is not None and may_shard(config, world) else 1
-    needed, what = weights, "weights need"
-    is_large = limit is not None and STATE * weights > limit.bytes * ranks
-    if spec is not None and is_trained and is_large:
-        work = Workload(
-            model=module,
-            objective=NextToken(),  # any: no sample is computed
-            make_optimizer=spec.build,
-            make_fields=lambda *_: {},
-            device=world.device,
-        )
-        needed, what = resting(work).peak_bytes, "weights, gradients and optimizer state need"
-    if limit is not None and needed > limit.bytes * ranks:
-        raise _refusal(module, f"{what} {size(needed)}", limit, ranks)
-    host = memory_limit(torch.device("cpu"), local_ranks=world.local_size)
-    if is_here and weights > host.bytes:
-        raise _refusal(module, f"weights need {size(weights)} to be built", host, 1)
-
-
-def _refusal(module: nn.Module, what: str, limit: MemoryLimit, ranks: int) -> DoesNotFitError:
-    count = plural(sum(p.numel() for p in module.parameters()), "parameter")
-    there = f"{size(limit.bytes)} are available{' on each rank' * (ranks > 1)} ({limit.source})"
-    return DoesNotFitError(
-        f"model: {type(module).__name__} has {count}, whose {what}, and {there}: use a smaller "
-        "model, or more memory; train plan device=h100 parallel.ranks=8 shows what fits elsewhere"
-    )

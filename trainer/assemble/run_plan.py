@@ -9,13 +9,12 @@ from typing import Any, final
 
 from trainer.assemble.checks import check_noise, check_parts, try_out
 from trainer.assemble.components import Components
+from trainer.assemble.counts import count_run, heed
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
-from trainer.assemble.trials import Trials
 from trainer.assemble.tuning import (
     device_cost,
     memory_of_rank,
-    padded_workload,
     predict_sampled,
     tune_run,
     workload_of,
@@ -28,6 +27,7 @@ from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuning import Tuning, random_every
+from trainer.tune.workload import Workload
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
@@ -45,7 +45,8 @@ class RunPlan:
     how: str  # how the cap was found, or why it is as it is
     is_here: bool  # whether the plan is for this machine; time is unknown for any other
     warnings: tuple[str, ...]  # what showed when the user's own model and objective ran
-    trials: Trials  # what the model showed on fake tensors
+    # What the longest samples compute; None where the model cannot run fake
+    counts: ComputeCounts | None
 
     @property
     def saved_cut(self) -> SavedCut:
@@ -62,7 +63,7 @@ class RunPlan:
     @property
     def flops(self) -> ModelFlops | None:
         """What the main rank reports of speed; None where nothing could be counted."""
-        components, counts = self.components, self.trials.counts
+        components, counts = self.components, self.counts
         if counts is None or not components.world.is_main:
             return None
         peak = peak_flops(components.world.device, components.precision)
@@ -89,37 +90,39 @@ def prepare_on_main(components: Components, saved: SavedCut | None = None) -> Ru
 
     def find() -> dict[str, Any]:
         found.append(prepare(components, saved))
-        return {
-            "cut": found[0].saved_cut.state(),
-            "trials": asdict(replace(found[0].trials, counts=None)),
-        }
+        counts = found[0].counts
+        return {"cut": found[0].saved_cut.state(), "counts": counts and asdict(counts)}
 
     answer = components.world.on_main(find)
     if found:
         return found[0]
-    return prepare(components, SavedCut(**answer["cut"]), Trials(**answer["trials"]))
+    counts = answer["counts"] and ComputeCounts(**answer["counts"])
+    return _prepare(components, workload_of(components), counts, SavedCut(**answer["cut"]))
 
 
-def prepare(
-    components: Components, saved: SavedCut | None = None, trials: Trials | None = None
-) -> RunPlan:
+def prepare(components: Components, saved: SavedCut | None = None) -> RunPlan:
     """Find the cut of a run.
 
     `saved` is of a run that is resumed; it counts while `accum` is unchanged, so that a resumed
-    `auto` cuts as before, and every evaluation sums in the same order. `trials` are those of the
-    main rank; without them they run here.
+    `auto` cuts as before, and every evaluation sums in the same order.
 
     Raises:
         CannotRunFake: the model was built without weights, and needs more than shapes.
         Preempted: a signal ended the tuning.
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
-    saved = saved or SavedCut()
     check_parts(components)
     work = workload_of(components)
-    trials = trials or Trials.run(components, padded_workload(components, work))
-    trials.apply(components)
-    components = _with_cost(components, trials.counts, saved)
+    return _prepare(components, work, count_run(components, work), saved or SavedCut())
+
+
+def _prepare(
+    components: Components, work: Workload, counts: ComputeCounts | None, saved: SavedCut
+) -> RunPlan:
+    """Find the cut, once the model ran on fake tensors."""
+    if counts is not None:
+        heed(components, counts)
+    components = _with_cost(components, counts, saved)
     limit, is_here = memory_of_rank(components, work.resident_bytes)
     batches, is_known = _sampled(components), saved.belongs_to(components.config)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
@@ -127,7 +130,7 @@ def prepare(
         cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
     elif cut.needs_tuning:
         assert limit is not None  # a machine that is not here has what accum.memory says
-        tuning = tune_run(components, work, trials.counts, limit, batches, is_here=is_here)
+        tuning = tune_run(components, work, counts, limit, batches, is_here=is_here)
         cut = cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap)
         how = tuning.method
     if tuning is not None and tuning.activation_checkpointing:
@@ -139,7 +142,7 @@ def prepare(
     predicted, warnings = tuning and tuning.predicted, list[str]()
     if components.world.is_main:
         if tuning is None:
-            predicted = predict_sampled(components, work, trials.counts, plans, warnings)
+            predicted = predict_sampled(components, work, counts, plans, warnings)
         warnings += try_out(components)
     begin_peak(components.world.device)
     return RunPlan(
@@ -160,7 +163,7 @@ def prepare(
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),
-        trials=trials,
+        counts=counts,
     )
 
 

@@ -58,14 +58,6 @@ def workload_of(components: Components) -> Workload:
     )
 
 
-def padded_workload(components: Components, work: Workload) -> Workload:
-    """Give the same with documents side by side, whose attention FLOPs have a formula."""
-    if BOUNDARIES not in components.example:
-        return work
-    longest = components.source.lengths.max()
-    return replace(work, make_fields=Tiled(unpacked(components.example), longest))
-
-
 def _tiled(components: Components) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
     example, lengths = components.example, components.source.lengths

@@ -53,6 +53,7 @@ class ComputeCounts:
     products: float  # FLOPs per token of products with weights
     pairs: float  # FLOPs per pair of tokens of one sample
     limits: Limits  # rows of the table that looks token ids up, and classes of the labels
+    gives_logits: bool  # whether the output layer's outputs are the logits, and nothing else
 
 
 def count_compute(work: Workload, length: int) -> ComputeCounts | None:
@@ -78,7 +79,7 @@ def count_compute(work: Workload, length: int) -> ComputeCounts | None:
                 theirs.backward(fields)
     except CannotRunFake:
         return None
-    if is_last is not None and is_last():
+    if gives_logits := is_last is not None and is_last():
         setattr(layer, IS_LAST, True)
     return ComputeCounts(
         operators=counter.digest.hexdigest(),
@@ -86,6 +87,7 @@ def count_compute(work: Workload, length: int) -> ComputeCounts | None:
         products=counter.products / (PAIR * length),
         pairs=counter.pairs / (PAIR * length**2),
         limits=limits,
+        gives_logits=gives_logits,
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go
-from trainer.assemble import model
+from trainer.assemble import model_size
 from trainer.core.errors import DoesNotFitError
 from trainer.models.gpt import GPT
 
@@ -52,7 +52,7 @@ def test_a_small_model_is_built_once_and_a_large_one_is_counted_first(monkeypatc
     built.clear()
     go(line)
     assert built == ["cpu"]
-    monkeypatch.setattr(model, "LARGE_BYTES", 100)
+    monkeypatch.setattr(model_size, "LARGE_BYTES", 100)
     built.clear()
     go(line)
     assert built == ["meta", "cpu"]
@@ -77,7 +77,7 @@ class Once(nn.Module):
 
 
 def test_a_constructor_that_makes_large_tensors_runs_once_with_its_values(monkeypatch):
-    monkeypatch.setattr(model, "LARGE_BYTES", 1100)
+    monkeypatch.setattr(model_size, "LARGE_BYTES", 1100)
     built.clear()
     go(f"model._target_={__name__}.Once steps=1")
     assert built == ["cpu"]

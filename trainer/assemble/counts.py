@@ -1,0 +1,50 @@
+"""Count what a run computes, on fake tensors, and have its parts go by what shows there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainer.assemble.components import Components
+from trainer.data.collate import LABELS
+from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
+from trainer.models.first_weights import is_on_meta
+from trainer.models.output_layer import IS_LAST, candidate
+from trainer.objectives.metrics import check_classes
+from trainer.tune.flops import ComputeCounts, count_compute
+from trainer.tune.packing import unpacked
+from trainer.tune.predict import CannotRunFake
+from trainer.tune.workload import Tiled, Workload
+
+
+def count_run(components: Components, work: Workload) -> ComputeCounts | None:
+    """Count what its longest samples compute; None where the model cannot run fake.
+
+    Raises:
+        CannotRunFake: the model was built without weights.
+    """
+    longest = components.source.lengths.max()
+    if BOUNDARIES in components.example:
+        # Documents side by side, whose attention has a formula, stand in for a packed row.
+        work = replace(work, make_fields=Tiled(unpacked(components.example), longest))
+    counts = count_compute(work, longest)
+    if counts is None and is_on_meta(components.module) and components.weights is None:
+        raise CannotRunFake("the model was built without weights")
+    return counts
+
+
+def heed(components: Components, counts: ComputeCounts) -> None:
+    """Have the loaders compare numbers with the limits, and losses know the output layer.
+
+    Raises:
+        TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
+    """
+    if LABELS in counts.limits:
+        check_classes(components.objective.named_metrics, counts.limits[LABELS])
+    loader, lengths = components.source.loader, components.source.lengths
+    for each in [loader, *(part.loader for part in components.held_out.values())]:
+        each.limit(counts.limits)
+    if counts.limits:
+        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
+    if counts.gives_logits:  # the main rank's layer knows
+        setattr(candidate(components.module), IS_LAST, True)
