@@ -6,7 +6,6 @@ That no part makes the step inexact, and that a loss nobody has tested is a sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -24,8 +23,7 @@ from trainer.data.loader import Request
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
-from trainer.plan.cut import Cut, IntArray, Plan
-from trainer.plan.random_slots import with_random_slots
+from trainer.plan.cut import IntArray
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
@@ -212,21 +210,3 @@ def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: in
     weights = weights_of(objective, fields)
     found = sums_of(objective, components.call, to_device(fields, components.world.device), weights)
     return float(sum(map(float, found.losses.values())))
-
-
-def check_noise(components: Components, plans: Sequence[Plan], cut: Cut) -> None:
-    """Refuse a measurement of the noise scale that was asked for where no step of plans has one.
-
-    Raises:
-        ConfigError: saying what it needs.
-    """
-    layout, every = components.layout, components.config.log.noise_scale
-    measured = any(with_random_slots(plan, cut, layout, "").random_slots for plan in plans)
-    if not (components.adds_up and measured):
-        what, remedy = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto"
-        if components.source.order.sizes.measures_noise:
-            what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
-        raise ConfigError(
-            f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
-            "larger batch.global, or see docs/how-to/batch-size.md"
-        )

@@ -51,51 +51,53 @@ def open_run(
     Yields:
         The run; it is closed in the end, however that comes.
     """
-    components, world = run_plan.components, run_plan.components.world
-    folder = store.folder.parent
+    components, config = run_plan.components, run_plan.components.config
+    world, module, folder = components.world, components.module, store.folder.parent
+
+    # The step, and all of it that has state.
     failed = FailedAllocation(folder, world, *(plan[name] for name in MEMORY_FIGURES))
     if isinstance(sizes := components.source.order.sizes, Stateful):
         own = {**own, SIZES: MainDecides(as_part(sizes), world)}
     context = step_context(components, on_out_of_memory=failed, parts=[*own.values()])
-    feed = components.feed(world)
+    feed, progress, loss_scale = components.feed(world), Progress(), context.loss_scale
     # More steps change no setting of the optimizer, and its groups may hold state.
     is_same = saved.loaded is not None and not contract_diff(
         saved.terms.contract, terms.contract, allow=("steps", "epochs")
     )
-    progress, optimizer = Progress(), context.optimizer
     live: dict[str, Stateful] = {
-        OPTIMIZER: OptimizerPart(components.module, optimizer, keeps_settings=not is_same),
+        OPTIMIZER: OptimizerPart(module, context.optimizer, keeps_settings=not is_same),
         "rng": GeneratorsPart(),
         "data": feed,
         "progress": progress,
-        **({} if context.loss_scale is None else {"loss_scale": context.loss_scale}),
+        **({} if loss_scale is None else {"loss_scale": loss_scale}),
         **own,
     }
+
+    # As it begins, or as the checkpoint has it; the model was built with its state.
     for part in own.values():
-        part.begin(components.module)
+        part.begin(module)
     refuse_unsavable(own)
-    if saved.loaded is not None:  # the model has its state already
-        restore(saved.loaded, live, may_lack=may_begin_anew(components.config, own))
-    prompts = prompts_of(components)
+    if saved.loaded is not None:
+        restore(saved.loaded, live, may_lack=may_begin_anew(config, own))
+
+    # What is written: records, and checkpoints of all that is live, with what those go on by.
+    prompts, cut = prompts_of(components), run_plan.saved_cut.following(feed)
+    model = ModelPart.of(module, saved.stored)
     reporter = open_reporter(components, plan, folder, saved.loaded)
     with closing(reporter), ExitStack() as opened:
-        how = components.config.checkpoint
         checkpointer = Checkpointer(
             world=world,
-            module=components.module,
-            parts={
-                MODEL: ModelPart.of(components.module, saved.stored),
-                **live,
-                "terms": terms,
-                "cut": run_plan.saved_cut.following(feed),
-            },
-            writer=CheckpointWriter(store, world, asynchronous=how.asynchronous),
+            module=module,
+            parts={MODEL: model, **live, "terms": terms, "cut": cut},
+            writer=CheckpointWriter(store, world, asynchronous=config.checkpoint.asynchronous),
             reporter=reporter,
-            on_full=how.on_full,
-            every_s=how.every_s,
+            on_full=config.checkpoint.on_full,
+            every_s=config.checkpoint.every_s,
         )
+        opened.callback(checkpointer.release)
+        opened.callback(feed.close)
         run = Run(
-            config=components.config,
+            config=config,
             context=context,
             feed=feed,
             held_out=components.held_out,
@@ -107,8 +109,6 @@ def open_run(
             prompts=prompts,
             own=own,
         )
-        opened.callback(checkpointer.release)
-        opened.callback(feed.close)
         _recall(run, folder, is_saved=saved.loaded is not None)
         yield run
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
-from trainer.assemble.checks import check_noise, check_parts, try_out
+from trainer.assemble.checks import check_parts, try_out
 from trainer.assemble.components import Components
 from trainer.assemble.counts import count_run, heed
+from trainer.assemble.noise import noise_every
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
 from trainer.assemble.tuning import (
@@ -21,12 +21,12 @@ from trainer.assemble.tuning import (
 )
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import Cut, IntArray, Plan
+from trainer.plan.cut import IntArray, Plan
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Tuning, random_every
+from trainer.tune.tuning import Tuning
 from trainer.tune.workload import Workload
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
@@ -150,7 +150,7 @@ def _prepare(
         components=replace(
             components,
             cut=cut,
-            noise_every=_noise_every(components, cut, tuning, plans),
+            noise_every=noise_every(components, cut, tuning, plans),
             parallel=components.parallel.counted(fmean(plan.accum_steps for plan in plans)),
             held_out={
                 name: replace(each, max_tokens=tokens) for name, each in components.held_out.items()
@@ -165,21 +165,6 @@ def _prepare(
         warnings=tuple(warnings),
         counts=counts,
     )
-
-
-def _noise_every(
-    components: Components, cut: Cut, tuning: Tuning | None, plans: Sequence[Plan]
-) -> int | None:
-    """Choose the steps between measurements of the noise scale; None where it is not measured."""
-    every, layout = components.config.log.noise_scale, components.layout
-    if components.source.order.sizes.measures_noise:
-        check_noise(components, plans[:1], cut)
-        every = every or "auto"
-    elif isinstance(every, int):
-        check_noise(components, plans, cut)
-    if not components.adds_up or every != "auto":
-        return every if components.adds_up and every != "auto" else None
-    return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
 
 
 def _with_cost(components: Components, counts: ComputeCounts | None, saved: SavedCut) -> Components:

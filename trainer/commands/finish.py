@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.assemble.components import Components
-from trainer.assemble.noise_advice import advice_at
+from trainer.assemble.noise import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes

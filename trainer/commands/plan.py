@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assemble.noise_advice import advice_rows
+from trainer.assemble.noise import advice_rows
 from trainer.assemble.prompts import prompts_of
 from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import prepare

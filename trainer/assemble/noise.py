@@ -1,16 +1,22 @@
-"""Advise on the global batch of a run: of one that ends, and of one that is planned on."""
+"""Choose when a run measures its noise scale, and advise on the global batch by what it was."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from trainer.assemble.components import Components
 from trainer.assemble.parts import SIZES
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
+from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, row
 from trainer.core.stateful import Stateful, as_part
+from trainer.plan.cut import Cut, Plan
 from trainer.plan.order import Cursor
+from trainer.plan.random_slots import with_random_slots
 from trainer.training.batch_advice import batch_advice
 from trainer.training.noise import LEAST_MEASUREMENTS, NOISE, NoiseScale
+from trainer.tune.tuning import Tuning, random_every
 
 NOT_MEASURED = (
     "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
@@ -20,6 +26,32 @@ TOO_EARLY = (
     "the gradient noise scale was measured {} of the {} times that advice on the batch takes: go "
     "on with the run, or measure more often, every N steps, with a lower log.noise_scale=N"
 )
+
+
+def noise_every(
+    components: Components, cut: Cut, tuning: Tuning | None, plans: Sequence[Plan]
+) -> int | None:
+    """Choose the steps between measurements; None where nothing is, or can be, measured.
+
+    Raises:
+        ConfigError: it was asked for, and no step of the plans can be measured.
+    """
+    every, layout = components.config.log.noise_scale, components.layout
+    what, remedy, asked = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto", plans
+    is_needed = components.source.order.sizes.measures_noise
+    if is_needed:
+        what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
+        every, asked = every or "auto", plans[:1]
+    if is_needed or isinstance(every, int):
+        parted = any(with_random_slots(plan, cut, layout, "").random_slots for plan in asked)
+        if not (components.adds_up and parted):
+            raise ConfigError(
+                f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or "
+                "a larger batch.global, or see docs/how-to/batch-size.md"
+            )
+    if every == "auto" and components.adds_up:
+        return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
+    return every if isinstance(every, int) else None
 
 
 def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | None:
