@@ -28,7 +28,6 @@ from trainer.tune.speed import (
     SpeedModel,
     fit_speed,
     measure,
-    positions,
     rehearsal,
     speed_of,
 )
@@ -220,13 +219,9 @@ class MemoryVariant:
             cap = fitting[-1] if fitting else caps[0]
             shape = request.fullest(cap)
             is_far = cap == request.top and self.estimate(cap).peak_bytes < FAR * self.limit_bytes
-            if shape in self.facts.peaks or (fitting and (is_far or self.is_estimated(shape))):
+            if shape in self.facts.peaks or (fitting and is_far):
                 return cap if fitting else None
             self.peak(shape)
-
-    def is_estimated(self, shape: Shape) -> bool:
-        """Tell whether a shape is left to the line: a large one, of a machine that is not here."""
-        return self.request.as_needed and positions(shape) > max(ON_LINE)
 
     def estimate(self, cap: int) -> MemoryEstimate:
         """Give the peak of as many of the longest samples as a cap allows, run or on the line."""
@@ -242,16 +237,8 @@ class MemoryVariant:
         return replace(high, peak_bytes=high.peak_bytes + more, activations=activations)
 
     def peak_of(self, plans: Sequence[Plan]) -> MemoryEstimate:
-        """Predict the highest peak of steps that are cut so.
-
-        Of large ones on a machine that is not here: that of as many positions, in samples of the
-        greatest length.
-        """
-        shapes = largest_shapes(plans)
-        if self.is_estimated(shapes[0]):
-            length = self.request.single.length
-            return self.estimate(-(-positions(shapes[0]) // length) * length)
-        return max(map(self.peak, shapes), key=lambda peak: peak.peak_bytes)
+        """Predict the highest peak of steps that are cut so."""
+        return max(map(self.peak, largest_shapes(plans)), key=lambda peak: peak.peak_bytes)
 
     def peak(self, shape: Shape) -> MemoryEstimate:
         """Predict the peak of a step whose largest micro-batch has this shape.
