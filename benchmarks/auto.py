@@ -37,9 +37,9 @@ from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import memory_limit
 from trainer.tune.predict import predict_peak
+from trainer.tune.request import Tuning, TuningRequest
 from trainer.tune.speed import meter_for
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import Tuning, TuningRequest
 from trainer.tune.workload import Tiled, Workload
 
 SLOWER = 1.05

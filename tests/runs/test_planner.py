@@ -26,7 +26,7 @@ from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.packing import packs
 from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
-from trainer.tune.tuning import NEAR_BEST_TOKENS
+from trainer.tune.request import NEAR_BEST_TOKENS
 from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Build a run from its config: data, model, objective, optimizer, cut and sync policy.
 
-Only `instantiate.py` turns a name in a config into a class, and `components.py` makes every part of
-a run. `checks.py` refuses what does not belong together, `run_plan.py` finds the cut, tuned where
-it is not typed, and `run.py` opens a run that is planned. Read `components.py` first.
+`instantiate.py` alone turns a name in a config into a class. `components.py` makes every part of a
+run, `run_plan.py` finds its cut, and `run.py` opens it, with what `saved.py` read of a checkpoint.
+`summary.py` describes it. Read `components.py` first, from `assemble` on.
 """

@@ -16,7 +16,7 @@ from trainer.plan.order import Cursor
 from trainer.plan.random_slots import with_random_slots
 from trainer.training.batch_advice import batch_advice
 from trainer.training.noise import LEAST_MEASUREMENTS, NOISE, NoiseScale
-from trainer.tune.tuning import Tuning, random_every
+from trainer.tune.request import Tuning, random_every
 
 NOT_MEASURED = (
     "no gradient noise scale was measured in this run, so that nothing is known of other batches: "

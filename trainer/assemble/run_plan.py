@@ -24,9 +24,9 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import IntArray, Plan
 from trainer.training.model_flops import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
+from trainer.tune.request import Tuning
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Tuning
 from trainer.tune.workload import Workload
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means

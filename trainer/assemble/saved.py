@@ -18,7 +18,7 @@ from trainer.core.stateful import Natural, SavedFields, State
 from trainer.core.world import World
 from trainer.plan.cut import Cost, Cut
 from trainer.training.batches import Feed
-from trainer.tune.tuning import Tuning
+from trainer.tune.request import Tuning
 
 
 @final

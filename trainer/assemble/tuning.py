@@ -32,10 +32,10 @@ from trainer.tune.flops import ComputeCounts, card_cost
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.packing import unpacked
 from trainer.tune.predict import Predictor
+from trainer.tune.request import NEAR_BEST_TOKENS, Tuning, TuningRequest
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
-from trainer.tune.tuning import NEAR_BEST_TOKENS, Tuning, TuningRequest
 from trainer.tune.workload import Tiled, Workload, measured_dims, restoring
 
 

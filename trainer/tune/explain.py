@@ -10,8 +10,8 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.format import size
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import ASKED, MEBI
+from trainer.tune.request import Candidate
 from trainer.tune.speed import NEAR_BEST
-from trainer.tune.tuning import Candidate
 
 if TYPE_CHECKING:
     from trainer.tune.tuner import MemoryVariant

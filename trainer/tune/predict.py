@@ -99,20 +99,17 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 
 def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake of a tensor; it may be elsewhere than the tensor."""
-    fake = _fake_values(tensor, mode, device)
+    if tensor.device == device:
+        fake = mode.from_tensor(tensor)
+    else:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        with mode:
+            fake = torch.empty_like(mode.from_tensor(like), device=device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
     if tensor.is_leaf and tensor.requires_grad:
         fake.grad_dtype = tensor.grad_dtype
     return fake
-
-
-def _fake_values(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    if tensor.device == device:
-        return mode.from_tensor(tensor)
-    layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    with mode:
-        empty = torch.empty_like(mode.from_tensor(layout), device=device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 @contextmanager

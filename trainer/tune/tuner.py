@@ -22,6 +22,7 @@ from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
 from trainer.tune.explain import describe_choice, refuse
 from trainer.tune.predict import CannotRunFake, Predictor
+from trainer.tune.request import NEAR_BEST_TOKENS, Candidate, Tuning, TuningRequest
 from trainer.tune.speed import (
     NEAR_BEST,
     Clock,
@@ -32,7 +33,6 @@ from trainer.tune.speed import (
     speed_of,
 )
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import NEAR_BEST_TOKENS, Candidate, Tuning, TuningRequest
 
 # With and without activation checkpointing, by `TuningRequest.recompute`
 VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}

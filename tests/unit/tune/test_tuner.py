@@ -27,8 +27,8 @@ from trainer.tune.cache import Measurements, TuningCache, describe
 from trainer.tune.flops import count_compute
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
+from trainer.tune.request import Tuning, TuningRequest
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.tuning import Tuning, TuningRequest
 
 tune = partial(tuner.tune, clock=lambda: 0.0)
 """Tunes as if it took no time, unless a test brings a clock."""
