@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from trainer.assemble.components import Components
 from trainer.data.collate import LABELS
@@ -17,12 +19,28 @@ from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Tiled, Workload
 
 
-def count_run(components: Components, work: Workload) -> ComputeCounts | None:
-    """Count what its longest samples compute; None where the model cannot run fake.
+def count_run(
+    components: Components, work: Workload, main: Mapping[str, Any] | None = None
+) -> ComputeCounts | None:
+    """Count what the longest samples compute; None where the model cannot run fake.
+
+    The loaders then compare numbers with what shows there, and losses know the output layer. Of
+    `main`, what the main rank found, its counts are taken.
 
     Raises:
         CannotRunFake: the model was built without weights.
+        TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
     """
+    if main is None:
+        counts = _counted(components, work)
+    else:
+        counts = main["counts"] and ComputeCounts(**main["counts"])
+    if counts is not None:
+        _heed(components, counts)
+    return counts
+
+
+def _counted(components: Components, work: Workload) -> ComputeCounts | None:
     longest = components.source.lengths.max()
     if BOUNDARIES in components.example:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
@@ -33,12 +51,7 @@ def count_run(components: Components, work: Workload) -> ComputeCounts | None:
     return counts
 
 
-def heed(components: Components, counts: ComputeCounts) -> None:
-    """Have the loaders compare numbers with the limits, and losses know the output layer.
-
-    Raises:
-        TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
-    """
+def _heed(components: Components, counts: ComputeCounts) -> None:
     if LABELS in counts.limits:
         check_classes(components.objective.named_metrics, counts.limits[LABELS])
     loader, lengths = components.source.loader, components.source.lengths

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
 from trainer.assemble.checks import check_parts, try_out
 from trainer.assemble.components import Components
-from trainer.assemble.counts import count_run, heed
+from trainer.assemble.counts import count_run
 from trainer.assemble.noise import noise_every
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
@@ -27,7 +28,6 @@ from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.request import Tuning
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-from trainer.tune.workload import Workload
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
@@ -94,17 +94,17 @@ def prepare_on_main(components: Components, saved: SavedCut | None = None) -> Ru
         return {"cut": found[0].saved_cut.state(), "counts": counts and asdict(counts)}
 
     answer = components.world.on_main(find)
-    if found:
-        return found[0]
-    counts = answer["counts"] and ComputeCounts(**answer["counts"])
-    return _prepare(components, workload_of(components), counts, SavedCut(**answer["cut"]))
+    return found[0] if found else prepare(components, main=answer)
 
 
-def prepare(components: Components, saved: SavedCut | None = None) -> RunPlan:
+def prepare(
+    components: Components, saved: SavedCut | None = None, main: Mapping[str, Any] | None = None
+) -> RunPlan:
     """Find the cut of a run.
 
     `saved` is of a run that is resumed; it counts while `accum` is unchanged, so that a resumed
-    `auto` cuts as before, and every evaluation sums in the same order.
+    `auto` cuts as before, and every evaluation sums in the same order. `main` is what the main
+    rank found, which the others take over.
 
     Raises:
         CannotRunFake: the model was built without weights, and needs more than shapes.
@@ -112,18 +112,15 @@ def prepare(components: Components, saved: SavedCut | None = None) -> RunPlan:
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
     check_parts(components)
+
+    # What a rank computes, and the memory that it has.
+    saved = SavedCut(**main["cut"]) if main else saved or SavedCut()
     work = workload_of(components)
-    return _prepare(components, work, count_run(components, work), saved or SavedCut())
-
-
-def _prepare(
-    components: Components, work: Workload, counts: ComputeCounts | None, saved: SavedCut
-) -> RunPlan:
-    """Find the cut, once the model ran on fake tensors."""
-    if counts is not None:
-        heed(components, counts)
+    counts = count_run(components, work, main)
     components = _with_cost(components, counts, saved)
     limit, is_here = memory_of_rank(components, work.resident_bytes)
+
+    # The cut: as it was, as it is tuned, or as it was typed.
     batches, is_known = _sampled(components), saved.belongs_to(components.config)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
     if is_known:
@@ -135,6 +132,8 @@ def _prepare(
         how = tuning.method
     if tuning is not None and tuning.activation_checkpointing:
         checkpoint_blocks(components.module)  # again where it was typed, which changes nothing
+
+    # What it makes of a few steps, and the memory that those take.
     plans = tuple(cut.cut(lengths, components.layout) for lengths in batches)
     for plan in plans:
         plan.check(components.layout)

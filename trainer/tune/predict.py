@@ -99,6 +99,7 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
 
 def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Make a fake of a tensor; it may be elsewhere than the tensor."""
+    fake: Tensor
     if tensor.device == device:
         fake = mode.from_tensor(tensor)
     else:

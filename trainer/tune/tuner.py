@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect
+from bisect import bisect, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import final
+from typing import NoReturn, final
 
 from trainer.core import signals
-from trainer.core.errors import ConfigError
-from trainer.core.format import plural
+from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.core.format import plural, size
 from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
-from trainer.tune.explain import describe_choice, refuse
+from trainer.tune.memory_limit import ASKED, MEBI
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.request import NEAR_BEST_TOKENS, Candidate, Tuning, TuningRequest
 from trainer.tune.speed import (
@@ -83,7 +83,7 @@ def tune(
             break
         best.leave_out(row)  # its plans need more than the longest samples do
     if not found:
-        refuse(variants[-1])
+        _refuse(variants[-1])
     cache.save()
     fastest_s = min(min(variant.times.values()) for variant in found)
     return Tuning(
@@ -93,7 +93,7 @@ def tune(
         cost=best.cost,
         predicted=predicted,
         limit_bytes=best.limit_bytes,
-        method=describe_choice(best, row, fastest_s),
+        method=_describe_choice(best, row, fastest_s),
         candidates=tuple(
             replace(each, chosen=each is row) for variant in variants for each in variant.rows
         ),
@@ -284,7 +284,7 @@ class MemoryVariant:
             self.how = f"timed {plural(len(timings.seconds), 'shape')} in {taken_s:.1f} s"
         of_sizes = {shape: known[shape] for shape in sizes if shape in known}
         if not of_sizes:
-            refuse(self)
+            _refuse(self)
         self.noise = facts.noise
         return fit_speed(of_sizes, {shape: known[shape] for shape in others if shape in known})
 
@@ -308,3 +308,57 @@ class MemoryVariant:
         tiny, quarter = (request.padded(max(request.shortest, typical // n)) for n in (TINY, 4))
         lengths = sorted({quarter, request.padded(request.longest)} - {typical})
         return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
+
+
+def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> str:
+    """Say how the choice is known, for a person to read; `fastest_s` is the best of all steps."""
+    request, slower = best.request, best.times[row.max_tokens] / fastest_s - 1.0
+    how = best.how if request.fixed_cap is None else "not timed: deterministic"
+    if math.isinf(best.noise) and len(best.rows) > 1:
+        how += ", too slow to compare sizes: the most usual one is taken"
+    elif slower > NEAR_BEST:
+        how += f", {slower:.0%} above the fastest row, which is within the noise of timings"
+        how += f" ({best.noise:.0%}): of such rows the most usual one is taken"
+    method = [best.facts.method, how, request.limit.source]
+    if row.max_tokens < request.single_sample_cap:
+        method.insert(
+            0, f"longer samples, up to {request.single_sample_cap:,}, get a micro-batch each"
+        )
+    return "; ".join(method)
+
+
+def _refuse(variant: MemoryVariant) -> NoReturn:
+    """Say what does not fit, and what would.
+
+    Raises:
+        DoesNotFitError: always.
+    """
+    request, limit, there = variant.request, variant.request.limit, variant.limit_bytes
+    count, longest = request.single
+    needed = limit.with_overhead(variant.peak(request.single))
+    lengths = range(1, longest)
+    fits = bisect_right(
+        lengths, there, key=lambda n: limit.with_overhead(variant.peak(Shape(count, n)))
+    )
+    remedies = []
+    if limit.source.startswith(ASKED):
+        enough = (needed + limit.inputs) / (1 - limit.reserve)
+        # What is left is rounded down to a byte.
+        remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")
+    if fits > 1:
+        remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
+    if request.recompute is False:
+        remedies.append("try activation_checkpointing=true")
+    inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
+    sample = f"sample {request.longest_id} of {request.longest} tokens"
+    what = f"{sample} does not fit, even alone: a step with it"
+    if count > 1:
+        what = (
+            f"a group of {count} samples, which no cut divides, does not fit, even alone, where "
+            f"they are as long as {sample}: a step with it"
+        )
+        remedies.append("use smaller groups")
+    raise DoesNotFitError(
+        f"{what} needs {size(needed)}, and {size(there)} are available "
+        f"({limit.source}{inputs}): {', or '.join([*remedies, 'use a smaller model'])}"
+    )
