@@ -13,11 +13,11 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
-from trainer.assemble.data_sets import open_data
+from trainer.assemble.data_sets import arguments_from_data, open_data
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import find_layout, longest
 from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
-from trainer.assemble.model import arguments_from_data, build_model
+from trainer.assemble.model import build_model
 from trainer.assemble.objective import Chosen, fitting_objective, typed_objective
 from trainer.assemble.optimizer import (
     ChosenOptimizer,

@@ -1,14 +1,16 @@
-"""Say how the data set of a config is built, and open it."""
+"""Open the data set of a config, and say what data and model take from each other."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
@@ -24,9 +26,10 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.mixture import MixtureSource
-from trainer.data.samples import faults_of
+from trainer.data.samples import faults_of, image_field
 from trainer.data.source import DataSource, SourceSpec
 from trainer.data.split import OWN_PART
+from trainer.data.view import DataView
 from trainer.models.task import Purpose, stated_purpose, task_of_class
 
 HOLDOUT = 0.05
@@ -199,3 +202,63 @@ def _purpose_of_model(config: RunConfig) -> dict[str, Any]:
         "max_positions": purpose.max_positions,
         "model_labels": purpose.labels,
     }
+
+
+def arguments_from_data(
+    config: RunConfig, data: DataView, recorded: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Give what a model may take from the data; of a run that is read, what it took there."""
+    known, typed = data.facts.vocab_size, config.model.params.get("vocab_size")
+    if recorded:
+        size = typed or recorded.get("vocab_size")
+        if known and size and size < known:
+            raise DataError(f"data: hold {known} different tokens; the run's model has {size}")
+        return dict(recorded)
+    if known and typed and typed < known:
+        text = f"the data hold {known} different tokens; the smallest valid value is {known}"
+        raise ConfigError(f"model.vocab_size={typed}: {text}")
+    if known is None and "vocab_size" in config.model.params and typed is None:
+        text = "the data do not state a vocabulary size; set it, e.g. model.vocab_size=50257"
+        if _image_of(config, data) is not None:
+            text = "the samples are images, without tokens; type model=resnet or model=vit"
+        raise ConfigError(f"model.vocab_size: {text}")
+    return {
+        "vocab_size": known,
+        "num_classes": data.facts.num_classes,
+        "label_names": data.facts.label_names,
+        "pad_token_id": data.optional("pad_token_id"),
+        "max_length": _max_length(config, data),
+        "channels": _channels(config, data),
+    }
+
+
+def _channels(config: RunConfig, data: DataView) -> int | None:
+    """Count the channels of an image, for a model that asks.
+
+    Raises:
+        ConfigError: there is no image.
+    """
+    taken = inspect.signature(look_up(config.model, "model", config.trust)).parameters
+    if "channels" not in taken or config.model.params.get("channels") is not None:
+        return None
+    if (image := _image_of(config, data)) is None:
+        text = "the samples have no image to take it from; type data=digits, or the number"
+        raise ConfigError(f"model.channels=null: {text}")
+    return len(image)
+
+
+def _image_of(config: RunConfig, data: DataView) -> Tensor | None:
+    """Give the image of the first sample, `(channels, height, width)`, if it has one."""
+    if not len(data):
+        return None
+    with data.isolated_rng():
+        sample = data.read(0, seed=config.seed, epoch=0)
+    name = image_field(sample)
+    return None if name is None else sample[name]
+
+
+def _max_length(config: RunConfig, data: DataView) -> Any:  # noqa: ANN401 - a number, or None
+    """Give what was typed or, where that is null, what the data made of it."""
+    params = config.data.params
+    typed = params.get("max_length")
+    return data.optional("max_length") if typed is None and "max_length" in params else typed
