@@ -77,11 +77,13 @@ def build_model(
     module: nn.Module | None = None
     weights: FirstWeights | None = None
     with preserve_generators():
+        # In shards no rank has it whole: its rows are computed, or read, when it is laid out.
         loads = getattr(kind, "loads_on_meta", False)
         if in_shards and on_meta and (loads or getattr(kind, "draws_on_meta", False)):
             with suppress(_NeedsValues):
                 module, drawn = build_on_meta(partial(build, has_first=loads), unread)
                 weights = {**drawn, **unread}
+        # Elsewhere shapes alone are asked for.
         if module is None and is_away and not with_values:
             module = counted(build, check)
         if module is None:
