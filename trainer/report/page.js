@@ -66,6 +66,14 @@
     });
   };
 
+  // Where a step stands along the axis, between the steps whose places are known.
+  const along = (run, step) => {
+    const steps = run.x.step, places = run.x[state.x], found = steps.findIndex((each) => each >= step);
+    if (found < 1) return places[found < 0 ? places.length - 1 : 0];
+    const part = (step - steps[found - 1]) / (steps[found] - steps[found - 1]);
+    return places[found - 1] + part * (places[found] - places[found - 1]);
+  };
+
   const linesOf = (chart) => {
     const lines = [];
     data.runs.forEach((run, n) => {
@@ -76,10 +84,10 @@
         const isHeldOut = name.startsWith("eval_"), isOne = data.runs.length === 1;
         const line = { run: n, isHeldOut, label: isOne ? (isHeldOut ? "held out" : "training") : run.name };
         line.color = isOne && isHeldOut && chart.held_out ? 1 : n % 8;
-        line.x = at.map((i) => run.x[state.x][i]);
+        line.x = at.map((step) => along(run, step));
         line.y = values;
         if (state.smooth && !isHeldOut) {
-          line.smoothX = middles.length ? middles.map((i) => run.x[state.x][i]) : line.x;
+          line.smoothX = middles.length ? middles.map((step) => along(run, step)) : line.x;
           line.smoothY = smoothed(middles.length ? means : values);
         }
         lines.push(line);
@@ -102,7 +110,8 @@
     svg.textContent = "";
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const numbers = lines.flatMap((line) => line.y).filter((y) => y !== null && (!state.log || y > 0));
-    const across = data.runs.filter((_, n) => !state.off.has(n)).flatMap((run) => run.x[state.x]);
+    const ends = (run) => Object.values(run.curves).flatMap(([at]) => [along(run, at[0]), along(run, at[at.length - 1])]);
+    const across = data.runs.filter((_, n) => !state.off.has(n)).flatMap(ends);
     if (!numbers.length) return void (figure.plot = null);
     let low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
     if (low === high) [low, high] = state.log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
@@ -139,9 +148,9 @@
       if (few) line.x.forEach((x, i) => line.y[i] !== null && (!state.log || line.y[i] > 0) && make(svg, "circle", { class: `s${line.color}`, cx: px(x), cy: py(line.y[i]), r: 2.6 }));
     }
     if (chart.key === "loss") data.runs.forEach((run, n) => {
-      if (!state.off.has(n)) for (const [i, kind] of run.marks) {
-        const x = px(run.x[state.x][i]), mark = make(svg, "line", { class: `mark ${kind}`, x1: x, x2: x, y1: box.bottom - 7, y2: box.bottom });
-        make(mark, "title", {}, `${sign[kind]}, step ${run.x.step[i]}`);
+      if (!state.off.has(n)) for (const [step, kind] of run.marks) {
+        const x = px(along(run, step)), mark = make(svg, "line", { class: `mark ${kind}`, x1: x, x2: x, y1: box.bottom - 7, y2: box.bottom });
+        make(mark, "title", {}, `${sign[kind]}, step ${step}`);
       }
     });
     const cursor = make(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from statistics import fmean
@@ -14,7 +13,7 @@ from trainer.report.page_runs import SavedRun, is_number
 Numbers = Sequence[float | None]
 
 MOST_POINTS, LEAST_POINTS, POINTS_OF_ALL = 360, 40, 6000  # of one curve, and over all runs
-AXES = {"step": "steps", "samples": "samples", "tokens": "tokens", "seconds": "seconds"}
+AXES = ("step", "samples", "tokens", "seconds")
 TITLES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -76,89 +75,68 @@ def _names(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) -> dict[str, Any]:
-    """Give a run's curves, thinned out: places in `x`, and the values there.
+    """Give a run's curves, thinned out: steps and values of each, and the axes at some steps.
 
-    A third and fourth list of a curve are the places and means of what was thinned out, by which
-    it is smoothed.
+    A third and fourth list of a curve are the steps and means of what was thinned out, by which it
+    is smoothed.
     """
     limit = max(LEAST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // num_runs))
-    # Along each axis: the steps, then the evaluations, which stand beside the last step before.
-    x = {axis: [_or_zero(entry.get(axis)) for entry in run.steps] for axis in AXES}
-    x["seconds"] = [round(time, 2) for time in accumulate(x["seconds"])]
-    numbers = [entry["step"] for entry in run.steps]
-    for entry in run.evaluations:
-        at = bisect_right(numbers, entry["step"])
-        for places in x.values():
-            places.append(places[at - 1] if at else 0)
-        x["step"][-1] = entry["step"]
-    behind, curves = len(numbers), {}
+    times = accumulate(_or_zero(entry.get("seconds")) for entry in run.steps)
+    places = [(0, 0.0, 0.0, 0.0)]
+    places += [
+        (e["step"], _or_zero(e.get("samples")), _or_zero(e.get("tokens")), round(time, 2))
+        for e, time in zip(run.steps, times, strict=True)
+    ]
+    stride = 1 + len(places) // limit
+    curves = {}
     for chart in charts:
-        for name, entries, first in (
-            (chart["key"], run.steps, 0),
-            (chart["held_out"] or chart["key"], run.evaluations, behind),
-        ):
-            own = [(first + i, e[name]) for i, e in enumerate(entries) if name in e]
-            if own:
+        held_out = chart["held_out"] or chart["key"]
+        for name, entries in ((chart["key"], run.steps), (held_out, run.evaluations)):
+            if own := [(e["step"], e[name]) for e in entries if name in e]:
                 curves[name] = _thinned(own, limit)
-    marks = [(i, kind) for i, kind in _marks(run, numbers) if i < behind]
-    used = sorted(
-        {i for curve in curves.values() for i in (*curve[0], *curve[2])} | {i for i, _ in marks}
-    )
-    place = {i: n for n, i in enumerate(used)}
+    shown = [*places[:-1:stride], places[-1]]
     return {
-        "x": {axis: [places[i] for i in used] for axis, places in x.items()},
-        "curves": {
-            name: [
-                [place[i] for i in at],
-                _short(values),
-                [place[i] for i in middles],
-                _short(means),
-            ]
-            for name, (at, values, middles, means) in curves.items()
-        },
-        "marks": [[place[i], kind] for i, kind in marks],
+        "x": dict(zip(AXES, zip(*shown, strict=True), strict=True)),
+        "curves": curves,
+        "marks": [*_marks(run)],
     }
 
 
 def _thinned(
     own: Sequence[tuple[int, Any]], limit: int
-) -> tuple[list[int], Numbers, list[int], list[float]]:
+) -> tuple[list[int], Numbers, Numbers, Numbers]:
     """Keep the least, the greatest and the first missing value of every stretch of a curve."""
-    values = [value if is_number(value) else None for _, value in own]
+    # Five digits are more than a screen shows.
+    values = [float(f"{value:.5g}") if is_number(value) else None for _, value in own]
     if len(own) <= limit:
-        return [i for i, _ in own], values, [], []
+        return [step for step, _ in own], values, [], []
     width = 2 * len(own) / limit
     bounds = [round(k * width) for k in range(limit // 2 + 1)]
-    chosen, middles, means = {0, len(own) - 1}, list[int](), list[float]()
+    chosen, middles, means = {0, len(own) - 1}, list[float](), list[float]()
     for begin, end in zip(bounds, [*bounds[1:-1], len(own)], strict=False):
         there = [(v, i) for i in range(begin, end) if (v := values[i]) is not None]
         chosen.update(next(([i] for i in range(begin, end) if values[i] is None), ()))
         if there:
             chosen |= {min(there)[1], max(there)[1]}
             middles.append(own[(begin + end) // 2][0])
-            means.append(fmean(value for value, _ in there))
+            means.append(float(f"{fmean(value for value, _ in there):.5g}"))
     at = sorted(chosen)
     return [own[i][0] for i in at], [values[i] for i in at], middles, means
 
 
-def _marks(run: SavedRun, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
     """Mark skipped steps, replays, changes of the batch, and checkpoints that are there."""
     before = None
-    for i, entry in enumerate(run.steps):
+    for entry in run.steps:
+        step, size = entry["step"], entry.get("batch_size")
         if "skipped" in entry:
-            yield i, "skipped"
+            yield step, "skipped"
         if "replays" in entry:
-            yield i, "replayed"
-        if (size := entry.get("batch_size")) != before and i and before is not None:
-            yield i, "batch"
+            yield step, "replayed"
+        if size != before and before is not None:
+            yield step, "batch"
         before = size
-    for step in run.checkpoints:
-        yield max(0, bisect_right(numbers, step) - 1), "checkpoint"
-
-
-def _short(values: Numbers) -> list[float | None]:
-    """Round to five digits, which is more than a screen shows."""
-    return [None if value is None else float(f"{value:.5g}") for value in values]
+    yield from ((step, "checkpoint") for step in run.checkpoints if step <= run.last_step)
 
 
 def _or_zero(value: object) -> float:

@@ -136,7 +136,8 @@ def test_a_page_shows_what_a_run_left_behind(tmp_path):
         assert text in found.text, text
     (drawn,) = json.loads(found.data)["runs"]
     assert [kind for _, kind in drawn["marks"]] == ["skipped", "replayed"]
-    assert drawn["x"]["seconds"][-2:] == [1.5, 1.5], "an evaluation stands at its step"
+    assert drawn["x"]["seconds"] == [0, 0.5, 1.0, 1.5]
+    assert drawn["curves"]["eval_loss"][:2] == [[3], [1.5]]
 
 
 def test_a_page_says_from_which_run_and_step_a_run_went_on(tmp_path):
