@@ -106,7 +106,7 @@ class Follower:
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + bool(lines)
-        return entries(lines)
+        return [*filter(None, map(_parse, lines.splitlines()))]
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:
@@ -125,11 +125,6 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
     )
     if whole != content:
         write_file_atomic(path, whole)
-
-
-def entries(lines: bytes) -> list[Entry]:
-    """Read the whole entries of some lines."""
-    return [entry for line in lines.splitlines() if (entry := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> Entry | None:
