@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from trainer.assemble.components import Components
 from trainer.assemble.parts import SIZES
@@ -16,8 +18,12 @@ from trainer.plan.order import Cursor
 from trainer.plan.random_slots import with_random_slots
 from trainer.training.batch_advice import batch_advice
 from trainer.training.noise import LEAST_MEASUREMENTS, NOISE, NoiseScale
-from trainer.tune.request import Tuning, random_every
+from trainer.tune.request import Tuning
+from trainer.tune.speed import speed_of
 
+# Steps between those with random micro-batches, at least, and the most that these may add to the
+# time of a run
+LEAST_RANDOM_EVERY, RANDOM_COST = 10, 0.005
 NOT_MEASURED = (
     "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
     "train with log.noise_scale=auto"
@@ -33,25 +39,36 @@ def noise_every(
 ) -> int | None:
     """Choose the steps between measurements; None where nothing is, or can be, measured.
 
+    Left to itself by what a step with random micro-batches takes beyond one of the cut's. The plans
+    are of sampled global batches.
+
     Raises:
         ConfigError: it was asked for, and no step of the plans can be measured.
     """
     every, layout = components.config.log.noise_scale, components.layout
-    what, remedy, asked = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto", plans
     is_needed = components.source.order.sizes.measures_noise
-    if is_needed:
-        what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
-        every, asked = every or "auto", plans[:1]
-    if is_needed or isinstance(every, int):
-        parted = any(with_random_slots(plan, cut, layout, "").random_slots for plan in asked)
-        if not (components.adds_up and parted):
-            raise ConfigError(
-                f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or "
-                "a larger batch.global, or see docs/how-to/batch-size.md"
-            )
-    if every == "auto" and components.adds_up:
-        return random_every(plans, cut, tuning.cost if tuning else layout.cost, layout)
-    return every if isinstance(every, int) else None
+    if every is None and not is_needed:
+        return None
+    random = [with_random_slots(p, cut, layout, "") for p in plans if components.adds_up]
+    is_measured = any(plan.random_slots for plan in (random[:1] if is_needed else random))
+    if not is_measured and (is_needed or isinstance(every, int)):
+        what, remedy = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto"
+        if is_needed:
+            what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
+        raise ConfigError(
+            f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
+            "larger batch.global, or see docs/how-to/batch-size.md"
+        )
+    if isinstance(every, int):
+        return every
+    if not random:
+        return None
+    speed, lockstep = speed_of(tuning.cost if tuning else layout.cost), layout.lockstep
+    more = fmean(
+        speed.step_seconds(drawn, lockstep=lockstep) / speed.step_seconds(plan, lockstep=lockstep)
+        for plan, drawn in zip(plans, random, strict=True)
+    )
+    return max(LEAST_RANDOM_EVERY, math.ceil((more - 1) / RANDOM_COST))
 
 
 def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -13,9 +12,7 @@ import numpy as np
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
 from trainer.plan.partition import pad
-from trainer.plan.random_slots import with_random_slots
 from trainer.tune.memory_limit import MemoryLimit
-from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
@@ -26,9 +23,6 @@ LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
 NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
 # Caps below the longest sample are asked about down to this: no device is faster below
 LEAST_CAP = 512
-# Steps between those with random micro-batches, at least, and the most that these may add to the
-# time of a run
-LEAST_RANDOM_EVERY, RANDOM_COST = 10, 0.005
 
 
 @final
@@ -141,21 +135,3 @@ class TuningRequest:
         ascending = np.sort(np.concatenate(self.batches))
         middle = np.searchsorted(np.cumsum(ascending), ascending.sum() / 2)
         return self.padded(int(ascending[middle]))
-
-
-def random_every(plans: Sequence[Plan], cut: Cut, cost: Cost, layout: Layout) -> int:
-    """Choose how often a step may have random micro-batches, by what they cost beyond the cut's.
-
-    Args:
-        plans: of sampled global batches by the cut.
-        cut: tuned.
-        cost: the time model.
-        layout: that all are for.
-    """
-    speed, lockstep = speed_of(cost), layout.lockstep
-    more = fmean(
-        speed.step_seconds(with_random_slots(plan, cut, layout, ""), lockstep=lockstep)
-        / speed.step_seconds(plan, lockstep=lockstep)
-        for plan in plans
-    )
-    return max(LEAST_RANDOM_EVERY, math.ceil((more - 1) / RANDOM_COST))
