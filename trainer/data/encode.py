@@ -72,11 +72,10 @@ class RecordEncoder:
 
     def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
         """Encode a record as it was read, or say why it is no sample."""
+        if isinstance(record, ValueError):
+            return record
         try:
-            taken = self.format.take(record)
-            if isinstance(taken, ValueError):
-                return taken
-            fields = self.fields_of(self, taken)
+            fields = self.fields_of(self, self.format.take(record))
         except (TrainError, MemoryError):
             raise
         except ValueError as error:

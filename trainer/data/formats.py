@@ -86,14 +86,16 @@ class Format:
     columns: Mapping[str, str]  # by role
     unread: Sequence[str] = ()  # columns that one might think are read
 
-    def take(self, record: Mapping[str, Any] | ValueError) -> dict[str, Any] | ValueError:
-        """Give the values of a record by role, or say why it has none."""
-        if isinstance(record, ValueError):
-            return record
+    def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Give the values of a record by role.
+
+        Raises:
+            ValueError: a column is missing.
+        """
         for role, column in self.columns.items():
             if column not in record and role not in _OPTIONAL.get(self.name, {}):
                 has = ", ".join(map(repr, record)) or "none"
-                return ValueError(f"no column {column!r}; it has {has}")
+                raise ValueError(f"no column {column!r}; it has {has}")
         return {role: record.get(column) for role, column in self.columns.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +22,9 @@ from trainer.data.files import reading
 
 IMAGE = "<image>"
 """What stands for the image in a text, and the token of which one stands for each of its parts."""
+
+_Record = tuple[npt.NDArray[np.uint8] | Path, dict[str, Any], str]
+"""An image, its text, and what a message calls them."""
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -65,23 +69,22 @@ class ImageText(Dataset[dict[str, Tensor]]):
         self._size = image_size
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
         self._processor = None if processor is None else _processor(processor)
-        self._images, texts, places = _digits() if path is None else _records(expanded(path))
-        self._texts = []
-        for text, place in zip(texts, places, strict=True):
+        self._samples = list[tuple[Tensor, Tensor, npt.NDArray[np.uint8] | Path]]()
+        for image, text, place in _digits() if path is None else _records(expanded(path)):
             try:
-                self._texts.append(self._encoded(text, max_length))
+                self._samples.append((*self._encoded(text, max_length), image))
             except ValueError as error:
                 raise DataError(f"data: {place}: {error}") from error
-        self.lengths = np.array([len(ids) for ids, _ in self._texts])
+        self.lengths = np.array([len(ids) for ids, _, _ in self._samples])
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._samples)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, `(length,)` int64, and `pixel_values`, float32."""
-        ids, is_term = self._texts[i]
+        ids, is_term, image = self._samples[i]
         labels = torch.where(is_term, ids, IGNORED_LABEL)
-        return {"input_ids": ids, "labels": labels, "pixel_values": self._pixels(self._images[i])}
+        return {"input_ids": ids, "labels": labels, "pixel_values": self._pixels(image)}
 
     def decode(self, ids: list[int]) -> str:
         """Write tokens as text."""
@@ -128,19 +131,20 @@ class ImageText(Dataset[dict[str, Tensor]]):
         return torch.from_numpy(scaled / 127.5 - 1).permute(2, 0, 1).contiguous()
 
 
-def _digits() -> tuple[list[Any], list[dict[str, Any]], list[str]]:
+def _digits() -> Iterator[_Record]:
     from sklearn.datasets import load_digits  # type: ignore[import-untyped] # noqa: PLC0415 - for this data alone
 
     digits = load_digits()
-    images = [(image * 15.9).astype(np.uint8) for image in digits.images]  # of 0 to 16
-    texts = [{"prompt": "This is the digit", "completion": f" {_DIGITS[d]}"} for d in digits.target]
-    return images, texts, [f"digit {i}" for i in range(len(texts))]
+    for i, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        text = {"prompt": "This is the digit", "completion": f" {_DIGITS[digit]}"}
+        yield (image * 15.9).astype(np.uint8), text, f"digit {i}"  # of 0 to 16
 
 
-def _records(path: Path) -> tuple[list[Any], list[dict[str, Any]], list[str]]:
-    images, texts, places = list[Any](), list[dict[str, Any]](), list[str]()
+def _records(path: Path) -> Iterator[_Record]:
     with reading(path):
         lines = path.read_text(encoding="utf-8").splitlines()
+    if not any(map(str.strip, lines)):
+        raise DataError(f"data.path={path}: holds no records")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -152,12 +156,7 @@ def _records(path: Path) -> tuple[list[Any], list[dict[str, Any]], list[str]]:
             raise DataError(f"data: {place}: no JSON object with an `image`; fix it") from error
         if not image.is_file():
             raise DataError(f"data: {place}: no such image: {image}; fix it")
-        images.append(image)
-        texts.append(record)
-        places.append(place)
-    if not images:
-        raise DataError(f"data.path={path}: holds no records")
-    return images, texts, places
+        yield image, record, place
 
 
 def _processor(path: str) -> Any:  # noqa: ANN401 - of an untyped library

@@ -101,7 +101,15 @@ def cached_records(
         with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
-            encoder, facts = _encoder(source, parts, form, tokenizer, options)
+            fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
+            encoder = RecordEncoder(
+                format=form,
+                is_json=source.kind == "json",
+                tokenizer=tokenizer,
+                max_length=options.max_length,
+                overlong=options.overlong or _OVERLONG.get(form.name, "cut"),
+                fields_of=fields_of,
+            )
             written = _Writer(source, encoder, add, skips=skips)
             counts = {p: written.add_part(p, r, options.max_samples) for p, r in parts.items()}
         written.check(sum(counts.values()))
@@ -138,32 +146,6 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     return recognise(place, columns, options.task, options.columns)
 
 
-def _encoder(
-    source: RecordSource,
-    parts: Mapping[str, Any],
-    form: Format,
-    tokenizer: Any,  # noqa: ANN401
-    options: EncodeOptions,
-) -> tuple[RecordEncoder, dict[str, Any]]:
-    """Build what encodes records of a format, and give what is known of all of them."""
-    overlong = options.overlong or _OVERLONG.get(form.name, "cut")
-    if overlong == "chunk" and form.name != "text":
-        raise ConfigError(
-            f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
-            "divided; use drop or cut"
-        )
-    fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
-    encoder = RecordEncoder(
-        format=form,
-        is_json=source.kind == "json",
-        tokenizer=tokenizer,
-        max_length=options.max_length,
-        overlong=overlong,
-        fields_of=fields_of,
-    )
-    return encoder, facts
-
-
 def _unused(options: EncodeOptions, encoder: RecordEncoder, form: str) -> dict[str, str]:
     """Say of options that were typed and do nothing what they are for."""
     is_chat = has_template(encoder.tokenizer, options.of_answers)
@@ -187,10 +169,15 @@ def _fields_of(
     if form.name == "text":
         ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
         return partial(text_fields, ends=ends), {}
+    if options.overlong == "chunk":
+        raise ConfigError(
+            f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
+            "divided; use drop or cut"
+        )
     if form.name in _OVERLONG:
         return partial(answer_fields, options=options.of_answers), {}
     if form.name == "choices":
-        count = _num_choices(map(form.take, _records(source, parts)))
+        count = _num_choices(form, _records(source, parts))
         return partial(choice_fields, num_choices=count), {}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_LABELS[form.name], {}
@@ -211,11 +198,11 @@ def _trained_on(parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Dataset
     return next(iter(parts.values()))
 
 
-def _num_choices(records: Iterator[Any]) -> int:
+def _num_choices(form: Format, records: Iterator[Any]) -> int:
     """Count the choices of the first record that is sound; bad ones are named later."""
     for record in records:
         with suppress(Exception):
-            return len(choices_of(record)[1])
+            return len(choices_of(form.take(record))[1])
     return 0
 
 
