@@ -10,7 +10,7 @@ from typing import Any, final
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
-from trainer.data.joined import Joined
+from trainer.data.mixture import Joined
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.data.split import (
     OWN_PART,
