@@ -87,7 +87,8 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     result = ended.return_value
     if isinstance(result, ConfigError):
         _take_back(made)
-        _keep_cause(result, folder)
+        if folder.is_dir() and result.__cause__ is not None:  # in a run that was there before
+            keep_traceback(result, folder, 0)
     if isinstance(result, Exception):
         raise result
     return int(result)
@@ -117,12 +118,6 @@ def _take_back(made: Sequence[Path]) -> None:
         with suppress(OSError):
             for parent in made[1:]:
                 parent.rmdir()
-
-
-def _keep_cause(error: ConfigError, folder: Path) -> None:
-    """Keep the traceback of what a class raised, in a run that was there before."""
-    if folder.is_dir() and error.__cause__ is not None:
-        keep_traceback(error, folder, 0)
 
 
 def must_stage(config: RunConfig, folder: Path) -> bool:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,13 +220,14 @@ def report(sweep: Sweep, console: Console) -> None:
     """
     found, planned = _folders(sweep.folder), sweep.jobs
     count = max([len(planned), *(number + 1 for number in found)])
-    typed = [_overrides(found.get(n), planned[n] if n < len(planned) else ()) for n in range(count)]
+    folders = [found.get(n, sweep.folder / str(n)) for n in range(count)]
+    typed = [_overrides(each, planned[n : n + 1]) for n, each in enumerate(folders)]
     # The keys that differ between jobs, in the order they were typed.
     keys = list(dict.fromkeys(key for each in typed for key in each))
     keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
     rows = [
-        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(found.get(n))}
-        for n, each in enumerate(typed)
+        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(folder)}
+        for n, (each, folder) in enumerate(zip(typed, folders, strict=True))
     ]
     # Jobs may have other metrics; what matters most comes first
     names = dict.fromkeys(["job", *keys, sweep.metric, "state", *(n for row in rows for n in row)])
@@ -251,8 +253,9 @@ def report(sweep: Sweep, console: Console) -> None:
         is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
         write_own_page(sweep.folder)
         if left_out:
-            more = ", ".join(left_out)
-            console.print(f"columns that do not fit, in sweep.csv and report.html: {more}")
+            console.print(
+                f"columns that do not fit, in sweep.csv and report.html: {', '.join(left_out)}"
+            )
         files = ", ".join(["report.html", "sweep.csv", *["sweep.png"] * is_drawn])
         console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
 
@@ -267,26 +270,24 @@ def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict
     return [{"rank": None if key(row)[0] else n, **row} for n, row in ordered]
 
 
-def _overrides(folder: Path | None, planned: Sequence[str]) -> dict[str, str]:
+def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]:
     """Give what a job ran with, or is to run with, by dotted key."""
-    places = [] if folder is None else [folder / ".hydra", folder / saved_runs.RESUMED]
+    places = (folder / ".hydra", folder / saved_runs.RESUMED)
     records = [path for place in places if (path := place / "overrides.yaml").is_file()]
     typed = yaml.safe_load(records[0].read_text()) if records else None
-    pairs = (line.lstrip("+").partition("=") for line in typed or planned)
+    pairs = (line.lstrip("+").partition("=") for line in typed or chain(*planned))
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
-def _ended(folder: Path | None) -> dict[str, Any]:
-    """Give how a job ended by its records; a `None` folder is of a job that never started."""
-    status = {"state": "not started"} if folder is None else read_status(folder)
-    ended = {} if folder is None else read_json(folder / ENDED)
-    figures = {"step": None} if folder is None else figures_of(folder)
+def _ended(folder: Path) -> dict[str, Any]:
+    """Give how a job ended by its records; it has none where it never started."""
+    status, ended = read_status(folder), read_json(folder / ENDED)
     return {
         "state": str(status.get("state", "failed" if ended else "not started")),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
-        **figures,
+        **figures_of(folder),
         "reason": status.get("reason") or ended.get("reason"),
-        "folder": folder,
+        "folder": folder if folder.is_dir() else None,
     }
 
 

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.machinery import PathFinder
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -75,14 +74,19 @@ def declared(target: str) -> Declared:
         takes_more = function.args.kwarg is not None
         return Declared(dict(_types(module, _arguments([], function))), {}, takes_more=takes_more)
     node = module.classes[name]
-    check = next(filter(None, (_function(module, s) for s in node.body)), None)
+    attributes = dict(_attributes(node.body))
     init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
     bases = [] if init else [declared(module.full_name(base)) for base in reversed(node.bases)]
     types = {name: kind for base in bases for name, kind in base.types.items()}
     types |= dict(_types(module, _arguments(node.body, init)))
     flags = {name: value for base in bases for name, value in base.flags.items()}
-    flags |= dict(chain.from_iterable(map(_flags, node.body)))
-    check = check or next((b.check for b in bases if b.check), None)
+    constants = {n: v.value for n, v in attributes.items() if isinstance(v, ast.Constant)}
+    flags |= {name: value for name, value in constants.items() if isinstance(value, bool)}
+    check = next((base.check for base in bases if base.check), None)
+    match attributes.get(CHECK):
+        case ast.Call(args=[given]):  # of `staticmethod`
+            owner, _, found = module.full_name(given).rpartition(".")
+            check = found if owner == _RULES else check
     takes_more = any(base.takes_more for base in bases)
     if isinstance(init, ast.FunctionDef):
         takes_more = init.args.kwarg is not None
@@ -109,26 +113,15 @@ def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tupl
                 yield ast.unparse(statement.target), statement.annotation
 
 
-def _flags(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
-    """Give the class attribute that a statement sets to true or false."""
-    match statement:
-        case (
-            ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=bool() as value))
-            | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=bool() as value))
-        ):
-            yield name, value
-
-
-def _function(module: _Module, statement: ast.stmt) -> str | None:
-    """Name the function of `trainer.config.rules` that a class attribute `CHECK` holds."""
-    match statement:
-        case (
-            ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[function]))
-            | ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=[function]))
-        ) if name == CHECK:
-            owner, _, found = module.full_name(function).rpartition(".")
-            return found if owner == _RULES else None
-    return None
+def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Give the class attributes that statements set."""
+    for statement in body:
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                yield name, value
 
 
 def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, which has no type of its own

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -33,7 +34,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 
 GROUP = "recipe"
-SCHEME = "recipes"
 FOLDERS_VARIABLE = "TRAIN_RECIPES"
 """Environment variable: folders of recipes, separated as in PATH."""
 
@@ -268,67 +268,34 @@ def consent_faults(
                 yield clip(f"{text}; type it yourself: {why}")
 
 
-@final
-class RecipeSource(ConfigSource):
-    """Shows a flat folder of recipes to Hydra as the config group `recipe`."""
+class OptionSource(ConfigSource, ABC):
+    """Shows one config group to Hydra, whose options are no files of a folder of its name."""
+
+    group: ClassVar[str]
+    package: ClassVar[str | None] = None  # that its values are of, whatever an option says
 
     @staticmethod
-    def scheme() -> str:
-        """See the base class."""
-        return SCHEME
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """See the base class, and `read`, which refuses what is more than values."""
-        return ConfigResult(
-            provider=self.provider,
-            path=self.full_path(),
-            config=OmegaConf.create(read(self._file(config_path))),
-            header={"package": "_global_"},  # whatever `# @package` the file has
-        )
-
-    def available(self) -> bool:
-        """See the base class."""
-        return Path(self.path).is_dir()
-
-    def is_group(self, config_path: str) -> bool:
-        """See the base class."""
-        return config_path in ("", GROUP)
-
-    def is_config(self, config_path: str) -> bool:
-        """See the base class."""
-        return config_path.startswith(f"{GROUP}/") and self._file(config_path).is_file()
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """See the base class."""
-        if config_path == "" and results_filter in (None, ObjectType.GROUP):
-            return [GROUP]
-        if config_path == GROUP and results_filter in (None, ObjectType.CONFIG):
-            return sorted(path.stem for path in Path(self.path).glob("*.yaml"))
-        return []
-
-    def _file(self, config_path: str) -> Path:
-        """Find the file of `recipe/NAME`, or of `recipe//absolute/path.yaml` (see `locate`)."""
-        name = config_path.removeprefix(f"{GROUP}/").removesuffix(".yaml")
-        return Path(self.path) / f"{name}.yaml"
-
-
-@final
-class TorchOptimizers(ConfigSource):
-    """Shows the optimizers of PyTorch to Hydra as options; those of files come first."""
+    @abstractmethod
+    def names() -> list[str]:
+        """List the options."""
 
     @staticmethod
-    def scheme() -> str:
+    @abstractmethod
+    def option(name: str) -> dict[str, Any]:
+        """Give the values of an option."""
+
+    @classmethod
+    def scheme(cls) -> str:
         """See the base class."""
-        return torch_optimizers.LIBRARY
+        return cls.group
 
     def load_config(self, config_path: str) -> ConfigResult:
         """See the base class."""
-        option = torch_optimizers.option(config_path.rpartition("/")[2])
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),
-            config=OmegaConf.create(option),
-            header={"package": None},
+            config=OmegaConf.create(self.option(config_path.removeprefix(f"{self.group}/"))),
+            header={"package": self.package},
         )
 
     def available(self) -> bool:
@@ -337,19 +304,44 @@ class TorchOptimizers(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """See the base class."""
-        return config_path in ("", torch_optimizers.GROUP)
+        return config_path in ("", self.group)
 
     def is_config(self, config_path: str) -> bool:
         """See the base class."""
         group, _, name = config_path.partition("/")
-        return group == torch_optimizers.GROUP and name in torch_optimizers.names()
+        return group == self.group and name in self.names()
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """See the base class."""
-        if config_path == "" and results_filter in (None, ObjectType.GROUP):
-            return [torch_optimizers.GROUP]
-        is_asked = config_path == torch_optimizers.GROUP and results_filter != ObjectType.GROUP
-        return torch_optimizers.names() if is_asked else []
+        if config_path == "":
+            return [] if results_filter == ObjectType.CONFIG else [self.group]
+        is_asked = config_path == self.group and results_filter != ObjectType.GROUP
+        return self.names() if is_asked else []
+
+
+@final
+class RecipeSource(OptionSource):
+    """Shows the folders of recipes."""
+
+    group, package, names = GROUP, "_global_", staticmethod(available)
+
+    @staticmethod
+    def option(name: str) -> dict[str, Any]:
+        """See the base class, and `read`, which refuses what is more than values."""
+        return read(path_of(name) or Path())
+
+    def is_config(self, config_path: str) -> bool:
+        """See the base class; `recipe//absolute/path.yaml` is one, too (see `locate`)."""
+        group, _, name = config_path.partition("/")
+        return group == GROUP and path_of(name) is not None
+
+
+@final
+class TorchOptimizers(OptionSource):
+    """Shows the optimizers of PyTorch; those of files come first."""
+
+    group = torch_optimizers.GROUP
+    names, option = staticmethod(torch_optimizers.names), staticmethod(torch_optimizers.option)
 
 
 @final
@@ -360,9 +352,8 @@ class OptionFolders(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
-        for folder in folders():
-            search_path.append(SCHEME, f"{SCHEME}://{folder}")
-        library = torch_optimizers.LIBRARY
-        search_path.append(library, f"{library}://")
+        places = os.pathsep.join(map(str, folders()))  # for those who ask Hydra for them
+        search_path.append("recipes", f"{GROUP}://{places}")
+        search_path.append(torch_optimizers.LIBRARY, f"{torch_optimizers.GROUP}://")
         if self.own_folder is not None:
             search_path.append("command-line", f"file://{self.own_folder}")

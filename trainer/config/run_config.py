@@ -233,19 +233,12 @@ def to_text(config: RunConfig) -> str:
 
     As YAML, in order: keys of a mapping may be numbers, of which JSON makes text.
     """
-    return yaml.safe_dump(_listed(config.model_dump(by_alias=True)), sort_keys=False)
+    return yaml.safe_dump(_plain(config.model_dump(by_alias=True)), sort_keys=False)
 
 
 def from_text(text: str) -> RunConfig:
     """Read what `to_text` wrote."""
     return RunConfig.model_validate(yaml.safe_load(text))
-
-
-def _listed(value: Any) -> Any:  # noqa: ANN401 - any part of a config
-    """Put lists in place of tuples, which YAML has not."""
-    if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return [*map(_listed, value)] if isinstance(value, list | tuple) else value
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
