@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from typing import TYPE_CHECKING
 
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import number, plural, shown_path
@@ -15,6 +15,9 @@ from trainer.report.journal import METRICS_FILE
 from trainer.report.page_curves import AXES, charts_of, series_of
 from trainer.report.page_runs import SavedRun, runs_in
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 PAGE = "report.html"
 _HERE = Path(__file__).parent
 _MOST_LETTERS = 100  # of a run's name
@@ -22,13 +25,6 @@ _AT_ONCE = 24  # charts that are open; more are a click away
 _MOST_FOLDED = 50  # runs whose parts are on a page of several
 
 _log = logging.getLogger(__name__)
-_html = Environment(
-    loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=StrictUndefined
-)
-_html.filters |= {f.__name__: f for f in (number, plural, shown_path)}
-_html.filters["text"] = page_parts.text
-_html.globals |= {"parts": page_parts, "bars": page_bars}
-_html.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 
 
 def write_own_page(folder: Path) -> None:
@@ -59,7 +55,7 @@ def page(runs: Sequence[SavedRun]) -> str:
     drawn = [{"name": name, **each} for name, each in zip(names, series, strict=True)]
     has_tokens = any(each["x"]["tokens"] != each["x"]["samples"] for each in series)
     is_one_name = len({run.name for run in runs}) == 1
-    return _html.get_template("page.html").render(
+    return _template().render(
         runs=runs,
         names=names,
         one=runs[0] if len(runs) == 1 else None,
@@ -73,6 +69,20 @@ def page(runs: Sequence[SavedRun]) -> str:
         style=(_HERE / "page.css").read_text(),
         script=(_HERE / "page.js").read_text(),
     )
+
+
+@cache
+def _template() -> Template:
+    """Read page.html, in which every text of a run is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - 80 ms
+
+    html = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
+    html.filters |= {f.__name__: f for f in (number, plural, shown_path, page_parts.text)}
+    html.globals |= {"parts": page_parts, "bars": page_bars}
+    html.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return html.get_template("page.html")
 
 
 def _names(runs: Sequence[SavedRun]) -> list[str]:

@@ -167,10 +167,9 @@ def _class(name: str) -> str:
 def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:
     """Name the metric that runs are ranked by, and whether more of it is better."""
     config = runs[0].config
-    metric, mode = str(config.get("sweep.metric", "eval_loss")), config.get("sweep.mode")
+    metric, mode = str(config.get("sweep.metric", "eval_loss")), config.get("sweep.mode", "auto")
     with suppress(ConfigError):  # of an odd name
-        is_open = mode not in ("min", "max")
-        return metric, (mode_of("", metric, "auto", "") if is_open else mode) == "max"
+        return metric, mode_of("", metric, mode, "") == "max"
     return metric, False
 
 
