@@ -4,7 +4,6 @@
   const root = document.documentElement;
   const all = (query) => [...document.querySelectorAll(query)];
   const state = { x: "step", log: false, smooth: 0, off: new Set(), at: null };
-  const sign = { skipped: "skipped step", replayed: "replay", batch: "change of the batch", checkpoint: "checkpoint" };
 
   // The address keeps the view: report.html#dark&x=tokens&log&smooth=0.6
   const readHash = () => {
@@ -150,22 +149,14 @@
     if (chart.key === "loss") data.runs.forEach((run, n) => {
       if (!state.off.has(n)) for (const [step, kind] of run.marks) {
         const x = px(along(run, step)), mark = make(svg, "line", { class: `mark ${kind}`, x1: x, x2: x, y1: box.bottom - 7, y2: box.bottom });
-        make(mark, "title", {}, `${sign[kind]}, step ${step}`);
+        make(mark, "title", {}, `${kind} ${step}`);
       }
     });
     const cursor = make(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
     figure.plot = { lines, px, box, left, right, cursor, chart };
   };
 
-  const nearest = (xs, x) => {
-    let low = 0, high = xs.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] < x) low = middle + 1;
-      else high = middle;
-    }
-    return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
-  };
+  const nearest = (xs, x) => xs.reduce((best, each, i) => (Math.abs(each - x) < Math.abs(xs[best] - x) ? i : best), 0);
 
   const read = (figure) => {
     const plot = figure.plot, out = figure.querySelector("figcaption span");
@@ -176,13 +167,7 @@
     for (const end of ["x1", "x2"]) plot.cursor.setAttribute(end, plot.px(at));
     const say = (text, color) => {
       const span = out.appendChild(document.createElement("span"));
-      if (color !== undefined) {
-        const key = span.appendChild(document.createElement("i"));
-        key.className = `key s${color}`;
-        key.style.alignSelf = "center";
-        key.style.marginRight = 0;
-        span.style.gap = "5px";
-      }
+      if (color !== undefined) span.appendChild(document.createElement("i")).className = `key s${color}`;
       span.append(text);
     };
     if (state.at !== null) say(`${state.x} ${state.x === "seconds" ? shown(at, "seconds") : shown(Math.round(at))}`.replace("seconds ", ""));
@@ -202,17 +187,6 @@
     for (const figure of all("figure[data-chart]")) {
       draw(figure);
       read(figure);
-    }
-  };
-
-  const showMarks = () => {
-    const place = document.getElementById("marks");
-    for (const kind in sign) {
-      const count = data.runs.reduce((sum, run) => sum + run.marks.filter((mark) => mark[1] === kind).length, 0);
-      if (!count || !place) continue;
-      const span = place.appendChild(document.createElement("span"));
-      span.appendChild(document.createElement("i")).className = `key ${kind}`;
-      span.append(`${count} ${sign[kind]}${count > 1 ? "s" : ""}`.replace("changes of the batchs", "changes"));
     }
   };
 
@@ -262,6 +236,5 @@
   addEventListener("beforeprint", drawAll);
   addEventListener("hashchange", () => { readHash(); refresh(); });
   readHash();
-  showMarks();
   refresh();
 })();

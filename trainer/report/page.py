@@ -12,7 +12,7 @@ from trainer.core.durable import write_file_atomic
 from trainer.core.format import number, plural, shown_path
 from trainer.report import page_bars, page_parts
 from trainer.report.journal import METRICS_FILE
-from trainer.report.page_curves import AXES, charts_of, series_of
+from trainer.report.page_curves import AXES, MARKS, charts_of, series_of
 from trainer.report.page_runs import SavedRun, runs_in
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def page(runs: Sequence[SavedRun]) -> str:
         title=runs[0].name if is_one_name else f"{number(len(runs))} runs",
         metric=page_parts.ranked_by(runs)[0],
         charts=charts,
+        mark_kinds=MARKS,
+        marks=[kind for each in series for _, kind in each["marks"]],
         axes=[axis for axis in AXES if axis != "tokens" or has_tokens],
         at_once=_AT_ONCE,
         most_folded=_MOST_FOLDED,

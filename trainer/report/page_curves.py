@@ -14,6 +14,7 @@ Numbers = Sequence[float | None]
 
 MOST_POINTS, LEAST_POINTS, POINTS_OF_ALL = 360, 40, 6000  # of one curve, and over all runs
 AXES = ("step", "samples", "tokens", "seconds")
+MARKS = ("skipped step", "replay", "batch change", "checkpoint")  # below the loss
 TITLES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -125,16 +126,16 @@ def _thinned(
 
 
 def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
-    """Mark skipped steps, replays, changes of the batch, and checkpoints that are there."""
+    """Mark what `MARKS` names; of checkpoints those that are there."""
     before = None
     for entry in run.steps:
         step, size = entry["step"], entry.get("batch_size")
         if "skipped" in entry:
-            yield step, "skipped"
+            yield step, "skipped step"
         if "replays" in entry:
-            yield step, "replayed"
+            yield step, "replay"
         if size != before and before is not None:
-            yield step, "batch"
+            yield step, "batch change"
         before = size
     yield from ((step, "checkpoint") for step in run.checkpoints if step <= run.last_step)
 

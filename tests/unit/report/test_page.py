@@ -131,11 +131,12 @@ def test_a_page_shows_what_a_run_left_behind(tmp_path):
         "bigram 2.0000 0.5000 better",
         "batch.global 8",
         "odd number",
+        "1 skipped step 1 replay",
         "eval.predictions=true",
     ):
         assert text in found.text, text
     (drawn,) = json.loads(found.data)["runs"]
-    assert [kind for _, kind in drawn["marks"]] == ["skipped", "replayed"]
+    assert [kind for _, kind in drawn["marks"]] == ["skipped step", "replay"]
     assert drawn["x"]["seconds"] == [0, 0.5, 1.0, 1.5]
     assert drawn["curves"]["eval_loss"][:2] == [[3], [1.5]]
 
