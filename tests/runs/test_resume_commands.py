@@ -163,10 +163,13 @@ def test_auto_takes_the_newest_training_run_of_the_name(
     assert newest(Path("outputs").absolute(), None) == other
     assert newest(Path("outputs").absolute(), "nobody") is None
     assert prepared("resume=auto name=mine").folder == mine[1]
-    for line in ("resume=mine", "evaluate run=mine", "report run=mine", "report name=mine"):
+    for line, key in {
+        "resume=mine": "resume",
+        "init=mine": "init",
+        **dict.fromkeys(("evaluate run=mine", "report run=mine", "report name=mine"), "run"),
+    }.items():
         assert shell(line) in (2, 4)
         (fault,) = faults(capsys.readouterr().err)
-        key = "resume" if "resume" in line else "run"
         assert fault.endswith(f"; the newest run of that name is {key}={shown_path(mine[1])}")
     before = (other / STARTED).read_bytes()
     record_start(other)

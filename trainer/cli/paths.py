@@ -10,6 +10,7 @@ from typing import get_args
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read
+from trainer.cli.saved_runs import remedy_for
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.data_sets import sources
 from trainer.config.declared import declared
@@ -66,7 +67,8 @@ def refuse_missing(config: RunConfig) -> None:
             raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
         if not exists(str(source := weights_path(init))):
-            raise NoCheckpointError(clip(f"init={init}: no such file or folder{_below(init)}"))
+            fault = clip(f"init={init}: no such file or folder{_below(init)}")
+            raise NoCheckpointError(f"{fault}{remedy_for(init, 'init', Path(config.outputs))}")
         refuse_odd_files(source, links=(source / "config.yaml").exists())
 
 

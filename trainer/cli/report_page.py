@@ -32,7 +32,7 @@ def write_report(settings: Sequence[str]) -> str:
         if key not in SETTINGS or not equals:
             hint = f".{did_you_mean(key, SETTINGS)} It takes run=RUN[,RUN], to=FILE, outputs=DIR"
             if key == "name":
-                hint = f"; {remedy_for(value, 'run', Path(typed['outputs']))}"
+                hint = remedy_for(value, "run", Path(typed["outputs"]))
             raise ConfigError(clip(f"{key}: no setting of train report{hint}"))
         if key in given:
             raise ConfigError(f"{key}: given 2 times; type run=RUN,RUN for several runs")
@@ -70,7 +70,7 @@ def _found(typed: str, outputs: Path) -> Path:
     path = path.parent.parent if path.parent.name == "checkpoints" else path
     if not path.is_dir():
         fault, remedy = clip(f"run={typed}: no such folder"), remedy_for(typed, "run", outputs)
-        raise NoCheckpointError(f"{fault}; {remedy}")
+        raise NoCheckpointError(f"{fault}{remedy}")
     refuse_odd_files(path)
     if not runs_in(path):
         raise NoCheckpointError(clip(f"run={typed}: neither a run nor a sweep"))

@@ -71,7 +71,7 @@ def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
     path = expanded(folder).absolute()
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
         fault = clip(f"{key}={folder}: no such folder")
-        raise NoCheckpointError(f"{fault}; {remedy_for(folder, key, outputs)}")
+        raise NoCheckpointError(f"{fault}{remedy_for(folder, key, outputs)}")
     if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
@@ -86,8 +86,8 @@ def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
 def remedy_for(name: str, key: str, outputs: Path) -> str:
     """Say what to type under a key where there is no folder, but perhaps a run, of this name."""
     if (run := newest(outputs, name, is_read=True)) is not None:
-        return f"the newest run of that name is {key}={shown_path(run)}"
-    return f"{key}=auto takes the newest run"
+        return f"; the newest run of that name is {key}={shown_path(run)}"
+    return "" if key == "init" else f"; {key}=auto takes the newest run"
 
 
 def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -40,8 +41,7 @@ from trainer.config.data_sets import (
     sources_argument,
 )
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, options_of
-from trainer.config.later import with_later_keys
+from trainer.config.keys import KEYS, as_option, options_of
 from trainer.config.messages import (
     MISSING,
     ancestors,
@@ -66,6 +66,8 @@ _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
 _SHOWN_DEFAULTS += ["eval.every", "checkpoint.every"]
 
 Tree = Mapping[str, Any]
+_LATER = re.compile(r"(ema|log|checkpoint|stop|sweep)\..*|accum\.buffer|max_time|logger")
+"""Keys that runs of earlier versions may lack; what their defaults say was so before."""
 
 
 def validate(
@@ -141,12 +143,25 @@ def from_plain(plain: Tree) -> RunConfig:
     Raises:
         ConfigError: the mapping is not a config of this version.
     """
-    choices, whole = dict(plain.get("choices", {})), with_later_keys(plain)
+    choices, whole = dict(plain.get("choices", {})), _with_later_keys(plain)
     list(trackers.complete(whole))  # what their options lack by now is in the run
     try:
         return RunConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
+
+
+def _with_later_keys(plain: Tree) -> dict[str, Any]:
+    """Give a run's config with the keys of this version, and without `trust`."""
+    whole = {**plain, "log": {"noise_scale": None, **plain.get("log", {})}, "trust": []}
+    for key in filter(_LATER.fullmatch, KEYS):
+        section, _, name = key.rpartition(".")
+        default = {name: KEYS[key].default}
+        whole |= {section: default | whole.get(section, {})} if section else default | whole
+    # It had one word for this section.
+    section = as_option("batchnorm", plain.get("batchnorm"))
+    whole["batchnorm"] = {"precise": None, **section} if isinstance(section, dict) else section
+    return whole
 
 
 def secret_fault(key: str, value: object, environ: Mapping[str, str] = os.environ) -> str | None:
