@@ -52,6 +52,7 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
         go(f"{TEXT} data.path={corpus} init=w")
 
 
+@pytest.mark.nightly
 def test_so_does_a_path_of_any_class_but_the_name_of_a_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,6 +74,7 @@ def test_so_does_a_path_of_any_class_but_the_name_of_a_format(
         assert shell(f"resume={run.folder} steps=3") == 0
 
 
+@pytest.mark.nightly
 def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -48,7 +48,9 @@ def test_a_signal_before_there_is_a_run_ends_without_a_word_or_a_trace(number, t
     assert not Path("outputs").exists()
 
 
-@pytest.mark.parametrize("typed", ["num_workers=1", nightly("parallel=ddp parallel.ranks=2")])
+@pytest.mark.parametrize(
+    "typed", [nightly("num_workers=1"), nightly("parallel=ddp parallel.ranks=2")]
+)
 def test_a_closed_terminal_saves_but_where_the_hang_up_is_ignored_as_under_nohup(typed):
     """A terminal's signals reach its whole process group, loading processes too."""
     words = overrides(f"{LINE} {typed}")

@@ -41,6 +41,7 @@ def test_an_option_is_the_class_that_it_names_bit_for_bit(name):
     assert name == "rprop" or not all(tensor.equal(ends[key]) for key, tensor in control.items())
 
 
+@pytest.mark.nightly
 def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
     more = "scheduler.warmup=2 scheduler.reference_batch=16 scheduler.keep_half_life=true"
     whole = go(f"optimizer=nadam optimizer.momentum_decay=0.01 {more}")
