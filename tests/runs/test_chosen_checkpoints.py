@@ -42,7 +42,9 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     assert run.result["best"] == found
     assert run.result["stopped"].startswith("stop.metric=eval_loss: 3 evaluations without a better")
     # It stays at its end, and goes on where it is let.
-    assert on(run).result["step"] == seen[-1]["step"]
+    saved = (run.folder / "config.yaml").read_text()
+    assert on(run, "steps=40").result["step"] == seen[-1]["step"]
+    assert (run.folder / "config.yaml").read_text() == saved
     assert on(run, "stop.patience=4 checkpoint.every=null").result["step"] == seen[-1]["step"] + 3
 
 

@@ -164,6 +164,8 @@ def _go_on(run: Path, job: Job) -> Job:
         clock = "steps" if job.config.total_epochs is None else "epochs"
         done = f"{run} is done after step {saved_runs.last_step(run)}; {clock}=N trains further"
         return replace(job, done=done)
+    elif why := saved_runs.stopped(run, job.config):
+        return replace(job, done=f"{run} is done: {why}; stop.metric=null trains further")
     return job
 
 

@@ -26,7 +26,14 @@ from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import READING, RunConfig, contract, reading_faults, step_faults
+from trainer.config.run_config import (
+    READING,
+    RunConfig,
+    contract,
+    reading_faults,
+    step_faults,
+    to_plain,
+)
 from trainer.config.validate import from_plain
 from trainer.core import consent
 from trainer.core.durable import (
@@ -313,6 +320,13 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     saved = saved_config(run)
     epochs = saved.get("epochs") or (saved.get("steps") is None)  # one epoch, where nothing is said
     return isinstance(epochs, int) and epochs >= config.total_epochs
+
+
+def stopped(run: Path, config: RunConfig) -> str | None:
+    """Why a run ended before its last step, where it would do so again without a step."""
+    is_same = to_plain(config)["stop"] == saved_config(run).get("stop")
+    ended = is_same and read_status(run).get("state") == COMPLETED
+    return read_json(run / "result.json").get("stopped") if ended else None
 
 
 def refuse_changes(run: Path, config: RunConfig) -> None:
