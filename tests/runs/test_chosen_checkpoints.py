@@ -46,6 +46,8 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     assert on(run, "steps=40").result["step"] == seen[-1]["step"]
     assert (run.folder / "config.yaml").read_text() == saved
     assert on(run, "stop.patience=4 checkpoint.every=null").result["step"] == seen[-1]["step"] + 3
+    assert on(run, "stop.metric=null").result["step"] == 30
+    assert train(["evaluate", f"run={run.folder}", "trust=[tests]"]).result["step"] == 30
 
 
 @pytest.mark.parametrize("mode", [nightly("ddp"), nightly("fsdp")])

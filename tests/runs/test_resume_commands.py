@@ -137,6 +137,15 @@ def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
     assert prepared(f"resume={epochs} epochs=3").done is None
 
 
+@pytest.mark.parametrize("run", [make_run, lambda: "nowhere"])
+def test_faults_of_what_was_typed_and_of_the_run_are_one_list(run, capsys) -> None:
+    place = run()
+    assert shell(f"resume={place} accum.micro=2,4 sede=3 --foo 5") == 2
+    found = faults(capsys.readouterr().err)
+    expected = ["--foo", "accum.micro=2,4", "resume=nowhere" if place == "nowhere" else "sede"]
+    assert [line.partition(":")[0] for line in found] == expected
+
+
 def test_a_run_that_is_not_there_or_cannot_go_on_is_exit_4(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from trainer.assemble.instantiate import construct
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.state import capture
+from trainer.config.metric_mode import stop_mode
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful, as_part
@@ -37,7 +38,7 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
     ):
         if metric is not None:
-            mode = config.checkpoint.mode if config.checkpoint.best in (None, metric) else "auto"
+            mode = stop_mode(config.checkpoint.best, metric, config.checkpoint.mode)
             parts[name] = BestMetric.of(key, metric, mode, min_delta)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)

@@ -20,7 +20,7 @@ from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import READING
-from trainer.core.errors import ConfigError, NoCheckpointError
+from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
 from trainer.launch.membership import global_rank
 
@@ -30,40 +30,51 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
 
     Raises:
         ConfigError: one line per fault.
-        NoCheckpointError: the run to go on with, or to read, is not there.
+        TrainError: a `NoCheckpointError`: the run to go on with, or to read, is not there.
     """
     overrides, unread = parse(lines)
     swept = [override for override in overrides if override.is_sweep_override()]
     faults = [*faults, *unread, *map(_needs_flag, swept)]
     overrides = [override for override in overrides if override not in swept]
     overrides = _without_checkpoints(overrides)
-    named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
-    if named is not None and resume is not None:
+    if {"run", "resume"} <= {*map(dotted, overrides)}:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
+    with composer.open(overrides):
+        try:
+            job = _prepare(overrides, composer)
+        except TrainError as error:
+            if faults:
+                raise ConfigError(*dict.fromkeys([*faults, *str(error).split("\n")])) from error
+            raise
+    if faults:
+        raise ConfigError(*faults)
+    return job
+
+
+def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
+    """Prepare a run that begins, goes on, forks or is read."""
+    named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     command = word_of(overrides, "command")
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
     key = "run" if named is not None and command in (*READING, "plan", "verify") else "resume"
-    with composer.open(overrides):
-        if word_of(overrides, key) is None:
-            return _begin(composer.check(overrides, faults))
-        if faults:
-            raise ConfigError(*faults)
-        rest = without(overrides, key)
-        run = _find(rest, word_of(overrides, key) or "", key, composer)
-        if run is None:
-            return _begin(composer.check(rest), begins_again=True)
-        if key == "run" and command in READING:
-            job = _check_over(run, rest, composer, key)
-            return replace(_place(job, run, None), makes_folder=False)
-        if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
-            return _fork(run, rest, composer)
-        goes_on = saved_runs.has_checkpoint(run)
-        # The same command as before, with `resume=auto`, may name the weights the run began with.
-        if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
-            rest = without(rest, "init", "step")
-        job = _check_over(run, rest, composer, "resume" if goes_on else None)
-        # `plan` and `verify` look on a run as well, but from folders of their own.
-        return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
+    if word_of(overrides, key) is None:
+        return _begin(composer.check(overrides))
+    rest = without(overrides, key)
+    run = _find(rest, word_of(overrides, key) or "", key, composer)
+    if run is None:
+        return _begin(composer.check(rest), begins_again=True)
+    if key == "run" and command in READING:
+        job = _check_over(run, rest, composer, key)
+        return replace(_place(job, run, None), makes_folder=False)
+    if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
+        return _fork(run, rest, composer)
+    goes_on = saved_runs.has_checkpoint(run)
+    # The same command as before, with `resume=auto`, may name the weights the run began with.
+    if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
+        rest = without(rest, "init", "step")
+    job = _check_over(run, rest, composer, "resume" if goes_on else None)
+    # `plan` and `verify` look on a run as well, but from folders of their own.
+    return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
 
 
 def _needs_flag(swept: Override) -> str:
@@ -98,7 +109,8 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
     if (job.folder / "config.yaml").exists() and global_rank() == 0 and not begins_again:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
-    called = "without a name" if job.config.name is None else f"named {job.config.name}"
+    name = job.config.name
+    called = "without a name (type name= for one that has one)" if name is None else f"named {name}"
     there = f"no run {called} below {job.config.outputs} can be resumed"
     note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
     return replace(_place(job, job.folder), note=job.note + note)

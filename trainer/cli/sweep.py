@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -235,15 +235,8 @@ def report(sweep: Sweep, console: Console) -> None:
     if not rows:
         return
     left_out = _print_table(rows, keys, console)
-    for row in rows:
-        if row["reason"]:
-            console.print(f"job {row['job']}: {row['reason']}", markup=False, soft_wrap=True)
-    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
-    if completed and rows[0]["rank"] is None:
-        given = (
-            ", ".join(n for n, value in completed[0].items() if "eval_" in n and value) or "none"
-        )
-        console.print(f"sweep.metric={sweep.metric}: no job has it; evaluations gave {given}")
+    for note in _notes(rows, sweep.metric):
+        console.print(note, markup=False, soft_wrap=True)
     if sweep.folder.is_dir():
         text = io.StringIO()
         writer = csv.DictWriter(text, rows[0], lineterminator="\n")
@@ -253,11 +246,20 @@ def report(sweep: Sweep, console: Console) -> None:
         is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
         write_own_page(sweep.folder)
         if left_out:
-            console.print(
-                f"columns that do not fit, in sweep.csv and report.html: {', '.join(left_out)}"
-            )
+            console.print(f"columns that do not fit, in sweep.csv: {', '.join(left_out)}")
         files = ", ".join(["report.html", "sweep.csv", *["sweep.png"] * is_drawn])
         console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
+    """Say why jobs did not complete, how to go on, and which metrics there are."""
+    yield from (f"job {row['job']}: {row['reason']}" for row in rows if row["reason"])
+    if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
+        yield "to go on with the sweep, type the same command with resume=auto"
+    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
+    if completed and rows[0]["rank"] is None:
+        given = [name for name, value in completed[0].items() if "eval_" in name and value]
+        yield f"sweep.metric={metric}: no job has it; evaluations gave {', '.join(given) or 'none'}"
 
 
 def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
@@ -302,8 +304,10 @@ def _print_table(
         for n in range(len(columns), num_needed, -1)
         if console.measure(_table(rows, columns[:n], keys), options=wide).maximum <= console.width
     )
-    num_shown = next(fitting, num_needed)  # at least what tells jobs apart, and which is best
-    console.print(_table(rows, columns[:num_shown], keys))
+    # At least what tells jobs apart, and which is best; all in a file.
+    num_shown = next(fitting, num_needed) if console.is_terminal else len(columns)
+    width = None if console.is_terminal else wide.max_width
+    console.print(_table(rows, columns[:num_shown], keys), width=width, crop=console.is_terminal)
     return [*map(title_of, columns[num_shown:])]
 
 
@@ -312,7 +316,9 @@ def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequen
     for name in shown:
         title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
         justify: Literal["left", "right"] = "left" if name == "state" else "right"
-        table.add_column(title, justify=justify, overflow="fold", no_wrap=name not in keys)
+        table.add_column(
+            title, justify=justify, overflow="fold", no_wrap=name not in keys, min_width=4
+        )
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)
         table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")

@@ -200,7 +200,7 @@ METRICS = (
 Metrics = Annotated[
     tuple[Annotated[str, Field(pattern=f"^({'|'.join(METRICS)}|top_[1-9][0-9]*)$")], ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    Field(strict=False, description="a list of metrics, e.g. [accuracy,f1,top_5]"),
+    Field(strict=False, description=f"a list of {', '.join(METRICS)}, top_5, e.g. [accuracy,f1]"),
 ]
 Auto = Literal["auto"]
 Reduction = Literal["sum", "mean"]

@@ -9,14 +9,13 @@ from typing import Literal
 from trainer.config.components import METRICS
 from trainer.core.errors import ConfigError
 
+Mode = Literal["auto", "min", "max"]
 _LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
 _SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
 _NAMES = ("loss", *METRICS, "top_5", "exact_match", "recall_at_1")
 
 
-def mode_of(
-    key: str, metric: str, mode: Literal["auto", "min", "max"], mode_key: str
-) -> Literal["min", "max"]:
+def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", "max"]:
     """Give the direction of a metric, by its name where nobody says it.
 
     Args:
@@ -36,8 +35,15 @@ def mode_of(
         near = [name for name in _NAMES if name.startswith(word)] or get_close_matches(word, _NAMES)
         meant = f" Did you mean eval_{near[0]}?" if near else ""
         own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
+        if key == "stop.metric":
+            own += " (where checkpoint.best is the same metric, or null)"
         raise ConfigError(f"{key}={metric}: no such metric is known.{meant} {own}")
     return "min" if words & _SMALLER else "max"
+
+
+def stop_mode(best: str | None, metric: str | None, mode: Mode) -> Mode:
+    """Give the mode of `stop.metric`: that of `checkpoint.best`, where both are one metric."""
+    return mode if best in (None, metric) else "auto"
 
 
 def title_of(metric: str) -> str:

@@ -19,7 +19,7 @@ from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
 from trainer.config.mesh import num_replicas
 from trainer.config.messages import clip, flat, line, lookup
-from trainer.config.metric_mode import mode_of
+from trainer.config.metric_mode import mode_of, stop_mode
 from trainer.core.errors import ConfigError
 
 DEFAULT_GLOBAL = 512
@@ -142,10 +142,13 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
 def _metric_faults(view: Tree) -> Iterator[str]:
     """Name metrics of no known direction, and settings of one that is followed, where none is."""
     for key in ("checkpoint.best", "stop.metric", "sweep.metric"):
-        mode = "sweep.mode" if key == "sweep.metric" else "checkpoint.mode"
+        mode_key = "sweep.mode" if key == "sweep.metric" else "checkpoint.mode"
+        mode = view[mode_key]
+        if key == "stop.metric":
+            mode = stop_mode(view["checkpoint.best"], view[key], mode)
         if isinstance(view[key], str):
-            yield from _refusals(mode_of, key, view[key], view[mode], mode)
-    if view["stop.metric"] is not None or view["resume"] is not None:  # a run's own stay
+            yield from _refusals(mode_of, key, view[key], mode, mode_key)
+    if view["stop.metric"] or view["resume"] or view["run"]:  # a run's own stay
         return
     for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
         if view[key] not in (default, None):

@@ -371,8 +371,10 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
         key = next((k for k in (path, *ancestors(path)) if k in KEYS), path)
         value = lookup(tree, key)
         if item["loc"][-1] == "target":
-            key = f"{path.removesuffix('.target')}._target_"
-            yield line(key, lookup(tree, key), "must be the import path of a class: package.Class")
+            parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
+            key = "".join(parts).removeprefix(".").removesuffix(".target")
+            text = "must be the import path of a class: package.Class"
+            yield line(f"{key}._target_", item["input"], text)
         elif item["type"] == "missing":
             yield f"{path}: is missing, as in a run of an earlier version"
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):

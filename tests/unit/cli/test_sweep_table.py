@@ -25,7 +25,9 @@ def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they
     width: int, num_left_out: int
 ) -> None:
     file = StringIO()
-    left_out = _print_table(ROWS, KEYS, Console(file=file, width=width))
+    left_out = _print_table(
+        ROWS, KEYS, Console(file=file, width=width, force_terminal=True, color_system=None)
+    )
     _, *head, first = file.getvalue().splitlines()[:-3]
     assert left_out == ["step", "loss", "held-out loss", "held-out f1 macro", "held-out top 2"][
         6 - num_left_out :

@@ -95,6 +95,8 @@ FAULTS = {
     "stop.patience=5": ": needs a metric: type stop.metric=eval_loss",
     "stop.min_delta=0.1": ": needs a metric: type stop.metric=eval_loss",
     "checkpoint.mode=max": ": needs a metric: type checkpoint.best=eval_loss",
+    "checkpoint.best=eval_a checkpoint.mode=max stop.metric=eval_b": "stop.metric=eval_b: no such "
+    "metric is known. For one of your own, type checkpoint.mode=min or checkpoint.mode=max (where",
     "export.to=a": ": used only by train export run=RUN; leave it out",
     "init=a resume=b": "init=a: starts a new run; resume= goes on with an old one",
     "step=3": ": picks a checkpoint of run=, init= or resume=RUN; for the length of a run",
