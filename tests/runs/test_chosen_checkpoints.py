@@ -41,6 +41,7 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     found = {"metric": "eval_loss", "value": best["eval_loss"], "step": best["step"]}
     assert run.result["best"] == found
     assert run.result["stopped"].startswith("stop.metric=eval_loss: 3 evaluations without a better")
+    assert (run.folder / "train.log").read_text().count("3 evaluations without") == 1
     # It stays at its end, and goes on where it is let.
     saved = (run.folder / "config.yaml").read_text()
     assert on(run, "steps=40").result["step"] == seen[-1]["step"]

@@ -176,7 +176,7 @@ WITHOUT_TORCH_S = 1.5
 
 def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = python("-m trainer --help", tmp_path)
+    done = python("-m trainer --help", tmp_path, COLUMNS="80")
     assert done.returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < WITHOUT_TORCH_S
     for key in (*KEYS, *COMMANDS):
@@ -184,7 +184,8 @@ def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     for group in GROUPS:
         for file in (data_dir("conf") / group.replace(".", "/")).glob("*.yaml"):
             assert file.stem in done.stdout or file.stem == OWN
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not any(line.endswith(" ") for line in done.stdout.splitlines())
     for words in ("[auto|cpu|cuda]", "[keep|drop]", "[false|true|layout]", "[false|true|auto]"):
         assert words in done.stdout
     assert "conf/GROUP/OPTION.yaml" in "".join(done.stdout.splitlines())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, TrainError
-from trainer.core.format import lead_nowhere, printable_lines
+from trainer.core.format import at_words, lead_nowhere, printable_lines
 from trainer.core.user_code import excerpt
 from trainer.launch.membership import global_rank
 
@@ -43,10 +43,10 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
     return 1
 
 
-def print_out(text: str) -> None:
+def print_out(text: str, *, is_prose: bool = False) -> None:
     """Write to stdout; a run goes on though nobody reads what it prints."""
     with suppress(OSError):
-        sys.stdout.write(text)
+        sys.stdout.write(at_words(text, sys.stdout) if is_prose else text)
         sys.stdout.flush()
 
 

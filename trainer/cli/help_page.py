@@ -23,7 +23,7 @@ from trainer.config.messages import show as show_value
 from trainer.config.recipes import GROUP, available
 from trainer.core.format import expanded
 
-_WIDTH = 100  # of a file or a pipe
+_WIDTH = 100  # where there is no terminal
 _RUN = "keys (in brackets: the default|other choices)"
 
 _EXAMPLES = {
@@ -45,9 +45,10 @@ _FLAGS = {
 
 def show(own_folder: str | None = None) -> None:
     """Print the page, with the options of the user's `--config-dir`."""
-    is_wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    is_wide = any(map(os.isatty, range(3))) or "COLUMNS" in os.environ
     console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
     folders = [data_dir("conf"), *([expanded(own_folder)] if own_folder is not None else [])]
+    console.begin_capture()
     console.print(
         "train: a PyTorch trainer; state the global batch, get exactly that step at least cost\n"
         "usage: train [COMMAND] [GROUP=OPTION ...] [KEY=VALUE ...] [FLAG ...]\n"
@@ -60,6 +61,8 @@ def show(own_folder: str | None = None) -> None:
             table.add_row(Text(name), Text(doc))
         console.print(title, style="bold")
         console.print(Padding(table, (0, 0, 1, 2)))
+    for line in console.end_capture().splitlines():  # which tables pad
+        sys.stdout.write(f"{line.rstrip()}\n")
 
 
 def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:

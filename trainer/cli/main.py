@@ -107,7 +107,7 @@ def _run(argv: Sequence[str]) -> int:
     if "--cfg" in flags:
         return _show(flags, job.typed, composer)
     if job.done is not None:
-        print_out(f"{job.done}\n")
+        print_out(f"{job.done}\n", is_prose=True)
         return 0
     if global_rank() > 0:
         # The first rank makes the folder, and sends its name to the others.

@@ -57,7 +57,7 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     config, folder, composed = job.config, job.folder, job.composed
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     goes_on = job.makes_folder and must_stage(config, folder)
-    print_out(job.note)
+    print_out(job.note, is_prose=True)
 
     def task(_: DictConfig) -> int | Exception:
         return _run(job, records, is_python=is_python)

@@ -69,7 +69,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     export(loaded, to, description, model, write, writers_beside(model, tokenizer))
     show_read(loaded, f"weights written to {to}")
     for line in lines:
-        Screen().line(f"  {line}")
+        Screen().line(f"  {line}", is_command=True)
     return 0
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from textwrap import TextWrapper
+from typing import IO, TextIO
 
 ROUNDS_TO_1000 = 999.5
 
@@ -103,6 +105,15 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Make foreign text of several lines safe to print, as `printable` does; lines stay lines."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def at_words(text: str, file: IO[str]) -> str:
+    """Break lines at blanks where a terminal would break words; a path stays in one piece."""
+    if not file.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(lines.fill, text.split("\n")))
 
 
 def lead_nowhere(file: TextIO) -> None:

@@ -29,9 +29,7 @@ UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
 
 # With a blank line at its end: a progress bar of two lines is next drawn over the last two.
-STOPPING = (
-    b"\ntrain: stopping when this step is saved; once more stops at once, and saves nothing\n\n"
-)
+STOPPING = b"\ntrain: stopping after this step is saved; once more stops now, saving nothing\n\n"
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""

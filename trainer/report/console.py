@@ -20,7 +20,16 @@ from rich.text import Text
 from trainer.checkpoint.store import Loaded
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import as_save_error, open_log
-from trainer.core.format import clock, lead_nowhere, loss, percent, printable_lines, rate, short
+from trainer.core.format import (
+    at_words,
+    clock,
+    lead_nowhere,
+    loss,
+    percent,
+    printable_lines,
+    rate,
+    short,
+)
 from trainer.core.rows import Noun
 from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
@@ -69,11 +78,17 @@ class Screen:
         for console in self._consoles:
             _print(console, block)
 
-    def line(self, text: str, style: str = "", label: str = "") -> None:
-        """Print one line, never wrapped by us, without secrets or control codes it may quote."""
-        text = printable_lines(without_secrets(text, os.environ))
+    def line(
+        self, text: str, style: str = "", label: str = "", *, is_command: bool = False
+    ) -> None:
+        """Print one line, without secrets or control codes it may quote.
+
+        A terminal breaks it at words, but a command, which is copied whole.
+        """
+        text = printable_lines(without_secrets(f"{label}{text}", os.environ))
         for console in self._consoles:
-            labelled = Text.assemble((label, "bold yellow"), (text, style))
+            labelled = Text(text if is_command else at_words(text, console.file), style)
+            labelled.stylize("bold yellow", 0, len(label))
             _print(console, labelled, soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -195,10 +210,15 @@ def step_of(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"
 
 
+def figure(value: float | None) -> str:
+    """Write a figure of any size with four digits: `0.8312`, `4.412e-06`."""
+    return f"{value:#.4g}" if value is not None and 0 < abs(value) < 1 else loss(value)
+
+
 def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
     shown = [n for n in entry if n not in STEP_KEYS and not n.startswith(NORMS_OF_PARAMETERS)]
-    named = (f"{name} {loss(entry[name])}" for name in shown)
+    named = (f"{name} {figure(entry[name])}" for name in shown)
     speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
     used = (f"mfu {percent(entry['mfu']):>5}" for _ in range("mfu" in entry))
     norm = f"{rate(entry['grad_norm']):>5}"

@@ -15,9 +15,9 @@ from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
 from trainer.report.blocks import end_block, noun_of, start_block
-from trainer.report.console import Screen, step_of
+from trainer.report.console import Screen, figure, step_of
 from trainer.report.hooks import Hooks
-from trainer.report.journal import Entry
+from trainer.report.journal import EVAL_SECONDS, Entry
 from trainer.report.metrics import Means, MetricsLog
 from trainer.report.mirror import Mirror, close_all
 from trainer.report.page import write_own_page
@@ -114,8 +114,10 @@ class RunReporter:
     def evaluation(self, step: int, means: Means, seconds: float) -> None:
         """Take a pass over all that is held out after a step, and its seconds."""
         self._show(self._metrics.flush())
-        self._metrics.evaluation(step, means, seconds)
-        times = [*[""] * (len(means) - 1), f"  ({duration(seconds)})"]
+        entry = self._metrics.evaluation(step, means, seconds)
+        own = [*entry][[*entry].index(EVAL_SECONDS) + 1 :]  # names of figures of hooks
+        last = [*(f"{name} {figure(entry[name])}" for name in own), f"({duration(seconds)})"]
+        times = [*[""] * (len(means) - 1), "  " + "  ".join(last)]
         for (part, metrics), time in zip(means.items(), times, strict=True):
             figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             text = f"{step_of(step, self._steps)}  {part or 'held out'}: {figures}{time}"
@@ -165,8 +167,8 @@ class RunReporter:
         self._screen.end_progress()
         self._summary = result
         self._screen.show(end_block(self._plan, result))
-        for command in commands:  # unwrapped, so that they can be copied
-            self._screen.line(f"  {command}", "cyan")
+        for command in commands:
+            self._screen.line(f"  {command}", "cyan", is_command=command.startswith("train "))
 
     def close(self) -> None:
         """Write and release everything, however the run ended; `SaveError` if the disk refuses."""

@@ -86,8 +86,7 @@ class BestMetric(Stateful):
         if not self.min_delta or self.value is None:
             return f"{count} without a better one; {self}"
         asked = f"an improvement of more than stop.min_delta={self.min_delta:g}"
-        last = f"over step {self.step}: {self.value:.4f}"
-        return f"{count} without {asked} {last} (a smaller one counts for the best, not here)"
+        return f"{count} without {asked} over {self.value:.4f} at step {self.step}"
 
     def state(self) -> State:
         """See the base class."""

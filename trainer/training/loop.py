@@ -39,7 +39,7 @@ def train(run: Run) -> None:
         _evaluate_if_due(run, progress)  # which a signal may have ended
     elif config.eval.at_start:
         _evaluate(run, progress)
-    while progress.step < run.context.total_steps and not _is_no_better(run):
+    while progress.step < run.context.total_steps and run.no_better is None:
         _take_step(run, progress)
         _refuse_no_terms(run, progress)
         _stop_if_not_finite(run, progress)
@@ -204,13 +204,6 @@ def _recall_best(run: Run) -> None:
         run.checkpointer.mark_best(run.best.step)
     if run.progress.evaluated_at == run.progress.step:
         _take_evaluation(run)
-
-
-def _is_no_better(run: Run) -> bool:
-    """Whether the metric that a run is stopped by has not got better for too long."""
-    if (why := run.no_better) is not None:
-        run.reporter.line(f"step {run.progress.step}: the run ends here, {why}")
-    return why is not None
 
 
 def record_of(

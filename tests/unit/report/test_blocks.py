@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.text import Text
 from trainer.core.rows import row
 from trainer.report.blocks import end_block, plan_block, start_block, verify_block
 from trainer.report.console import BRIEF, LOG_FILE, Screen
+from trainer.report.hooks import Hooks
 from trainer.report.records import VerifyReport
 from trainer.report.reporter import RunReporter
 
@@ -178,6 +180,42 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     assert "step 20/60  loss   4.8000" in log
     assert "step 30/60  held out: loss 4.5000  (1.0 s)" in log
     assert seen().rfind("\x1b[?25h") > seen().rfind("\x1b[?25l"), "the cursor stays visible"
+
+
+def test_a_terminal_breaks_prose_at_words_and_neither_paths_nor_commands(tmp_path, terminal):
+    file, seen = terminal
+    screen, path = Screen(tmp_path, file=file), f"outputs/{'long-' * 20}name/report.html"
+    words = "stops after this step " * 6
+    screen.warn(f"{words}{path} end")
+    screen.line(f"  train {words}", is_command=True)
+    screen.close()
+    plain = re.sub(r"\x1b\[[\d;]*m", "", seen()).replace("\r", "")
+    *prose, whole, end, command = plain.splitlines()
+    assert (whole, end, command) == (path, "end", f"  train {words}")
+    assert " ".join(prose) == f"warning: {words.strip()}"
+    assert len(prose) == 2
+    assert max(map(len, prose)) <= 80
+    assert f"warning: {words}{path} end\n" in (tmp_path / LOG_FILE).read_text()
+
+
+class Gives:
+    def on_step(self, values):
+        return {"tiny": 4.412345e-6, "large": 12.5}
+
+    def on_eval(self, values):
+        return {"bleu": 0.031234}
+
+
+def test_figures_of_hooks_are_shown_with_four_digits_of_evaluations_too(tmp_path):
+    file, hooks = io.StringIO(), Hooks({"mine": Gives()}, pytest.fail)
+    reporter = RunReporter(tmp_path, Screen(file=file), hooks=hooks)
+    reporter.start(ROWS, PLAN)
+    reporter.step(record(1))
+    reporter.evaluation(1, {"a": {"loss": 4.5}, "b": {"loss": 3.5}}, 1.0)
+    reporter.close()
+    assert "tiny 4.412e-06  large 12.5000  " in file.getvalue()
+    assert "a: loss 4.5000\n" in file.getvalue()
+    assert "b: loss 3.5000  bleu 0.03123  (1.0 s)\n" in file.getvalue()
 
 
 def test_samples_of_length_one_are_called_samples_everywhere(tmp_path, monkeypatch):
