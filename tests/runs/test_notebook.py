@@ -13,6 +13,10 @@ from tests.lib.run_support import go
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "how-to" / "notebook.ipynb"
 
+SMALL = """import pytest
+from tests.lib.run_support import small_library
+small_library(pytest.MonkeyPatch())"""
+
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
@@ -23,8 +27,9 @@ def test_the_notebook_of_the_documentation_runs(monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SMALL))
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
-    first, table, more, shown = (cell.outputs for cell in notebook.cells if "outputs" in cell)
+    _, first, table, more, shown = (cell.outputs for cell in notebook.cells if "outputs" in cell)
     drawn = [each.data["text/plain"] for each in first if each.output_type == "display_data"]
     assert len(drawn) == 1  # one line, drawn anew
     assert drawn[0].startswith("█")
