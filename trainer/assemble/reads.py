@@ -92,17 +92,20 @@ def _unread_fields(components: Components) -> list[str]:
 
 
 def _unread_in_trials(components: Components, names: Collection[str]) -> list[str]:
-    """Run the objective in training; nothing is unread where one sample alone is refused."""
+    """Run the objective, in training and in evaluation; nothing is unread where both fail."""
     module, objective = components.module, components.objective
     device = torch.device("meta") if is_on_meta(module) else components.world.device
     fields, remote = components.example, to_device(components.example, device)
     reads = _Reads({id(each[name]): name for each in (fields, remote) for name in names})
-    # What fails here fails again, in full, in the step.
-    with suppress(Exception), restoring(module, objective), reads:
-        module.train()
-        sums_of(objective, components.call, remote, weights_of(objective, fields))
-        return [name for name in names if name not in reads.seen]
-    return []
+    has_run = False
+    for trains in (True, False):
+        # What fails here fails again, in full, in the step; statistics over samples take no
+        # single one in training.
+        with suppress(Exception), restoring(module, objective), reads:
+            module.train(trains)
+            sums_of(objective, components.call, remote, weights_of(objective, fields))
+            has_run = True
+    return [name for name in names if has_run and name not in reads.seen]
 
 
 @final
