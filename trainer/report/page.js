@@ -20,20 +20,21 @@
     if (location.protocol !== "about:") history.replaceState(null, "", `#${parts.filter(Boolean).join("&")}`);  // a notebook's frame
   };
 
-  const scaled = (value, base, units) => {
+  const scaled = (value, base, units, digits) => {
     let n = 0;
     for (; Math.abs(value) >= 999.5 && n < units.length - 1; n++) value /= base;
-    return `${+value.toPrecision(3)}${units[n]}`;
+    return `${+value.toPrecision(digits)}${units[n]}`;
   };
-  const shown = (value, kind) => {
+  const shown = (value, kind, digits = 0) => {
+    const few = Math.max(3, digits);
     if (value === null || value === undefined) return "–";
-    if (kind === "bytes") return scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
-    if (kind === "share") return `${+(100 * value).toPrecision(3)}%`;
+    if (kind === "bytes") return scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"], few);
+    if (kind === "share") return `${+(100 * value).toPrecision(few)}%`;
     if (kind === "seconds") return value >= 3600 ? `${+(value / 3600).toPrecision(3)} h` : value >= 60 ? `${+(value / 60).toPrecision(3)} min` : `${+value.toPrecision(3)} s`;
     if (value === 0) return "0";
     const size = Math.abs(value);
-    if (size >= 10000) return scaled(value, 1000, ["", "k", "M", "B", "T"]);
-    return size < 0.001 ? value.toExponential(2) : `${+value.toPrecision(4)}`;
+    if (size >= 10000) return scaled(value, 1000, ["", "k", "M", "B", "T"], few);
+    return size < 0.001 ? (+value.toPrecision(few)).toExponential() : `${+value.toPrecision(Math.max(4, digits))}`;
   };
 
   const ticks = (low, high, count, log, least = 0) => {
@@ -52,6 +53,12 @@
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
     return found;
+  };
+
+  // The digits that tell a tick from the next one.
+  const digitsOf = (found) => {
+    const power = (n) => Math.floor(Math.log10(n * 1.0001));
+    return found.length > 1 ? Math.min(15, power(Math.max(...found.map(Math.abs))) - power(found[1] - found[0]) + 1) : 0;
   };
 
   // A mean that forgets, corrected for where it begins; a gap stays a gap.
@@ -121,14 +128,15 @@
     const px = (x) => box.left + ((x - left) / (right - left)) * (box.right - box.left);
     const py = (y) => box.bottom - ((grow(y) - grow(low)) / (grow(high) - grow(low))) * (box.bottom - box.top);
     const unit = chart.kind === "bytes" ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
-    for (const y of ticks(low / unit, high / unit, height > 220 ? 5 : 4, state.log).map((n) => n * unit)) {
+    const levels = ticks(low / unit, high / unit, height > 220 ? 5 : 4, state.log), digits = digitsOf(levels);
+    for (const y of levels.map((n) => n * unit)) {
       make(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: py(y), y2: py(y) });
-      make(svg, "text", { x: box.left - 8, y: py(y) + 4, "text-anchor": "end" }, shown(y, chart.kind));
+      make(svg, "text", { x: box.left - 8, y: py(y) + 4, "text-anchor": "end" }, shown(y, chart.kind, digits));
     }
     const own = ticks(left, right, Math.max(3, width / 110), false, state.x === "seconds" ? 0 : 1);
     for (const x of own) {
       const anchor = px(x) < box.left + 14 ? "start" : px(x) > box.right - 18 ? "end" : "middle";
-      make(svg, "text", { x: px(x), y: height - 4, "text-anchor": anchor }, shown(x, state.x === "seconds" ? "seconds" : ""));
+      make(svg, "text", { x: px(x), y: height - 4, "text-anchor": anchor }, shown(x, state.x === "seconds" ? "seconds" : "", digitsOf(own)));
     }
     const path = (xs, ys, classes) => {
       let way = "", open = false;

@@ -44,7 +44,7 @@ def write_page(folders: Sequence[Path], file: Path) -> int:
     """
     runs = [SavedRun(path) for folder in folders for path in runs_in(folder)]
     if runs:
-        write_file_atomic(file, page(runs).encode())
+        write_file_atomic(file, page(runs).encode(errors="backslashreplace"))
     return len(runs)
 
 

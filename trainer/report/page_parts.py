@@ -16,7 +16,7 @@ from trainer.core.format import duration, loss, number, plural, short, size
 from trainer.report.page_runs import SavedRun, as_mapping, is_number, numbers_of
 
 _MOST_JOBS = 500
-_NAMES = ("name", "run", "resume", "outputs")
+_NAMES = ("name", "run", "resume", "outputs", "unset")
 
 Rows = Sequence[Sequence[str]]
 
@@ -142,11 +142,21 @@ def settings(run: SavedRun) -> Rows:
 
 def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]:
     """Set runs side by side by their last figures and the keys that differ, the best first."""
-    configs = [{key: _class(show(value)) for key, value in run.config.items()} for run in runs]
+    configs = [
+        {
+            key.removesuffix("._target_"): _class(show(value))
+            for key, value in run.config.items()
+            if not key.startswith("choices.")  # each of which is a `_target_`, or values, too
+        }
+        for run in runs
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [k for k in keys if k not in _NAMES and len({c.get(k, "") for c in configs}) > 1]
     metric, is_max = ranked_by(runs)
-    figures = dict.fromkeys(("loss", "eval_loss", metric))
+    entries = (entry for run in runs for each in run.evaluations for entry in each.items())
+    others = (n for n, v in entries if n.startswith("eval_") and is_number(v))
+    figures = dict.fromkeys(("loss", "eval_loss", metric, *others))
+    figures.pop("eval_seconds", None)
     ranks = [rank(run.last(metric), run.state, is_max=is_max) for run in runs]
     rows = []
     for n in sorted(range(len(runs)), key=ranks.__getitem__)[:_MOST_JOBS]:
@@ -154,8 +164,7 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
         cells = [number(run.last_step), *(_loss(run.last(name)) or "" for name in figures)]
         cells += [duration(run.seconds), *(config.get(key, "") for key in different)]
         rows.append((n, names[n].partition(": ")[0], run.state, cells))
-    keys_shown = [key.removesuffix("._target_") for key in different]
-    head = ["run", "state", "steps", *map(title_of, figures), "time", *keys_shown]
+    head = ["run", "state", "steps done", *map(title_of, figures), "time", *different]
     return {"head": head, "rows": rows}
 
 

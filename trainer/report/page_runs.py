@@ -45,13 +45,14 @@ class SavedRun:
     @cached_property
     def typed(self) -> str:
         """The command line, without secrets; of the latest start, where the run went on."""
-        records = (
-            self.folder / ".hydra" / each for each in ("resumed/overrides.yaml", "overrides.yaml")
-        )
-        lines = next((found for path in records if isinstance(found := _yaml(path), list)), [])
-        # Hydra's own quotes around a path, which a shell does not need.
-        words = [_QUOTED.sub(r"\1\2", str(line).lstrip("+")) for line in lines]
+        words = self._words("resumed/overrides.yaml") or self._words("overrides.yaml")
         return without_secrets(shlex.join(["train", *words]), os.environ)
+
+    def _words(self, name: str) -> list[str]:
+        lines = _yaml(self.folder / ".hydra" / name)
+        # Hydra's own quotes around a path, which a shell does not need.
+        found = lines if isinstance(lines, list) else []
+        return [_QUOTED.sub(r"\1\2", str(line).lstrip("+")) for line in found]
 
     @cached_property
     def name(self) -> str:
@@ -76,9 +77,12 @@ class SavedRun:
     @property
     def continuation(self) -> Iterator[str]:
         """Say from which run and step it went on, where it did."""
-        fork, init = read_json(self.folder / "forked.json"), self.config.get("init")
+        fork = read_json(self.folder / "forked.json")
+        # A resumed run's config has none.
+        first = dict(word.split("=", 1) for word in self._words("overrides.yaml") if "=" in word)
+        init = self.config.get("init") or first.get("init") or "null"
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
-        if init:
+        if init != "null":
             yield f"begun with the weights of {shown_path(Path(str(init)))}"
         if run := fork.get("run"):
             yield f"forked from {shown_path(Path(str(run)))} at step {step}"

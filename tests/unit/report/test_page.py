@@ -152,6 +152,10 @@ def test_a_page_says_from_which_run_and_step_a_run_went_on(tmp_path):
     assert f"{text} · resumed after step 2 " in page_of(run).text
     (run / "plan.json").write_text(json.dumps({"resumed_step": None}))
     (run / ".hydra" / "resumed").mkdir(parents=True)
+    (run / "config.yaml").write_text("init: null\n")
+    assert "weights of" not in page_of(run).text
+    (run / ".hydra" / "overrides.yaml").write_text("- init='../first'\n")
+    assert "begun with the weights of ../first" in page_of(run).text
     assert "begun again: nothing had been saved" in page_of(run).text
 
 
@@ -177,6 +181,11 @@ def test_spikes_and_gaps_outlive_thinning(tmp_path):
     assert max(means) < 3, "which are smoothed, and hold no spike"
     assert len(middles) == len(means)
     assert drawn["lr"][1][0], drawn["lr"][1][-1] == (1, 10_000)
+
+
+def test_half_a_letter_in_a_text_is_written_as_its_escape(tmp_path):
+    worst = {"worst": [{"loss": 1, "text": "a \ud83d b"}]}
+    assert r"a \ud83d b" in page_of(saved(tmp_path / "run", [entry(1)], evaluate=worst)).text
 
 
 def test_numbers_that_no_screen_shows_are_passed_over(tmp_path):
@@ -249,6 +258,18 @@ def test_runs_are_compared_by_what_differs_and_the_best_is_first(tmp_path):
     table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
     assert re.findall(r"\b(\d) unknown", table) == ["2", "0", "1"]
     for n, folder in enumerate(folders):
+        name = ["Cosine", "Linear", "Linear"][n]
+        text = f"steps: {n + 1}\nscheduler: {{_target_: trainer.optim.schedules.{name}}}\n"
+        (folder / "config.yaml").write_text(f"{text}choices: {{scheduler: {name.lower()}}}\n")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 1, "eval_f1": 0.125, "eval_seconds": 2.0}) + "\n")
+    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
+    head = "steps done loss held-out loss held-out accuracy held-out f1 time steps scheduler"
+    assert table.partition("run state ")[2].startswith(f"{head} 1 unknown")
+    assert "0.1250" in table
+    for folder in folders:
+        (folder / "config.yaml").write_text("sweep: {metric: eval_accuracy, mode: auto}\n")
+    for n, folder in enumerate(folders):
         state = "failed" if n == 2 else "completed"
         (folder / "status.json").write_text(json.dumps({"state": state}))
     table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
@@ -312,7 +333,7 @@ def test_texts_are_legible_in_both_themes():
     found = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);", style)
     for colors in ({name: pair[theme] for name, *pair in found} for theme in (0, 1)):
         pairs = [("ink", "bg"), ("ink", "card"), ("soft", "bg"), ("soft", "card"), ("ink", "grid")]
-        pairs += [("accent", "info-bg"), ("card", "c0")]
+        pairs += [("accent", "info-bg")]
         pairs += [(name, f"{name}-bg") for name in ("good", "warn", "bad")]
         assert min(contrast(colors[a], colors[b]) for a, b in pairs) >= 4.5
         lines = [contrast(colors[f"c{n}"], colors["card"]) for n in range(8)]
