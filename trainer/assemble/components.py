@@ -220,14 +220,13 @@ def assemble(
     # What a model does with padding and documents follows from its layers, whatever it has learnt.
     with _trial_values(module, weights, world):
         chosen = _choose(config, world, typed, module, loader, tokenizer)
-        objective = chosen.objective
         tokenizer.refuse_unused()
         strategy = construct(
             *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
-            given={"objective": objective},
+            given={"objective": chosen.objective},
         )
         batch_norm.check(config, module, order, total_steps)
-        coupling = couple(config, batch_norm, module, objective.coupling)
+        coupling = couple(config, batch_norm, module, chosen.objective.coupling)
         layout, example = find_layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(
         *(config, world, module, mode, precision),
@@ -238,7 +237,7 @@ def assemble(
         config=config,
         world=world,
         split=data.split,
-        source=Source(order=order, lengths=lengths, loader=loader, objective=objective),
+        source=Source(order=order, lengths=lengths, loader=loader, objective=chosen.objective),
         held_out={
             name: held_out_loader(config, name, each, loader, layout, module)
             for name, each in data.held_out.items()

@@ -110,11 +110,8 @@ def _begin(job: Job, *, begins_again: bool = False) -> Job:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
     name = job.config.name
-    called, hint = (
-        ("without a name", " (type name= for one that has one)")
-        if name is None
-        else (f"named {name}", "")
-    )
+    called = "without a name" if name is None else f"named {name}"
+    hint = " (type name= for one that has one)" if name is None else ""
     there = f"no run {called} below {job.config.outputs} can be resumed{hint}"
     note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
     return replace(_place(job, job.folder), note=job.note + note)

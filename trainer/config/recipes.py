@@ -142,11 +142,11 @@ def about(path: Path) -> dict[str, str]:
     """Give what a recipe says of itself under `meta`, and which ones it extends."""
     try:
         defaults = read(path).get("defaults", [])
-        # As it is typed: 0.10 is a version, and no number
-        meta = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data().get("meta")
     except ConfigError as error:
         return {"fault": error.faults[0]}
-    pairs = meta.items() if isinstance(meta, dict) else ()
+    # As it is typed: 0.10 is a version, and no number; an empty file is None
+    tree = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
+    pairs = meta.items() if isinstance(meta := tree.get("meta"), dict) else ()
     said = {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
     bases = ", ".join(each for each in defaults if isinstance(each, str) and each != "_self_")
     return said | ({"extends": bases} if bases else {})

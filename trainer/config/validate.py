@@ -92,10 +92,7 @@ def validate(
     Raises:
         ConfigError: with one line per fault.
     """
-    picked = (choices or {}).items()
-    named = {g: option for g, option in picked if not g.startswith("hydra/") and "@" not in g}
-    # A class that was typed is no option's any more.
-    named |= {p.replace(".", "/"): OWN for p in COMPONENTS if f"{p}._target_" in typed_keys}
+    named = _options(choices or {}, typed_keys)
     tree = copy.deepcopy(dict(raw))
     odd = [p for p in COMPONENTS if not isinstance(lookup(tree, p), Mapping)]
     if odd:
@@ -129,6 +126,12 @@ def validate(
         # One line for each key and value: the first says most.
         raise ConfigError(*{fault.partition(": ")[0]: fault for fault in reversed(faults)}.values())
     return config
+
+
+def _options(choices: Tree, typed: Collection[str]) -> dict[str, str]:
+    """Name the option of each group; a class that was typed is no option's any more."""
+    named = {g: n for g, n in choices.items() if not g.startswith("hydra/") and "@" not in g}
+    return named | {p.replace(".", "/"): OWN for p in COMPONENTS if f"{p}._target_" in typed}
 
 
 def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:

@@ -127,6 +127,14 @@ def test_a_recipe_of_a_newer_version_warns_and_one_of_another_says_so_where_a_ke
         assert (said in str(why.value)) == (version != __version__)
 
 
+@pytest.mark.parametrize("text", ["", "# a note alone\n"])
+def test_a_recipe_without_a_value_changes_nothing(text, tmp_path):
+    write(tmp_path, text)
+    path = tmp_path / "friend.yaml"
+    assert recipes.about(path) == {"purpose": "not said"}
+    assert not [*recipes.other_versions(str(path), __version__)]
+
+
 def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
     write(tmp_path, "defaults: [quickstart]\nseed: 9\n")
     monkeypatch.chdir(tmp_path)
