@@ -46,7 +46,7 @@ class Towers(BlockLM):
         if self.calls == self.at:
             raise torch.OutOfMemoryError("injected")
         x = super().forward(input_ids)
-        is_real = (torch.arange(x.shape[1]) < num_tokens[:, None])[..., None]
+        is_real = (torch.arange(x.shape[1], device=x.device) < num_tokens[:, None])[..., None]
         query, document = ((each * is_real).sum(1) for each in (x, torch.tanh(x).flip(-1)))
         return {"query": query, "document": document}
 

@@ -56,7 +56,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        past = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        counts = torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)
+        past = x.cumsum(1) / counts[:, None]
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(past)))))
 
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NoReturn, cast, final
 import torch
 from torch import Tensor
 
+from trainer.core import gpu
 from trainer.core.coupling import Kind
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import MicroBatch, to_device
@@ -162,7 +163,7 @@ class Pass(ABC):
                         objective,
                         replace(micro_batch, fields=to_device(micro_batch.fields, device)),
                         divisors.each[index],
-                        {n: r[list(micro_batch.positions)] for n, r in rows.items()},
+                        _taken(rows, micro_batch.positions),
                     ),
                     self,
                     "micro_batch",
@@ -207,8 +208,8 @@ class GradientStrategy(Pass, Described):
 def seed_draws(key: int, device: torch.device) -> None:
     """Tie every random draw that follows to a key: of PyTorch, NumPy and Python (10 us)."""
     samples.seed_draws(key)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(key)
+    if gpu.is_gpu(device):
+        gpu.backend().manual_seed(key)
 
 
 def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
@@ -239,6 +240,12 @@ def _joined(found: Sequence[Computed]) -> Rows:
     return {name: torch.cat(values) for name, values in rows.items()}
 
 
+def _taken(rows: Rows, places: Sequence[int]) -> Rows:
+    """Take the rows of some samples, without a wait for the device."""
+    at = torch.tensor(places)
+    return {name: of_all[at.to(of_all.device, non_blocking=True)] for name, of_all in rows.items()}
+
+
 def at_places(rows: Rows, places: Sequence[int], num_samples: int) -> Rows:
     """Put rows to the places of their samples among all, and zeros to others.
 
@@ -248,7 +255,7 @@ def at_places(rows: Rows, places: Sequence[int], num_samples: int) -> Rows:
     at = torch.tensor(places)
     whole = {name: own.new_zeros((num_samples, *own.shape[1:])) for name, own in rows.items()}
     for name, tensor in whole.items():
-        tensor[at] = rows[name]
+        tensor[at.to(tensor.device, non_blocking=True)] = rows[name]
     return whole
 
 

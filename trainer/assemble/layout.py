@@ -89,12 +89,12 @@ def layout_for(
 ) -> Layout:
     """Choose a layout for all training data, whose lengths are `(samples,)`; see `Layout`.
 
-    On `cuda` lengths are padded to a multiple of 8 tokens; a compiled model bounds the number of
+    On a GPU lengths are padded to a multiple of 8 tokens; a compiled model bounds the number of
     padded lengths, the same for the whole run.
     """
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
-    multiple = GPU_MULTIPLE if device_type == "cuda" and longest > 1 else 1
+    multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
     shapes: tuple[int, ...] = ()
     if compiled and not packed:
         padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))

@@ -20,7 +20,7 @@ from trainer.objectives.base import Objective
 from trainer.plan.cut import Layout
 from trainer.training.evaluation import HeldOut
 
-NUM_WORKERS = {"cpu": 0, "cuda": 4}  # loading processes per rank where nobody says
+GPU_WORKERS = 4  # loading processes for a rank on a GPU where nobody says; none on a CPU
 
 
 def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
@@ -29,15 +29,14 @@ def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module
     Raises:
         ConfigError: samples are longer than the model has positions.
     """
-    auto_workers = NUM_WORKERS[planned_device(config, world).type]
+    auto_workers = 0 if planned_device(config, world).type == "cpu" else GPU_WORKERS
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
-    is_gpu = world.device.type == "cuda"
     has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
     loader = Loader(
         data,
         num_workers=num_workers,
         seed=config.seed,
-        pin_memory=is_gpu,
+        pin_memory=world.device.type != "cpu",
         unaligned={LABELS} if has_targets else (),
     )
     loader.augment_with(data.optional("augment"))

@@ -14,9 +14,9 @@ from trainer.assemble.instantiate import construct
 from trainer.config.cards import card_of
 from trainer.config.mesh import num_replicas
 from trainer.config.run_config import RunConfig
+from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.format import size
-from trainer.core.norms import has_running_norm
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST
 from trainer.models.recompute import blocks_of
@@ -24,6 +24,7 @@ from trainer.parallel.setup import (
     SHARDED,
     ParallelSetup,
     gradient_bytes,
+    may_cast,
     sync_fault,
     training_bytes,
 )
@@ -95,7 +96,7 @@ def parallel_setup(
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     dtype = AUTOCAST.get(precision)
-    if mode not in SHARDED or not _may_cast(module, planned_device(config, world)):
+    if mode not in SHARDED or not may_cast(module, planned_device(config, world)):
         dtype = None
     sizes = ModelBytes(
         mode=mode,
@@ -118,18 +119,8 @@ def parallel_setup(
     overlaps = single_backward and in_parts and not config.deterministic
     return found.chosen(
         name if layout == [mode, world.size] else None,
-        overlaps=overlaps and planned_device(config, world).type == "cuda",
+        overlaps=overlaps and planned_device(config, world).type != "cpu",
     )
-
-
-def _may_cast(module: nn.Module, device: torch.device) -> bool:
-    """Whether parameters in fp32 may be gathered in half of it, without their inputs and buffers.
-
-    Norms with running statistics take no mixed dtypes; others neither, on a CPU, where autocast
-    leaves them alone.
-    """
-    is_fp32 = {p.dtype for p in module.parameters()} == {torch.float32}
-    return device.type == "cuda" and is_fp32 and not has_running_norm(module)
 
 
 def parallel_mode(config: RunConfig, world: World) -> str:
@@ -182,7 +173,7 @@ def planned_device(config: RunConfig, world: World) -> torch.device:
     """Give where the plan is to run: `train plan` may ask for a GPU that is not here."""
     if config.command != "plan" or config.device == "auto":
         return world.device
-    return torch.device("cpu" if config.device == "cpu" else "cuda")
+    return torch.device("cpu" if config.device == "cpu" else gpu.DEVICE_TYPE)
 
 
 def rank_memory(

@@ -11,6 +11,7 @@ from torch import nn
 from trainer.assemble.parallel import planned_device
 from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
+from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST, bind
@@ -39,7 +40,7 @@ def resolve_precision(
             card = card_of(config.device)
             has_bf16 = has_fast_bf16(device) if card is None else card.has_bf16
             word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
-        if word == "tf32" and device.type != "cuda":
+        if word == "tf32" and device.type == "cpu":
             remedy = " resume_allow=[precision]" * (begun is not None)
             raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")
         if word == "fp16" and any(p.dtype == torch.float16 for p in module.parameters()):
@@ -54,9 +55,8 @@ def has_fast_bf16(device: torch.device) -> bool:
 
     A GPU that is not here is taken for one that has them, as all have since 2020.
     """
-    if device.type == "cuda":
-        found = torch.cuda.is_available()
-        return not found or torch.cuda.get_device_capability(device) >= (8, 0)
+    if gpu.is_gpu(device):
+        return gpu.has_capability(device, 8, 0)
     flags = torch.cpu.get_capabilities()
     return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
 
@@ -67,7 +67,7 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
     Under autocast those are what a model or an objective takes out of it; TF32 has three bits more
     than bf16. On a CPU nothing is changed.
     """
-    if device.type == "cuda":
+    if gpu.is_gpu(device):
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from trainer.assemble.components import Components
 from trainer.assemble.parallel import planned_device, rank_memory
-from trainer.config.cards import card_of, reported_as
+from trainer.config.cards import card_of
 from trainer.config.messages import clip
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import Fields
@@ -28,11 +27,11 @@ from trainer.plan.partition import pad
 from trainer.plan.traffic import MOST_OF_MEMORY
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.cache import TuningCache, describe
-from trainer.tune.flops import ComputeCounts, card_cost
+from trainer.tune.flops import ComputeCounts, card_at, card_cost
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.packing import unpacked
 from trainer.tune.predict import Predictor
-from trainer.tune.request import NEAR_BEST_TOKENS, Tuning, TuningRequest
+from trainer.tune.request import Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import meter_for
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import tune
@@ -64,7 +63,7 @@ def _tiled(components: Components) -> Tiled:
     module, device, longest = components.module, components.world.device, lengths.max()
     is_away = planned_device(components.config, components.world).type != device.type
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
-    has_kernel = not is_away and (not is_on_meta(module) or device.type == "cuda")
+    has_kernel = not is_away and (not is_on_meta(module) or device.type != "cpu")
     boundaries = inspect.signature(module.forward).parameters.get(BOUNDARIES)
     is_optional = boundaries is None or boundaries.default is not boundaries.empty
     if not has_kernel and is_optional and BOUNDARIES in example:
@@ -88,10 +87,10 @@ def _tiled(components: Components) -> Tiled:
 
 def device_cost(components: Components, counts: ComputeCounts | None) -> Cost:
     """Give the time model of the device by arithmetic; on a CPU it is a constant."""
-    if planned_device(components.config, components.world).type != "cuda":
+    if planned_device(components.config, components.world).type == "cpu":
         return components.layout.cost
     here, named = components.world.device, card_of(components.config.device)
-    card = reported_as(torch.cuda.get_device_name(here)) if here.type == "cuda" else named
+    card = card_at(here) or named
     cost = card_cost(counts, card, components.precision)
     return cost if named else replace(cost, seconds_per_token=None)
 
@@ -129,7 +128,7 @@ def tune_run(
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in components.module.parameters())
     fits = components.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-    device = planned_device(config, components.world).type
+    device = planned_device(config, components.world)
     request = TuningRequest(
         work=work,
         batches=batches,
@@ -143,8 +142,8 @@ def tune_run(
         ),
         recompute=config.activation_checkpointing,
         timed=is_here and fits and not config.deterministic,
-        as_needed=not is_here and device == "cuda",
-        fixed_cap=NEAR_BEST_TOKENS[device] if config.deterministic else None,
+        as_needed=not is_here and device.type != "cpu",
+        fixed_cap=usual_cap(device) if config.deterministic else None,
         num_steps=components.total_steps,
         longest_id=int(components.train_set.original_ids([longest])[0]),
     )

@@ -21,6 +21,7 @@ from trainer.checkpoint.codec import decode, encode, read_whole
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.config.messages import clip, first_of
+from trainer.core import gpu
 from trainer.core.errors import NoCheckpointError, NonFiniteError, TrainError
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import fill, is_sharded, local_part, rows_of
@@ -132,16 +133,20 @@ def assert_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name those that hold NaN or infinity in this rank's part; waits for the device at each."""
-    return [name for name, tensor in tensors.items() if not _is_finite(local_part(tensor))]
-
-
-def _is_finite(values: Tensor) -> bool:
-    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
-        return True
-    values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
-    # The largest magnitude, in one pass and without a mask as large as the tensor.
-    return bool(torch.linalg.vector_norm(values, float("inf")).isfinite())
+    """Name those that hold NaN or infinity in this rank's part; waits once for each device."""
+    largest: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        values = local_part(tensor)
+        if values.numel() and (values.is_floating_point() or values.is_complex()):
+            values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
+            # In one pass, and without a mask as large as the tensor.
+            norm = torch.linalg.vector_norm(values, float("inf")).double()
+            largest.setdefault(values.device, {})[name] = norm
+    bad = set[str]()
+    for norms in largest.values():
+        are_finite = torch.stack([*norms.values()]).isfinite().tolist()
+        bad.update(name for name, is_finite in zip(norms, are_finite, strict=True) if not is_finite)
+    return [name for name in tensors if name in bad]
 
 
 def plain_name(name: str) -> str:
@@ -283,13 +288,11 @@ class GeneratorsPart(Stateful):
         version, words, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state()
         numpy_words = torch.from_numpy(np.asarray(keys).astype(np.int64))
-        # Only where this process has touched a GPU; asking for states would start the driver.
-        uses_cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         return {
             "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
             "numpy": [name, numpy_words, position, has_gauss, cached],
             "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
+            "cuda": gpu.generator_states(),
         }
 
     def load(self, state: State) -> None:
@@ -299,6 +302,4 @@ class GeneratorsPart(Stateful):
         name, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["cpu"].clone())
-        num_devices = torch.cuda.device_count() if state["cuda"] else 0
-        for device, each in enumerate(state["cuda"][:num_devices]):
-            torch.cuda.set_rng_state(each.clone(), device)
+        gpu.set_generators(state["cuda"])

@@ -45,7 +45,7 @@ from trainer.checkpoint.tensor_files import (
     write_tensors,
 )
 from trainer.config.messages import first_of
-from trainer.core import durable
+from trainer.core import durable, gpu
 from trainer.core.errors import NoCheckpointError, SaveError
 from trainer.core.world import World
 
@@ -299,9 +299,12 @@ class CheckpointWriter:
             return self.wait()
         finally:
             copied = {
-                file: {name: each.detach().to("cpu", copy=True) for name, each in inner.items()}
+                file: {
+                    n: t.detach().to("cpu", copy=True, non_blocking=True) for n, t in inner.items()
+                }
                 for file, inner in files.items()
             }
+            gpu.wait()
             state = copied, copy.deepcopy(dict(parts)), self._world
             self._in_flight = self._thread.submit(self._store.save, step, *state)
 

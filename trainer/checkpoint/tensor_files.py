@@ -25,7 +25,7 @@ from torch import Tensor
 from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
 from trainer.core.durable import Bytes
-from trainer.core.tensors import bits_of, is_sharded, local_part, rows_of
+from trainer.core.tensors import bits_of, in_main_memory, is_sharded, local_part, rows_of
 
 FileTensors = Mapping[str, Mapping[str, Tensor]]
 """By name of a file, the tensors that it is to hold, by theirs."""
@@ -141,9 +141,9 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        if tensor.nbytes > 0:
-            yield bits_of(tensor[...].cpu()).numpy().data
+    for tensor in in_main_memory(tensor[...] for tensor in tensors.values()):
+        if tensor.nbytes:
+            yield bits_of(tensor).numpy().data
 
 
 def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:

@@ -34,7 +34,7 @@ from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import shown_path
 from trainer.core.hub_cache import weights_path
 from trainer.core.stateful import State, Stateful
-from trainer.core.tensors import bits_of, fill, is_sharded
+from trainer.core.tensors import bits_of, fill, in_main_memory, is_sharded
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
@@ -97,7 +97,7 @@ class StoredWeights:
         faults = _differences(found, {n: t for n, t in expected.items() if n not in given})
         # What is drawn on the meta device is drawn by the same class and seed.
         here = {n: t for n, t in given.items() if n in self.frozen and not t.is_meta}
-        if changed := [n for n, tensor in here.items() if digest_of(tensor) != self.frozen[n]]:
+        if changed := [n for n, digest in digests_of(here).items() if digest != self.frozen[n]]:
             faults.append(
                 f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
                 "than the run had; name the weights that it began with"
@@ -156,7 +156,7 @@ class ModelPart(Stateful):
             if not parameter.requires_grad
         }
         if stored is None or stored.is_adapter:
-            return cls(module, {name: digest_of(tensor) for name, tensor in frozen.items()})
+            return cls(module, digests_of(frozen))
         return cls(module, {name: stored.frozen[name] for name in frozen if name in stored.frozen})
 
     def state(self) -> State:
@@ -164,7 +164,8 @@ class ModelPart(Stateful):
         state = self._module.state_dict(keep_vars=True)
         found = {plain_name(name): value for name, value in state.items()}
         # Something else than the optimizer may write to them, as to a teacher's weights.
-        frozen = {n: digest for n, digest in self._frozen.items() if digest_of(found[n]) == digest}
+        now = digests_of({name: found[name] for name in self._frozen})
+        frozen = {name: digest for name, digest in self._frozen.items() if now[name] == digest}
         found = {name: value for name, value in found.items() if name not in frozen}
         return {**found, FROZEN: frozen} if frozen else found
 
@@ -173,10 +174,12 @@ class ModelPart(Stateful):
         StoredWeights.of(state, "model").fill(self._module)
 
 
-def digest_of(tensor: Tensor) -> str:
-    """Hash the values of a tensor, with SHA-256. Collective where it is in shards."""
-    whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return hashlib.sha256(bits_of(whole).cpu().numpy().data).hexdigest()
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hash the values of tensors, with SHA-256. Collective where one is in shards."""
+    whole = (t.full_tensor() if is_sharded(t) else t for t in tensors.values())
+    found = in_main_memory(whole)
+    digests = (hashlib.sha256(bits_of(tensor).numpy().data).hexdigest() for tensor in found)
+    return dict(zip(tensors, digests, strict=True))
 
 
 def checkpoint_weights(loaded: Loaded) -> StoredWeights:

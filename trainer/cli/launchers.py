@@ -79,10 +79,10 @@ def slots_of(
 
 
 def _gpus() -> tuple[str, ...]:
-    import torch  # noqa: PLC0415 - where it is needed, once every job is checked
+    from trainer.core import gpu  # noqa: PLC0415 - imports torch, once every job is checked
 
     typed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(torch.cuda.device_count())]
+    names = [str(number) for number in range(len(gpu.devices()))]
     return tuple(typed.split(",")[: len(names)] if typed else names)
 
 

@@ -66,6 +66,7 @@ def _doctor() -> Iterator[str]:
     import torch  # noqa: PLC0415 - seconds
 
     from trainer.assemble.precision import has_fast_bf16  # noqa: PLC0415 - imports torch
+    from trainer.core import gpu  # noqa: PLC0415 - imports torch
     from trainer.data.index import cache_folder  # noqa: PLC0415 - imports numpy
     from trainer.report.records import environment, package_version  # noqa: PLC0415 - imports torch
     from trainer.tune.memory_limit import memory_limit  # noqa: PLC0415 - imports torch
@@ -73,7 +74,7 @@ def _doctor() -> Iterator[str]:
     found = environment()
     hardware = found["hardware"]
     devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    devices += gpu.devices()
     yield "versions"
     for name, text in {
         **found["versions"],
@@ -84,9 +85,7 @@ def _doctor() -> Iterator[str]:
     yield f"  {'system':<14}{hardware['system']}"
     yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
     for device in devices:
-        name = (
-            "memory" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
-        )
+        name = "memory" if device.type == "cpu" else f"{device} {gpu.name_of(device)}"
         limit = memory_limit(device)
         bf16 = "fast bf16" if has_fast_bf16(device) else "no fast bf16"
         yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"

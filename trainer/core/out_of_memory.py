@@ -12,6 +12,7 @@ from typing import final
 
 import torch
 
+from trainer.core import gpu
 from trainer.core.errors import DoesNotFitError, TrainError
 
 # How the messages begin of allocators, of driver calls, and of libraries that allocate for
@@ -86,21 +87,21 @@ def no_replay(what: str) -> Iterator[None]:
 
 def peak_bytes(device: torch.device) -> int:
     """Give the most memory this process has had: the device's, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if gpu.is_gpu(device):
+        return int(gpu.backend().max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def begin_peak(device: torch.device) -> None:
     """Free what tuning took of a GPU, so that `peak_bytes` is the run's own from here on."""
-    if device.type == "cuda":
+    if gpu.is_gpu(device):
         release_memory()
-        torch.cuda.reset_peak_memory_stats(device)
+        gpu.backend().reset_peak_memory_stats(device)
 
 
 def release_memory() -> None:
     """Free what a failed attempt left: tensors in cycles, and the device's cached blocks."""
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
-        torch.cuda.empty_cache()
+    if gpu.backend().is_initialized():
+        gpu.backend().empty_cache()

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
-
 from trainer.core.rank_progress import Phase
 
 WARM_STEP = 2
@@ -101,13 +99,6 @@ class PhaseTimes:
             spent["seconds"] += seconds
             spent["times"] += 1
             spent["least"] = min(spent["least"], seconds)
-
-
-def stream_mark() -> torch.cuda.Event:
-    """Mark the present moment on the stream of the current accelerator."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def _between(before: Mark, after: Mark) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from trainer.core import gpu
+
 if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
     from torch.distributed.tensor import DTensor
+
+COPIED_AT_ONCE = 2**28
+"""Bytes that are copied from a GPU before the host waits for them, and so uses of main memory."""
 
 
 class LazyTensor(Protocol):
@@ -47,6 +52,21 @@ def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     # One element is contiguous whatever its stride, but only stride 1 takes another dtype.
     return flat.as_strided(flat.shape, (1,)).view(dtype)
+
+
+def in_main_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Give tensors in order, those of a GPU copied; waits for it once for `COPIED_AT_ONCE`."""
+    copies, size = list[Tensor](), 0
+    for tensor in tensors:
+        copies.append(tensor.detach().to("cpu", non_blocking=True))
+        size += tensor.nbytes
+        if size >= COPIED_AT_ONCE:
+            gpu.wait()
+            yield from copies
+            copies, size = [], 0
+    if copies:
+        gpu.wait()
+    yield from copies
 
 
 class RowRange(NamedTuple):

@@ -24,9 +24,10 @@ from trainer.checkpoint.lock import hold
 from trainer.commands import COMMANDS
 from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import READING, RunConfig
+from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.phases import PhaseTimes, stream_mark
+from trainer.core.phases import PhaseTimes
 from trainer.core.rank_progress import FIRST_STEP, RankProgress
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
@@ -45,7 +46,7 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     # Weights are exported in main memory, also where the run had a GPU and this machine has none.
     is_export, is_planned = config.command == "export", config.command == "plan"
     is_gpu = config.device in {"auto", "cuda"} and not is_export
-    found = torch.cuda.device_count() if is_gpu else 0
+    found = len(gpu.devices()) if is_gpu else 0
     if not found:
         # A plan for a machine that is not here computes nothing: shapes run fake.
         is_fake = is_planned and config.accum.params.get("memory", True)
@@ -56,7 +57,7 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
         raise ConfigError(
             f"parallel.ranks: no GPU for rank {local_rank} of this machine; use at most {found}"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device(gpu.DEVICE_TYPE, local_rank)
 
 
 def gpu_index(member: Membership, visible: int) -> int:
@@ -69,7 +70,7 @@ def local_ranks(config: RunConfig) -> int:
     if config.parallel.ranks != "auto":
         return config.parallel.ranks
     is_single = config.device not in {"auto", "cuda"} or config.parallel.mode == "none"
-    return 1 if is_single else max(1, torch.cuda.device_count())
+    return 1 if is_single else max(1, len(gpu.devices()))
 
 
 def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
@@ -87,19 +88,19 @@ def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
 def joined(config: RunConfig, member: Membership, rank_progress: RankProgress) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
     try:
-        world = _prepare(config, gpu_index(member, torch.cuda.device_count()))
+        world = _prepare(config, gpu_index(member, len(gpu.devices())))
     except ConfigError as error:
         # Machines differ: one rank of each prints it.
-        error.is_own = member.local_rank in (0, torch.cuda.device_count())
+        error.is_own = member.local_rank in (0, len(gpu.devices()))
         raise
     if member.is_ours and config.deterministic != "layout" and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
-    is_gpu = world.device.type == "cuda"
+    is_gpu = gpu.is_gpu(world.device)
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with rank_progress.waiting():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+            f"cpu:gloo,{gpu.DEVICE_TYPE}:nccl" if is_gpu else "gloo",
             store=_open_store(member),
             rank=member.rank,
             world_size=member.size,
@@ -222,7 +223,7 @@ def _prepare(config: RunConfig, local_rank: int = 0) -> World:
     if config.deterministic == "layout":
         torch.set_num_threads(1)  # several may sum in another order
     device = choose_device(config, local_rank)
-    if is_gpu := device.type == "cuda":
-        torch.cuda.set_device(device)  # which the marks of times are made on
-    times = PhaseTimes(stream_mark if is_gpu else time.perf_counter)
+    if is_gpu := gpu.is_gpu(device):
+        gpu.backend().set_device(device)  # which the marks of times are made on
+    times = PhaseTimes(gpu.mark if is_gpu else time.perf_counter)
     return World(device=device, times=times, compiles=config.compile)

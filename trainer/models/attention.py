@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from trainer.core import gpu
+
 # Some releases of PyTorch take a flag, others a window that has no right side.
 _CAUSAL: dict[str, Any] = (
     {"is_causal": True}
@@ -86,14 +88,13 @@ def has_varlen_kernel(
     """
     is_half = dtype in {torch.float16, torch.bfloat16}
     is_taken = is_half and head_dim % 8 == 0 and head_dim <= MOST_CHANNELS and not dropout
-    return device.type == "cuda" and is_taken and _has_flash(device)
+    return gpu.is_gpu(device) and is_taken and _has_flash(device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator] # untyped in torch
 def _has_flash(device: torch.device) -> bool:
     is_built = torch.backends.cuda.is_flash_attention_available
-    found = torch.cuda.is_available()
-    return not found or (is_built() and torch.cuda.get_device_capability(device) >= (8, 0))
+    return gpu.has_capability(device, 8, 0) and (is_built() or not gpu.backend().is_available())
 
 
 def causal_attention(

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.core import gpu
 from trainer.models.compilation import compiled
 from trainer.objectives.base import IGNORED
 
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+CHUNK_BYTES = {"cpu": 2**25, "gpu": 2**29}
 """Logits of a chunk in fp32: on a CPU about its cache; on a GPU so many that a weight gradient
 which is added to once a chunk costs little beside the products."""
 
-MULTIPLE = {"cpu": 1, "cuda": 128}
+MULTIPLE = {"cpu": 1, "gpu": 128}
 """Classes are padded to a multiple of it: tensor cores are slow on odd widths."""
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -67,7 +68,8 @@ def linear_cross_entropy(
         The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
         often the best class is the label.
     """
-    kind, classes, inputs = hidden.device.type, len(layer[0]), (hidden, *layer, targets)
+    kind, classes = gpu.kind_of(hidden.device), len(layer[0])
+    inputs = (hidden, *layer, targets)
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
     task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend, terms)
     if not torch.is_grad_enabled():

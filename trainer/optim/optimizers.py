@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.config.components import Betas, Decay, NonNegative
+from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
 from trainer.core.rows import Described
@@ -338,9 +339,9 @@ def in_shards(params: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one kernel per group can update all parameters: floating point, CPU or CUDA."""
+    """Whether one kernel per group can update all parameters: floating point, CPU or GPU."""
     members = (p for group in params for p in group["params"])
-    return all(p.is_floating_point() and p.device.type in {"cpu", "cuda"} for p in members)
+    return all(p.is_floating_point() and p.device.type in {"cpu", gpu.DEVICE_TYPE} for p in members)
 
 
 @cache

@@ -35,7 +35,7 @@ from trainer.core.world import World
 from trainer.parallel.overlap import Overlap
 from trainer.parallel.sync import Deferred, Reduction, SyncPolicy, reduction_of
 
-BUCKET_BYTES = {"cpu": 2**23, "cuda": 2**25}
+BUCKET_BYTES = {"cpu": 2**23, "gpu": 2**25}
 """Small gradients are packed into buckets of this size, since each all-reduce costs a latency."""
 
 IN_FLIGHT = 2

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Self, final
 import torch
 from torch import nn
 
+from trainer.core import gpu
 from trainer.core.format import size
+from trainer.core.norms import has_running_norm
 from trainer.core.rows import Described, Row, RunFacts, row
 from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
@@ -149,7 +151,8 @@ class ParallelSetup(Described):
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
         if mesh is None:  # also where this process works out what several ranks would do
-            return Replicated(module, call, parameters, world, BUCKET_BYTES[world.device.type])
+            bucket_bytes = BUCKET_BYTES[gpu.kind_of(world.device)]
+            return Replicated(module, call, parameters, world, bucket_bytes)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second
 
         blocks = separable_blocks(module)
@@ -192,3 +195,13 @@ def sync_fault(policy: SyncPolicy, mode: str) -> str | None:
     if policy.overlaps and mode != "ddp":
         return "needs whole copies; use parallel=ddp"
     return None
+
+
+def may_cast(module: nn.Module, device: torch.device) -> bool:
+    """Whether parameters in fp32 may be gathered in half of it, without their inputs and buffers.
+
+    Norms with running statistics take no mixed dtypes; others neither, on a CPU, where autocast
+    leaves them alone.
+    """
+    is_fp32 = {p.dtype for p in module.parameters()} == {torch.float32}
+    return gpu.is_gpu(device) and is_fp32 and not has_running_norm(module)

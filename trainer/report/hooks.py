@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.user_code import described
 from trainer.report.journal import EVAL_SECONDS, Entry
@@ -128,15 +129,13 @@ def _unchanged(module: nn.Module, name: str) -> Iterator[None]:
         ConfigError: what was called changed weights, gradients or the mode of the model.
     """
     before, draws = _marks(module), (random.getstate(), torch.get_rng_state())
-    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_gpu = torch.cuda.get_rng_state_all() if has_gpu else []
+    on_gpu = gpu.generator_states()
     try:
         yield
     finally:
         random.setstate(draws[0])
         torch.set_rng_state(draws[1])
-        if on_gpu:
-            torch.cuda.set_rng_state_all(on_gpu)
+        gpu.set_generators(on_gpu)
         if (after := _marks(module)) != before:
             what = next((k for k in after if k not in before or after[k] != before[k]), "a module")
             raise ConfigError(

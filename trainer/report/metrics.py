@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from trainer.core import gpu
 from trainer.core.durable import as_save_error
 from trainer.core.format import named_means
 from trainer.report.journal import (
@@ -66,18 +67,16 @@ class MetricsLog:
         self._folder, self._warn = folder, warn
         self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
         # A step whose numbers, by name, are there once they have been copied.
-        self._waiting: tuple[Entry, list[str], Tensor, torch.cuda.Event] | None = None
+        self._waiting: tuple[Entry, list[str], Tensor, Any] | None = None
 
     def step(self, entry: Mapping[str, Any]) -> list[Entry]:
         """Take a step, whose tensors are 0-d; give the entries that were written meanwhile."""
         written, entry = self.flush(), dict(entry)
-        remote = [n for n, v in entry.items() if isinstance(v, Tensor) and v.is_cuda]
+        remote = [n for n, v in entry.items() if isinstance(v, Tensor) and gpu.is_gpu(v.device)]
         if remote:
             packed = torch.stack([entry[name].detach().double() for name in remote])
             numbers = packed.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(packed.device))
-            self._waiting = entry, remote, numbers, copied
+            self._waiting = entry, remote, numbers, gpu.mark()
             return written
         return [*written, self._write("on_step", entry)]
 

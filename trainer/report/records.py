@@ -19,6 +19,8 @@ from typing import Any, Literal, final
 
 import torch
 
+from trainer.core import gpu
+
 Record = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
@@ -85,7 +87,7 @@ def environment() -> dict[str, Any]:
             "cpu": cpu_model(),
             "cores": num_cores(),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "gpus": list(map(gpu.name_of, gpu.devices())),
         },
     }
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-import torch
-
+from trainer.core import gpu
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.format import size
 from trainer.core.world import World
@@ -49,8 +48,6 @@ class FailedAllocation:
             make_folders(path.parent)
             text = "\n".join([*lines, ""])
             write_file_atomic(path, text.encode())  # at once: an allocator may not answer
-            if device.type == "cuda":  # the snapshot is for https://pytorch.org/memory_viz
-                write_file_atomic(path, (text + torch.cuda.memory_summary(device)).encode())
-                torch.cuda.memory._dump_snapshot(  # type: ignore[no-untyped-call] # untyped in torch
-                    str(path.with_suffix(".pickle"))
-                )
+            if gpu.is_gpu(device):  # the snapshot is for https://pytorch.org/memory_viz
+                write_file_atomic(path, (text + gpu.backend().memory_summary(device)).encode())
+                gpu.backend().memory._dump_snapshot(str(path.with_suffix(".pickle")))

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import final
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from trainer.core import gpu
 from trainer.core.durable import make_folders
 from trainer.core.rank_progress import Phase
 from trainer.core.world import World
@@ -34,18 +34,18 @@ def tracing(
     if not num_steps:
         yield
         return
-    path, is_gpu = folder / FOLDER / f"rank{world.rank}.json.gz", world.device.type == "cuda"
+    path, is_gpu = folder / FOLDER / f"rank{world.rank}.json.gz", gpu.is_gpu(world.device)
     trace = _StepTrace(num_steps, begun + 1, path, warn, is_gpu=is_gpu)
     world.times.on_phase = trace.enter
     if is_gpu:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
+        gpu.backend().memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
     try:
         yield
     finally:
         world.times.on_phase = None
         trace.close()
         if is_gpu:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            gpu.backend().memory._record_memory_history(enabled=None)
     if not trace.is_written:
         warn(f"profile={num_steps}: no trace, which begins with the {WAIT + WARM_UP + 1}th step")
 

@@ -21,7 +21,7 @@ import torch
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from trainer.config.messages import clip
-from trainer.core import durable
+from trainer.core import durable, gpu
 from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import cpu_model
@@ -135,7 +135,7 @@ def describe(
         "length": length,
         "precision": precision,
         "compiled": work.compiled,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model(),
+        "device": gpu.name_of(device) or cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.cards import CARDS, USUAL, Card, reported_as
+from trainer.core import gpu
 from trainer.core.micro_batch import Fields
 from trainer.data.collate import LABELS, Limits
 from trainer.data.samples import INPUT_IDS
@@ -137,9 +138,15 @@ def card_cost(counts: ComputeCounts | None, card: Card | None, precision: str) -
     )
 
 
+def card_at(device: torch.device) -> Card | None:
+    """Give the card that a device is; None for a CPU, or a card that nobody entered."""
+    name = gpu.name_of(device)
+    return None if name is None else reported_as(name)
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
-    card = reported_as(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    card = card_at(device)
     return None if card is None else card.peak(precision)
 
 

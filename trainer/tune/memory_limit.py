@@ -11,17 +11,18 @@ from typing import final
 
 import torch
 
+from trainer.core import gpu
 from trainer.tune.tensors import MemoryEstimate
 
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
 # machine, whose use changes while a run goes on
-RESERVE = {"cuda": 0.08, "cpu": 0.10}
+RESERVE = {"gpu": 0.08, "cpu": 0.10}
 # What a GPU leaves alone at least, up to a share: workspaces of cuBLAS, NCCL, and kernels that are
 # loaded when they are first used take as much on a small card as on a large one
 GPU_RESERVE, MOST_RESERVE = 3 * 2**29, 0.25
 # Bytes on top of each byte of activations: on a CPU allocators and scratch inside of kernels take
 # 24 to 98 % more, and who takes too much there is killed
-OVERHEAD = {"cuda": 0.0, "cpu": 1.0}
+OVERHEAD = {"gpu": 0.0, "cpu": 1.0}
 ASKED = "accum.memory"  # where a limit is from that a user typed
 MEBI = 2**20
 
@@ -63,28 +64,25 @@ def memory_limit(
     """
     if asked is not None:
         left, resident_bytes = asked, 0
-    elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What the allocator holds without using is free to this process alone.
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        left, source = free + idle, "free GPU memory"
+    elif gpu.is_gpu(device):
+        left, source = gpu.free_bytes(device), "free GPU memory"
     else:
         left, source = min(_host_limits(root))
         left //= local_ranks
         source += f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
-    reserve = reserve_share(device.type, left)
+    reserve = reserve_share(gpu.kind_of(device), left)
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),
         source=f"{source}, {reserve:.0%} in reserve",
         reserve=reserve,
-        overhead=OVERHEAD[device.type],
+        overhead=OVERHEAD[gpu.kind_of(device)],
     )
 
 
-def reserve_share(device_type: str, left: int) -> float:
+def reserve_share(kind: str, left: int) -> float:
     """Give the share of what is left, in bytes, that no tensor may have."""
-    share = RESERVE[device_type]
-    if device_type == "cuda" and left > 0:
+    share = RESERVE[kind]
+    if kind == "gpu" and left > 0:
         share = max(share, min(GPU_RESERVE / left, MOST_RESERVE))
     return share
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.messages import clip
+from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.data.collate import ATTENTION_MASK, PACKING
@@ -80,7 +81,7 @@ def has_kernel(module: nn.Module, device: torch.device, precision: str) -> bool:
     """Whether one kernel takes all documents of a row, which a model can be asked for."""
     weight = next(module.parameters(), torch.empty(0))
     dtype = AUTOCAST.get(precision, weight.dtype)
-    if device.type != "cuda":
+    if not gpu.is_gpu(device):
         return False
     if callable(ask := getattr(module, "has_packed_kernel", None)):
         return bool(ask(device, dtype))
@@ -174,4 +175,4 @@ def _tried(loader: Loader) -> tuple[tuple[int, ...], list[int]]:
 def _rounding(module: nn.Module) -> float:
     weight = next(module.parameters())
     eps = torch.finfo(torch.bfloat16 if uses_flash(module) else weight.dtype).eps
-    return math.sqrt(max(eps, TF32_EPS) if weight.is_cuda else eps)
+    return math.sqrt(max(eps, TF32_EPS) if gpu.is_gpu(weight.device) else eps)

@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import Literal, final
 
 import numpy as np
+import torch
 
+from trainer.core import gpu
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
 from trainer.plan.partition import pad
@@ -17,12 +19,17 @@ from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
 
 # Padded tokens beyond which no device gains speed; larger caps are not tried
-LARGEST_TIMED = {"cuda": 131_072, "cpu": 16_384}
+LARGEST_TIMED = {"gpu": 131_072, "cpu": 16_384}
 # Padded tokens of a micro-batch that keeps a device busy as a rule: taken near the best where
 # timings cannot tell, and as the cap where nothing may be timed
-NEAR_BEST_TOKENS = {"cuda": 16_384, "cpu": 2048}
+NEAR_BEST_TOKENS = {"gpu": 16_384, "cpu": 2048}
 # Caps below the longest sample are asked about down to this: no device is faster below
 LEAST_CAP = 512
+
+
+def usual_cap(device: torch.device) -> int:
+    """Give the cap that is taken where timings decide nothing, in padded tokens."""
+    return NEAR_BEST_TOKENS[gpu.kind_of(device)]
 
 
 @final
@@ -116,7 +123,7 @@ class TuningRequest:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
-        bound = LARGEST_TIMED[self.work.device.type] if self.timed else self.fixed_cap
+        bound = LARGEST_TIMED[gpu.kind_of(self.work.device)] if self.timed else self.fixed_cap
         if self.as_needed:
             bound = max(plan.max_positions for plan in self.plans_under(whole, self.layout.cost))
         return max(self.single_sample_cap, min(whole, bound or whole))

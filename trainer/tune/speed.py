@@ -19,6 +19,7 @@ from typing import final
 import numpy as np
 import torch
 
+from trainer.core import gpu
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.models.bind import Casts
 from trainer.models.compilation import COMPILED_SHAPES, with_compilation
@@ -72,8 +73,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 
         def run() -> None:
             work.backward(fields)
-            if work.device.type == "cuda":
-                torch.cuda.synchronize(work.device)
+            gpu.wait()
 
         if work.compiled and shape not in known:
             run()

@@ -22,7 +22,7 @@ from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
 from trainer.tune.memory_limit import ASKED, MEBI
 from trainer.tune.predict import CannotRunFake, Predictor
-from trainer.tune.request import NEAR_BEST_TOKENS, Candidate, Tuning, TuningRequest
+from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import (
     NEAR_BEST,
     Clock,
@@ -113,7 +113,7 @@ def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
 def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
     """Take the fastest row; of those within its noise, what recomputes least and is most usual."""
     request = variants[0].request
-    usual = NEAR_BEST_TOKENS[request.work.device.type]
+    usual = usual_cap(request.work.device)
     # Where nothing is timed, only the largest cap may be chosen.
     first = 0 if request.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]

@@ -154,7 +154,7 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
-    on_gpu = {p.device.index for p, _ in grads if p.device.type == "cuda"}
+    on_gpu = {p.device.index for p, _ in grads} - {None}
     try:
         with preserve_generators(), torch.random.fork_rng(devices=sorted(on_gpu)):
             yield

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from trainer.config.messages import clip, first_of
+from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 from trainer.report.records import Verdict, VerifyReport
@@ -49,7 +50,7 @@ def verify(
         ConfigError: the model runs on no group of samples but the planned ones.
         DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
     """
-    devices = [context.world.device] if context.world.device.type == "cuda" else []
+    devices = [context.world.device] if gpu.is_gpu(context.world.device) else []
     with torch.random.fork_rng(devices=devices):
         try:
             return _verify(context, batch, feed, whole_fits=whole_fits)

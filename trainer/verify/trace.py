@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import seed_draws, sum_of
 from trainer.config.messages import clip
+from trainer.core import gpu
 from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.models.output_layer import ModelRun
@@ -323,9 +324,7 @@ def _watching(module: nn.Module, watcher: _CallRecorder | _CallComparer) -> Iter
 
 def _generators() -> tuple[object, ...]:
     """Read the state of the generators that every step seeds: PyTorch's, NumPy's and Python's."""
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # untyped in torch
-        states += torch.cuda.get_rng_state_all()
+    states = [torch.default_generator.get_state(), *gpu.generator_states()]
     _, keys, position, *_ = np.random.get_state()
     numpys = np.asarray(keys).tobytes(), position
     return *(state.numpy().tobytes() for state in states), numpys, random.getstate()

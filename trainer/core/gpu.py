@@ -1,0 +1,79 @@
+"""Know what a GPU is: the type of its device, and what PyTorch says of it.
+
+Nothing else names CUDA, so that a test can let another device stand for it by `DEVICE_TYPE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+DEVICE_TYPE = "cuda"
+
+
+def backend() -> Any:  # noqa: ANN401 - a module
+    """Give PyTorch's module for GPUs, `torch.cuda`."""
+    return torch.get_device_module(DEVICE_TYPE)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU, and neither a CPU nor the meta device."""
+    return device.type == DEVICE_TYPE
+
+
+def kind_of(device: torch.device) -> Literal["cpu", "gpu"]:
+    """Give the key of tables that hold a number for CPUs and one for GPUs."""
+    return "gpu" if is_gpu(device) else "cpu"
+
+
+def devices() -> list[torch.device]:
+    """List the GPUs that this process sees."""
+    return [torch.device(DEVICE_TYPE, index) for index in range(backend().device_count())]
+
+
+def name_of(device: torch.device) -> str | None:
+    """Give the name that the driver reports; None for a CPU."""
+    return str(backend().get_device_name(device)) if is_gpu(device) else None
+
+
+def has_capability(device: torch.device, *least: int) -> bool:
+    """Whether a GPU has at least a compute capability, as `8, 0`; one that is not here has it."""
+    found = backend()
+    return not found.is_available() or found.get_device_capability(device) >= least
+
+
+def free_bytes(device: torch.device) -> int:
+    """Give the bytes of a GPU that this process can still have."""
+    found = backend()
+    free, _ = found.mem_get_info(device)
+    # What the allocator holds without using is free to this process alone.
+    return int(free + found.memory_reserved(device) - found.memory_allocated(device))
+
+
+def mark() -> Any:  # noqa: ANN401 - an event
+    """Mark the present moment on the current stream, by an event that has a time."""
+    event = backend().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def wait() -> None:
+    """Wait until this process's GPU has done what was asked of it; without one, do nothing."""
+    found = backend()
+    if found.is_initialized():
+        found.synchronize()
+
+
+def generator_states() -> list[Tensor]:
+    """Read the random generators of all GPUs; none where this process has touched none."""
+    found = backend()  # asking for states would start the driver
+    return list(found.get_rng_state_all()) if found.is_initialized() else []
+
+
+def set_generators(states: Sequence[Tensor]) -> None:
+    """Put random generators back, of as many GPUs as there are."""
+    for state, device in zip(states, devices() if states else (), strict=False):
+        backend().set_rng_state(state.clone(), device)
