@@ -1,20 +1,14 @@
-"""Roll back the declared state of a model: what its forwards move and no gradient updates.
-
-Declared are buffers, saved in checkpoints or not; random generators among the attributes of
-modules; and what `get_extra_state` gives. Every other attribute stays as the forward made it: a
-flag put back without the hooks that it stands for would have the next forward register them again.
-"""
+"""Roll back the declared state of a model: what its forwards move and no gradient updates."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from trainer.core.generators import is_generator, undo_of
+from trainer.core.declared_state import parts_of, undo_other_state
 from trainer.core.tensors import is_sharded
 
 
@@ -39,17 +33,14 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the state, where it was copied before into the same memory."""
-        modules = [part for part in _parts(*self._roots) if isinstance(part, nn.Module)]
+        modules = [part for part in parts_of(*self._roots) if isinstance(part, nn.Module)]
         self._buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
         tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
         for table in modules:
             if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
                 tensors += [] if is_sharded(table.weight) else [table.weight]
         self._copy(tensors)
-        self._undo = [undo_of(generator) for generator in own_generators(*self._roots)]
-        for module in modules:
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self._undo.append(_undo_extra(module))
+        self._undo = undo_other_state(*self._roots)
 
     def _copy(self, tensors: list[Tensor]) -> None:
         before, self._copies = self._copies, {}
@@ -80,20 +71,3 @@ class Snapshot:
                     tensor.data = copied.clone()
         for undo in self._undo:
             undo()
-
-
-def _parts(*roots: object) -> Iterator[object]:
-    for root in roots:
-        yield from root.modules() if isinstance(root, nn.Module) else (root,)
-
-
-def own_generators(*roots: object) -> Iterator[Any]:
-    """Find the random generators among the attributes of modules and of other objects."""
-    attributes = (getattr(part, "__dict__", {}).values() for part in _parts(*roots))
-    return (each for values in attributes for each in values if is_generator(each.__class__))
-
-
-def _undo_extra(module: nn.Module) -> Callable[[], object]:
-    state = copy.deepcopy(module.get_extra_state())
-    # A copy each time: the module may go on with what it is given.
-    return lambda: module.set_extra_state(copy.deepcopy(state))

@@ -21,11 +21,6 @@ def has_running_norm(model: nn.Module) -> bool:
     return any(isinstance(part, _NormBase) for part in model.modules())
 
 
-def moves_in_forward(part: nn.Module) -> bool:
-    """Whether each forward of a layer in training moves its running statistics."""
-    return is_batch_norm(part) and not getattr(part, "moves_once", False)
-
-
 def normalizes_batch(part: nn.Module) -> bool:
     """Whether a layer normalises over the samples of its micro-batch, as it is set now.
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.core.norms import moves_in_forward
+from trainer.core.declared_state import EarlierState, has_declared_state
 
+_OWN_FUNCTION = "_gradient_checkpointing_func"  # of layers of Hugging Face models
 SIGNIFICANT = 0.2
 """A stack of blocks counts when it holds at least this share of the largest stack's weights."""
 
 
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Find the repeated blocks of a model that can be computed twice.
-
-    A block whose forward moves running statistics is left out: to compute it twice would move them
-    twice.
-    """
-    blocks = repeated_blocks(model)
-    return tuple(block for block in blocks if not any(map(moves_in_forward, block.modules())))
-
-
-def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks of a model: the children of its largest lists of modules.
 
     A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their
@@ -40,7 +34,7 @@ def repeated_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def repeated_stacks(model: nn.Module) -> list[nn.Module]:
-    """Find the lists that `repeated_blocks` takes the blocks of."""
+    """Find the lists that `blocks_of` takes the blocks of."""
     stacks = _outermost(model)
     sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
     least = SIGNIFICANT * max(sizes, default=0)
@@ -73,8 +67,8 @@ def can_recompute(model: nn.Module) -> bool:
 def checkpoint_blocks(model: nn.Module) -> int:
     """Make every block recompute itself in backward, from now on.
 
-    Gradients stay the same bit for bit, dropout included; names, weights and hooks stay. A Hugging
-    Face model is asked to do it itself, since its blocks share caches.
+    Gradients stay the same bit for bit, dropout included, and so does what forwards write; names,
+    weights and hooks stay. A Hugging Face model says itself which of its layers do it.
 
     Returns:
         The number of blocks that recompute; 0 when the model has none, and nothing changed.
@@ -82,14 +76,46 @@ def checkpoint_blocks(model: nn.Module) -> int:
     enable = _own_switch(model, "enable")
     if enable is not None:
         enable({"use_reentrant": False})
+        for module in model.modules():
+            if _OWN_FUNCTION in vars(module):
+                setattr(module, _OWN_FUNCTION, _recomputing(module))
         return 1
     blocks = blocks_of(model)
     for block in blocks:
         if not _recomputes(block):
             # An attribute hides the method of the class and leaves the module tree alone; a
             # partial of a bound method follows the block when a model is deep-copied.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(_recomputing(block), block.forward)
     return len(blocks)
+
+
+def _recomputing(module: nn.Module) -> partial[Any]:
+    """Give what runs a forward now and in backward; a module without state needs no copy of it."""
+    if has_declared_state(module):
+        return partial(recompute_from_state, module)
+    return partial(checkpoint, use_reentrant=False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # untyped in torch
+def recompute_from_state(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,  # noqa: ANN401 - whatever the forward takes
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401 - whatever it gives
+    """Compute now, and again in backward, where the module has the declared state that it has now.
+
+    It keeps a copy of that state until then.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before, runs = EarlierState(module), itertools.count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with before.lent() if next(runs) else nullcontext():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager
@@ -137,4 +163,4 @@ def _own_switch(model: nn.Module, verb: str) -> Callable[..., None] | None:
 
 def _recomputes(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func is checkpoint
+    return isinstance(forward, partial) and forward.func in {checkpoint, recompute_from_state}

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import GradientStrategy, Rows, StepDivisors, at_positions
 from trainer.accumulate.normalizer import Kind, divisors, reference_kind
-from trainer.accumulate.rollback import own_generators
 from trainer.accumulate.sum import Sum
+from trainer.core.declared_state import own_generators
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import ConvNet, Encoder, gpt, workload
@@ -69,11 +70,86 @@ def test_the_blocks_of_a_model_are_found_and_its_names_stay():
     assert checkpoint_blocks(ConvNet()) == 0
 
 
-def test_blocks_with_batch_norm_and_small_lists_beside_a_large_one_are_left_alone():
-    stages = nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)), nn.Sequential(nn.Conv2d(3, 3, 3))
-    )
-    assert blocks_of(nn.ModuleDict({"stages": stages})) == (stages[1],)
+def test_small_lists_beside_a_large_one_are_left_alone():
     sizes = {"layers": 30, "heads": 3}
     lists = {n: nn.ModuleList(nn.Linear(k, k) for _ in range(4)) for n, k in sizes.items()}
     assert blocks_of(nn.ModuleDict(lists)) == tuple(lists["layers"])
+
+
+class Running(nn.Module):
+    """Reads what it writes: a mean in place, a count in a new tensor, draws, and what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(6, 6), nn.BatchNorm1d(6), 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(x)) * torch.rand(6, generator=self.generator)
+        self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        self.seen, self.calls = self.seen + 1, self.calls + 1
+        return torch.relu(x - self.mean * self.seen / self.calls)
+
+
+class Runs(nn.Module):
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.blocks, self.times = nn.ModuleList([Running(), Running()]), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks] * self.times:
+            x = block(x)
+        return x
+
+
+class Layer(GradientCheckpointingLayer, Running):
+    """As the layers of transformers' own models are."""
+
+
+class HuggingFaceRuns(transformers.PreTrainedModel, Runs):
+    config_class, supports_gradient_checkpointing = transformers.PretrainedConfig, True
+
+    def __init__(self) -> None:
+        super().__init__(transformers.PretrainedConfig())
+        self.blocks, self.times = nn.ModuleList([Layer(), Layer()]), 1
+
+    forward = Runs.forward
+
+
+@pytest.mark.parametrize("make", [Runs, HuggingFaceRuns])
+def test_what_a_forward_writes_is_written_once_and_computed_from_as_it_was(make):
+    plain = make()
+    again = copy.deepcopy(plain)
+    assert checkpoint_blocks(again)
+    batches = torch.randn(3, 5, 6)
+    for model in (plain, again):
+        for batch in batches:
+            model(batch).square().sum().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for block, other in zip(plain.blocks, again.blocks, strict=True):
+        assert all(map(torch.equal, block.buffers(), other.buffers()))
+        assert torch.equal(block.generator.get_state(), other.generator.get_state())
+        assert block.calls == other.calls == block.seen == 3
+
+
+def test_a_block_that_runs_twice_is_computed_from_each_of_its_states_again():
+    plain = Runs(times=2)
+    again = copy.deepcopy(plain)
+    checkpoint_blocks(again)
+    batch = torch.randn(5, 6)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(plain)(batch), copy.deepcopy(again)(batch))
+    for model in (plain, again):
+        model(batch).sum().backward()
+    assert all(map(torch.equal, plain.buffers(), again.buffers()))
+    gradients = ([p.grad for p in model.parameters()] for model in (plain, again))
+    assert all(map(torch.equal, *gradients))

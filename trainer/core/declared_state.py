@@ -1,0 +1,92 @@
+"""Find the state that a model declares: what its forwards move and no gradient updates.
+
+Declared are buffers, saved in checkpoints or not; random generators among the attributes of
+modules; and what `get_extra_state` gives. Every other attribute stays as the forward made it: a
+flag put back without the hooks that it stands for would have the next forward register them again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from trainer.core.generators import is_generator, undo_of
+
+NO_EXTRA_STATE = nn.Module.get_extra_state
+_Buffers = dict[str, Tensor | None]
+
+
+def parts_of(*roots: object) -> Iterator[object]:
+    """Give the modules of models, and other objects as they are."""
+    for root in roots:
+        yield from root.modules() if isinstance(root, nn.Module) else (root,)
+
+
+def own_generators(*roots: object) -> Iterator[Any]:
+    """Find the random generators among the attributes of modules and of other objects."""
+    attributes = (getattr(part, "__dict__", {}).values() for part in parts_of(*roots))
+    return (each for values in attributes for each in values if is_generator(each.__class__))
+
+
+def undo_other_state(*roots: object) -> list[Callable[[], object]]:
+    """Remember all declared state but buffers; gives what puts it back."""
+    undo = [undo_of(generator) for generator in own_generators(*roots)]
+    for part in parts_of(*roots):
+        if isinstance(part, nn.Module) and type(part).get_extra_state is not NO_EXTRA_STATE:
+            undo.append(_undo_extra(part))
+    return undo
+
+
+def _undo_extra(module: nn.Module) -> Callable[[], object]:
+    state = copy.deepcopy(module.get_extra_state())
+    # A copy each time: the module may go on with what it is given.
+    return lambda: module.set_extra_state(copy.deepcopy(state))
+
+
+def has_declared_state(module: nn.Module) -> bool:
+    """Whether there is anything that its forwards may move."""
+    return any(part._buffers for part in module.modules()) or bool(undo_other_state(module))
+
+
+@final
+class EarlierState:
+    """Copies the declared state of a module, to compute from it once more."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = [part._buffers for part in module.modules()]
+        self._copies = _cloned(self._buffers)
+        self._undo = undo_other_state(module)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the module begin with it inside the block; what it writes there is forgotten.
+
+        Other tensors take the place of its buffers, whose values a backward may still need.
+        """
+        now, undo = [dict(each) for each in self._buffers], undo_other_state(self._module)
+        self._put(_cloned(self._copies), self._undo)
+        try:
+            yield
+        finally:
+            self._put(now, undo)
+
+    def _put(self, values: Sequence[_Buffers], undo: Sequence[Callable[[], object]]) -> None:
+        for buffers, each in zip(self._buffers, values, strict=True):
+            buffers.clear()
+            buffers.update(each)
+        for put_back in undo:
+            put_back()
+
+
+def _cloned(buffers: Sequence[_Buffers]) -> list[_Buffers]:
+    """Copy the buffers of modules, one that several of them share once."""
+    tensors = {id(b): b for each in buffers for b in each.values() if b is not None}
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    return [
+        {name: None if b is None else copies[id(b)] for name, b in each.items()} for each in buffers
+    ]
