@@ -118,10 +118,15 @@ def recompute_from_state(
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
+def recomputes(model: nn.Module) -> bool:
+    """Whether any block of a model recomputes itself."""
+    return any(_recomputes(m) or vars(m).get("gradient_checkpointing") for m in model.modules())
+
+
 @contextmanager
 def with_checkpointing(model: nn.Module) -> Iterator[int]:
     """Recompute inside the block, and after it as before it; yields the number of blocks."""
-    before = any(_recomputes(m) or vars(m).get("gradient_checkpointing") for m in model.modules())
+    before = recomputes(model)
     count = checkpoint_blocks(model)
     try:
         yield count

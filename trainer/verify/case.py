@@ -22,6 +22,7 @@ from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.models.bind import bind
 from trainer.models.duplicate import duplicate
+from trainer.models.recompute import recompute_nothing
 from trainer.objectives.base import weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
@@ -311,21 +312,35 @@ class Case:
             By parameter; those that no micro-batch used are left out.
         """
         with self.running() as run:
-            context, cast = (
-                run.context,
-                [self.cast(m) for m in micro_batches or self.batch.micro_batches],
-            )
-            found = divisors(kind or context.normalizer, context.terms, cast, context.world)
-            self._walk(context, strategy or context.strategy, cast, found)
-            # Tensors that modules hold and have not registered, but for computed ones.
-            self.plain.update(
-                f"{name}.{key}".lstrip(".")
-                for name, part in run.module.named_modules()
-                for key, value in vars(part).items()
-                if isinstance(value, Tensor) and value.is_leaf
-            )
-            named = run.module.named_parameters()
-            return {name: p.grad.detach() for name, p in named if p.grad is not None}
+            return run._computed(micro_batches or self.batch.micro_batches, kind, strategy)
+
+    def written(self, *, recomputes: bool) -> Gradient:
+        """Compute the planned step as it is, or without recomputation: its gradient and buffers."""
+        with self.running() as run:
+            if not recomputes:
+                recompute_nothing(run.module)
+            gradient = run._computed(self.batch.micro_batches)
+            return {**gradient, **dict(run.module.named_buffers())}
+
+    def _computed(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        kind: Kind | None = None,
+        strategy: GradientStrategy | None = None,
+    ) -> Gradient:
+        """Compute a gradient on the model itself."""
+        context, cast = self.context, [self.cast(m) for m in micro_batches]
+        found = divisors(kind or context.normalizer, context.terms, cast, context.world)
+        self._walk(context, strategy or context.strategy, cast, found)
+        # Tensors that modules hold and have not registered, but for computed ones.
+        self.plain.update(
+            f"{name}.{key}".lstrip(".")
+            for name, part in self.module.named_modules()
+            for key, value in vars(part).items()
+            if isinstance(value, Tensor) and value.is_leaf
+        )
+        named = self.module.named_parameters()
+        return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
     def _walk(
         self,

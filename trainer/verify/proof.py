@@ -7,7 +7,7 @@ that runs in float32 only is compared in float32, by limits that are its own rou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import LOW, diagnose, low_precision, short
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
+from trainer.verify.recomputed import check_recomputed
 from trainer.verify.trace import OUTSIDE
 
 WORST_FIRST: tuple[Verdict, ...] = ("not_exact", "not_proven", "exact_without_dropout")
@@ -86,8 +87,22 @@ def _verify(
     culprits, rest = found.sums, errors
     if not errors.is_exact:
         culprits, rest = diagnose(case, context, found, planned, expected, traces_whole=whole_fits)
+    errors, rest, moved = check_recomputed(whole, errors, rest)
+    culprits = [*moved, *culprits]
     notes += [*why, *_asides(case, errors, found, culprits)]
     culprits = [*culprits, *uncopied]
+    return _report(case, errors, rest, culprits, len(planned.keys() | expected.keys()), notes)
+
+
+def _report(
+    case: Case,
+    errors: Errors,
+    rest: Errors,
+    culprits: NamedReasons,
+    num_parameters: int,
+    notes: Sequence[str],
+) -> VerifyReport:
+    """Lead culprits to a verdict; `rest` are the errors that are left without random draws."""
     verdicts = {reason.verdict for _, reason in culprits}
     verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
     return VerifyReport(
@@ -98,7 +113,7 @@ def _verify(
         dtype=short(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple((name, reason.text) for name, reason in culprits),
-        num_parameters=len(errors.by_name),
+        num_parameters=num_parameters,
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
         limit=rest.limit if verdict == "exact_without_dropout" else errors.limit,

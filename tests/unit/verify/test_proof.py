@@ -6,6 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.lib.nightly import nightly
 from tests.lib.objective_toys import Pairs
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
+from trainer.core.declared_state import EarlierState
 from trainer.core.errors import ConfigError
+from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import IGNORED, Objective, Sums, logits_from
 from trainer.objectives.classify import Classify
 from trainer.objectives.model_loss import ModelLoss
@@ -585,3 +588,44 @@ def test_the_weight_of_a_models_loss_counts_its_labels_or_its_samples():
     assert ModelLoss(causal=False).weights(fields) == {"model_loss": 4.0}
     assert ModelLoss().weights({"labels": torch.tensor([1, -100])}) == {"model_loss": 1.0}
     assert ModelLoss().weights({"start_positions": torch.tensor([1, 2])}) == {"model_loss": 2.0}
+
+
+class Counted(nn.Module):
+    """Scales by how often it ran, and counts that in a buffer, or in a number that is none."""
+
+    def __init__(self, *, declares: bool) -> None:
+        super().__init__()
+        self.inner, self.runs = nn.Linear(WIDTH, WIDTH), 0
+        self.declares, self.counts = declares, nn.Linear(WIDTH, WIDTH)
+        self.counts.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.counts.register_buffer("mask", torch.full((2,), -math.inf))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.counts.seen += 1
+        self.runs += 1
+        scale = self.counts.seen if self.declares else self.runs
+        return hidden + torch.tanh(self.inner(hidden) / scale)
+
+
+def recomputing(*, declares: bool = True) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = TinyLM()
+        model.dropout = nn.Sequential(*(nn.Sequential(Counted(declares=declares)) for _ in "12"))
+        assert checkpoint_blocks(model) == 2
+        return model
+
+    return build
+
+
+def test_recomputation_is_compared_with_the_same_cut_and_buffers_count(monkeypatch):
+    one_piece = Fixed(micro=16)
+    report = Bench(one_piece, model=recomputing()).verified()
+    assert report.exact, report.culprits
+    found = named(Bench(one_piece, model=recomputing(declares=False)))
+    assert list(found) == ["dropout.1.0.inner"]
+    assert "type activation_checkpointing=false" in found["dropout.1.0.inner"]
+    monkeypatch.setattr(EarlierState, "lent", lambda _: nullcontext())
+    assert list(named(Bench(one_piece, model=recomputing()))) == [
+        "dropout.0.0.counts",
+        "dropout.1.0.counts",
+    ]
