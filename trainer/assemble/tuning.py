@@ -42,12 +42,14 @@ def workload_of(components: Components) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = components.world, components.parallel
     ranks = partial(setup.fake_ranks, world.size, components.bind, world.device)
+    tiled = _tiled(components)
     return Workload(
         model=components.module,
         bind=components.bind,
         objective=components.objective,
         make_optimizer=components.make_optimizer,
-        make_fields=_tiled(components),
+        make_fields=tiled,
+        shortest=tiled.shortest,
         ema_decay=components.config.ema.decay,
         device=world.device,
         compiled=components.config.compile,
@@ -133,7 +135,7 @@ def tune_run(
         work=work,
         batches=batches,
         longest=lengths.max(),
-        shortest=lengths.min(),
+        shortest=max(lengths.min(), work.shortest),
         cut_at=cut.tuned,
         layout=components.layout,
         limit=limit,

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.accumulate.rollback import Snapshot
 from trainer.config.messages import clip
 from trainer.core.errors import TrainError
+from trainer.core.out_of_memory import AllocationGuard
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.models.duplicate import duplicate
 from trainer.models.first_weights import is_on_meta
@@ -38,9 +39,10 @@ from trainer.tune.workload import (
     restoring,
 )
 
-COMPARED_TOKENS = 32  # longest sample of the micro-batch that is run both ways
+COMPARED_TOKENS = 32  # length of the micro-batch that is run both ways, if samples are as short
 CLOSE = 0.05  # how far a fake forward's bytes may be from the real one's
-# Longest sample of a probe; long enough for activations to outweigh temporaries of weights
+# Longest sample of a probe, if samples are as short; long enough for activations to outweigh
+# temporaries of weights
 PROBE_TOKENS = 128
 # Decomposes operators and chooses what is saved for backward as Inductor does, and fuses nothing
 UNFUSED = "aot_eager_decomp_partition"
@@ -194,7 +196,8 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     if is_on_meta(work.model):
         return
     # Statistics over samples need two.
-    shape, real = Shape(min(2, smallest.num_samples), min(smallest.length, COMPARED_TOKENS)), 0
+    length = min(smallest.length, max(work.shortest, COMPARED_TOKENS))
+    shape, real = Shape(min(2, smallest.num_samples), length), 0
     # What fails here fails again, in full, in the step.
     with suppress(Exception), work.live(recompute=recompute):
         real = forward_bytes(work, work.fields(*shape))
@@ -207,17 +210,20 @@ def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
 
 
 def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> Predict:
-    """Fit the activations of real forward and backward passes on small shapes.
+    """Fit the activations of real forward and backward passes on small shapes of whole samples.
 
     Three terms: constant, per position, and per pair of positions of one sample, where attention
     scores are materialised. Arguments as for `Predictor`.
     """
-    length = min(smallest.length, PROBE_TOKENS)
-    lengths = dict.fromkeys((length, max(1, length // 2)))
+    length = min(smallest.length, max(PROBE_TOKENS, 2 * work.shortest))
+    lengths = dict.fromkeys((length, max(work.shortest, length // 2)))
     with work.live(recompute=recompute):
         count = min(2, smallest.num_samples)  # statistics over samples need two
-        shapes = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
-        measured = {shape: _activations(work, shape) for shape in shapes}
+        first, *more = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
+        measured = {first: _activations(work, first)}
+        for shape in more:
+            with AllocationGuard():  # a step may have fewer samples than a probe
+                measured[shape] = _activations(work, shape)
     rest, coefficients = resting(work), fit_shapes(measured)
 
     def predict(shape: Shape) -> MemoryEstimate:

@@ -1,6 +1,6 @@
 """Compute what one rank of a run does, as far as time and memory are concerned.
 
-Samples of any shape are made out of a real one, whose dimensions either follow the length of its
+Samples of any shape are made out of real ones, whose dimensions either follow the length of their
 sequence, or have a length of their own.
 """
 
@@ -55,6 +55,7 @@ class Workload:
     # Gives collated fields, on the CPU, of so many samples padded to so many tokens; draws nothing
     # from global generators
     make_fields: Callable[[int, int], Fields]
+    shortest: int = 1  # tokens of the shortest whole sample; of fewer no probe is made
     ema_decay: float | None = None  # of the average of the weights; None where there is none
     # Makes a call of the model, or of a copy, under the run's precision
     bind: Callable[[nn.Module], ModelCall] = bind
@@ -240,6 +241,8 @@ class Dims:
     sequence: tuple[Dim, ...] | None = None
     # Those with a length of their own: the most entries of the samples that were looked at
     own: Mapping[Dim, int] = field(default_factory=dict)
+    # What was looked at, by its length
+    samples: Mapping[int, Fields] = field(default_factory=dict, repr=False)
 
 
 def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Dims:
@@ -261,13 +264,18 @@ def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Di
                 sequence.append((name, dim))
             elif dim and len(set(sizes)) > 1:
                 own[name, dim] = max(sizes)
-    return Dims(tuple(sequence) if len(set(tokens)) > 1 else None, own)
+    samples = {length: fields for length, fields in seen if fields.keys() == names}
+    return Dims(tuple(sequence) if len(set(tokens)) > 1 else None, own, samples)
 
 
 @final
 @dataclass(frozen=True)
 class Tiled:
-    """Makes micro-batches of any shape out of one real one, repeating its samples and tokens.
+    """Makes micro-batches of any shape out of real samples, repeating them and their last token.
+
+    Of what was looked at it takes the longest sample that is no longer than what is asked for:
+    without the end of its text, a model may not take the image that belongs to it. One is cut only
+    for less than `shortest`.
 
     The first dimension of a field is the samples. Samples without tokens have length 1 and no
     sequence. An example that says where packed documents begin is one row, and so is what is made
@@ -280,10 +288,18 @@ class Tiled:
     length: int  # what its samples are padded to
     dims: Dims = field(default_factory=Dims)
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sample that is whole; of packed documents any part is one."""
+        return 1 if "cu_seqlens" in self.example else min(self.dims.samples, default=1)
+
     def __call__(self, num_samples: int, length: int) -> Fields:
         """Give collated fields of `num_samples` samples, each padded to `length` tokens."""
         if "cu_seqlens" not in self.example:
-            return {name: self._tiled(name, num_samples, length) for name in self.example}
+            known = {**self.dims.samples, self.length: self.example}
+            size = max((n for n in known if n <= length), default=min(known))
+            sample = known[size]
+            return {name: self._tiled(sample, size, name, num_samples, length) for name in sample}
         # Documents of `length` tokens, end to end in one row.
         ends = torch.arange(num_samples + 1, dtype=torch.int32) * length
         index = torch.arange(length).repeat(num_samples)
@@ -295,20 +311,22 @@ class Tiled:
         packing = {"position_ids": index[None], "cu_seqlens": ends}
         return {**row, **packing, "max_seqlen": torch.empty(length, 0)}
 
-    def _tiled(self, name: str, num_samples: int, length: int) -> Tensor:
-        field = self.example[name]
-        for dim, size in enumerate(field.shape):
-            wanted = self._entries(name, dim, length) if dim else num_samples
-            if not size and wanted:
+    def _tiled(self, sample: Fields, size: int, name: str, num_samples: int, length: int) -> Tensor:
+        field = sample[name]
+        for dim, entries in enumerate(field.shape):
+            wanted = self._entries(name, dim, entries, size, length) if dim else num_samples
+            if not entries and wanted:
                 field = field.new_zeros([*field.shape[:dim], wanted, *field.shape[dim + 1 :]])
-            elif wanted != size:
-                field = field.index_select(dim, torch.arange(wanted) % size)
+            elif wanted != entries:
+                index = torch.arange(wanted)
+                index = index.clamp(max=entries - 1) if dim else index % entries
+                field = field.index_select(dim, index)
         return field
 
-    def _entries(self, name: str, dim: int, length: int) -> int:
+    def _entries(self, name: str, dim: int, entries: int, size: int, length: int) -> int:
         """Count what a dimension has in samples of up to `length` tokens."""
-        size, sequence = self.example[name].shape[dim], self.dims.sequence
+        sequence = self.dims.sequence
         if (name, dim) in self.dims.own:
             return self.dims.own[name, dim]
-        follows = size == self.length > 1 if sequence is None else (name, dim) in sequence
-        return length if follows else size
+        follows = entries == size > 1 if sequence is None else (name, dim) in sequence
+        return length if follows else entries

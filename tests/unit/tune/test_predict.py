@@ -362,3 +362,15 @@ def test_the_prediction_has_the_logits_of_one_chunk_and_not_of_all_positions():
     few = Shape(1, 128)
     measured = measured_peak(work, few).peak_bytes
     assert predict_peak(work, few).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("shortest", "lengths"), [(1, {128, 64}), (100, {200, 100}), (300, {300})])
+def test_no_probe_is_shorter_than_the_shortest_sample(shortest, lengths):
+    work, made = workload(Encoder(width=8, num_blocks=1)), set()
+
+    def make(num_samples, length):
+        made.add(length)
+        return work.make_fields(num_samples, length)
+
+    probe_peak(replace(work, make_fields=make, shortest=shortest), Shape(1, 300))
+    assert made == lengths

@@ -183,3 +183,13 @@ def test_a_dimension_with_a_length_of_its_own_takes_the_most_that_was_seen():
         "decoder_input_ids": (2, 26),
         "boxes": (2, 3, 4),
     }
+
+
+def test_a_shape_is_made_of_the_longest_whole_sample_that_it_holds_and_then_of_its_last_token():
+    lengths = np.array([3, 5, 9])
+    samples = [{"input_ids": torch.arange(1, n + 1)[None]} for n in lengths]
+    dims = measured_dims(lengths, lambda i: samples[i])
+    tiled = Tiled(samples[-1], 9, dims)
+    assert tiled.shortest == 3
+    for length, expected in ((3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 5]), (9, [*range(1, 10)])):
+        assert tiled(2, length)["input_ids"].tolist() == [expected] * 2
