@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import to_device
 from trainer.models.batch_norm import BatchNormLayer, layers_of, taken_sums
 from trainer.models.bind import Casts
@@ -45,7 +46,8 @@ def _estimated(
 ) -> tuple[Tensor, ...]:
     """Give the sums of each layer's values over the first samples of the training data."""
     loader, cursor, device = feed.source.loader, feed.source.order.start, model.world.device
-    ways = [(layer.mode, layer.joins_ranks) for layer in layers]
+    ways, snapshot = [(layer.mode, layer.joins_ranks) for layer in layers], Snapshot(model.module)
+    snapshot.take()
     model.gather()
     with evaluating(model.module), Casts(model.module).once(device.type):
         for layer in layers:
@@ -60,4 +62,6 @@ def _estimated(
     model.release()
     for layer, (mode, joins_ranks) in zip(layers, ways, strict=True):
         layer.mode, layer.joins_ranks = mode, joins_ranks
-    return taken_sums(layers, model.world)
+    sums = taken_sums(layers, model.world)
+    snapshot.restore()  # what else these forwards wrote
+    return sums
