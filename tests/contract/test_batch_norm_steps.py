@@ -158,6 +158,21 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
         ),
         ("batchnorm=sync model.tracks=false", "batchnorm=sync: norm keeps no running statistics"),
         ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
+        (
+            "command=plan batchnorm=micro accum.micro=4 data.size=47",
+            "batchnorm=micro: a step of 5 samples leaves a micro-batch of one sample, of which "
+            "flat gets one value of each channel: type accum.micro=5 or batch.tail=drop",
+        ),
+        (
+            "command=plan batchnorm=pooled accum.micro=5 batch.global=6",
+            "batchnorm=pooled: a step of 6 samples leaves a micro-batch of one sample, of which",
+        ),
+        (
+            "command=plan batchnorm=micro accum.micro=7 batch.global=null batch=ramp "
+            "'batch.stages={0: 7, 14: 8}'",
+            "a step of 8 samples leaves a micro-batch of one sample, of which flat gets one value "
+            "of each channel: type accum.micro=8",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line_with_what_to_type(line, words):
@@ -165,6 +180,13 @@ def test_what_does_not_fit_is_one_line_with_what_to_type(line, words):
         go(f"{NET} {line}")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_sample_alone_with_several_values_of_each_channel_is_no_fault():
+    line = f"model._target_={OWN}.Residual batchnorm=micro accum.micro=4 data.size=47"
+    found = go(f"{NET} {line}")
+    assert [e["micro_batches"] for e in steps(found)][-1] == 2
+    go(f"{NET} command=plan batchnorm=micro accum.micro=4 data.size=47 batch.tail=drop")
 
 
 def test_auto_leaves_models_without_batchnorm_alone_and_warns_with_numbers():
@@ -246,12 +268,13 @@ def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all
 
 def test_precise_statistics_are_those_of_many_samples_and_nothing_of_training_notices():
     """The first 40 samples are those of the first five steps."""
-    line = f"{GHOST} scheduler=constant steps=5 eval.every=2"
+    line = f"{GHOST} scheduler=constant steps=5 eval.every=2 model._target_={OWN}.Looking"
     plain = go(f"{line} accum.micro=4")
     run, other = (go(f"{line} accum.micro={n} batchnorm.precise=40") for n in (4, 8))
     assert distance(run, plain) == 0
     own, last = ([e["eval_loss"] for e in entries(r) if "eval_loss" in e] for r in (plain, run))
     assert not set(own) & set(last)
+    assert state(run)["model.looks"] == state(plain)["model.looks"]
     assert other.result["eval_loss"] == pytest.approx(last[-1], rel=EXACT)
     for each, typed in ((run, ""), (plain, "batchnorm.precise=40")):
         train(["evaluate", f"run={each.folder}", "trust=[tests]", *typed.split()])
@@ -259,7 +282,7 @@ def test_precise_statistics_are_those_of_many_samples_and_nothing_of_training_no
     train(["export", f"run={run.folder}", "export.to=weights", "trust=[tests]"])
     found, before = load_file("weights/model.safetensors"), state(run)
     assert {f"model.{name}" for name in found} == {n for n in before if n.startswith("model.")}
-    net, used = batch_norm_toys.Convolved(), entries(run, "samples.jsonl")
+    net, used = batch_norm_toys.Looking(), entries(run, "samples.jsonl")
     net.load_state_dict(found)
     ids = [i for entry in used for i in entry["ids"]]
     with torch.no_grad():

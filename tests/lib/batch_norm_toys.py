@@ -87,6 +87,18 @@ class Counting(Convolved):
         return super().forward(picture)
 
 
+class Looking(Convolved):
+    """Counts the forwards of its evaluations."""
+
+    def __init__(self, tracks: bool = True) -> None:
+        super().__init__(tracks=tracks)
+        self.register_buffer("looks", torch.zeros(()))
+
+    def forward(self, picture: Tensor) -> Tensor:
+        self.looks += not self.training
+        return super().forward(picture)
+
+
 class Plain(nn.Module):
     """Has no BatchNorm."""
 

@@ -85,16 +85,20 @@ def couple(
     return strictest(found, stated_coupling(config), objective)
 
 
+def step_sizes(order: Order, total_steps: int) -> set[int]:
+    """Count the samples of all steps; where tokens are counted, as if samples had as many."""
+    if not order.sizes.is_constant:
+        return {b.samples - a.samples for a, b in pairwise(order.walk(total_steps))}
+    counts = {whole := len(order.batch_of(order.sizes.largest))}
+    if order.keeps_tail and total_steps >= order.steps_per_epoch:
+        counts.add(order.num_samples % whole or whole)
+    return counts
+
+
 def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
     """Refuse groups of one sample, which has no variance: the last of a step, or of an epoch."""
-    if order.sizes.is_constant:
-        # In tokens too: where groups are normalised, all samples have as many.
-        counts = {whole := len(order.batch_of(order.sizes.largest))}
-        if order.keeps_tail and total_steps >= order.steps_per_epoch:
-            counts.add(order.num_samples % whole)
-    else:
-        counts = {b.samples - a.samples for a, b in pairwise(order.walk(total_steps))}
-    if lone := [count for count in counts if count % size == 1]:
+    # In tokens too: where groups are normalised, all samples have as many.
+    if lone := [count for count in step_sizes(order, total_steps) if count % size == 1]:
         raise ConfigError(
             f"batchnorm.group={size}: a step of {max(lone)} samples leaves a group of one sample, "
             "which has no variance: type another batchnorm.group or size of steps, or, for the end "
