@@ -30,7 +30,9 @@ def bind(
     """Call a module with those fields of a micro-batch that its `forward` names.
 
     The signature is read once. A `forward` with `**kwargs` gets every field but those `OMITTED`;
-    one of a single argument, as those of torchvision are, the images, whatever their name.
+    one of a single argument, as those of torchvision are, the images, whatever their name. A
+    Hugging Face model that is given a mask keeps no keys and values, which nothing reads. Without
+    both it would look for packed documents in every call, and a GPU would wait for that.
 
     Args:
         module: any module, compiled in place or sharded too.
@@ -47,6 +49,8 @@ def bind(
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = tuple(p.name for p in parameters if p.kind in NAMED)
     single = NAMED | {inspect.Parameter.POSITIONAL_ONLY}
+    has_cache = takes_all and hasattr(getattr(written, "config", None), "use_cache")
+    has_cache |= "use_cache" in names
     required = tuple(p.name for p in parameters if p.default is p.empty and p.kind in single)
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
@@ -62,6 +66,8 @@ def bind(
                 f"({', '.join(fields) or 'none'}; labels go only to the objective): rename the "
                 "argument, or give it a default"
             )
+        if has_cache and "attention_mask" in arguments:
+            arguments = {"use_cache": False, **arguments}
         if autocast is not None and (casts := _CASTS.get()) is not None:
             casts.renew()
         # Fresh for each call, since one is not re-entrant. It forgets casts, but in `Casts.once`.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -268,3 +269,14 @@ def test_other_errors_about_dtypes_blame_no_field():
         bind(Takes(mixed))(fields)
     with pytest.raises(RuntimeError, match="Long, Int"):
         bind(Takes(nn.Embedding(4, 4)))({**fields, "x": torch.ones(2)})
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_hugging_face_model_with_a_mask_gives_no_cache_and_its_config_stays(trains):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=1)
+    ).train(trains)
+    fields = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 4, dtype=torch.int64))
+    assert list(bind(model)(fields)) == ["logits"]
+    assert model.config.use_cache

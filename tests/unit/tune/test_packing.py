@@ -248,6 +248,7 @@ def test_without_a_mask_gradients_are_the_same_and_the_host_reads_nothing(name: 
         with HostReads() as counter:
             bind(model)(fields)
         assert ("attention_mask" in given_names) == (counter.count > 0) == is_given
+        assert ("use_cache" in given_names) == is_given, "without either it would be read, too"
 
 
 def test_gradients_of_bert_without_its_mask_differ() -> None:
