@@ -13,6 +13,7 @@ import torch
 
 from trainer.accumulate.two_pass import too_few
 from trainer.assemble.components import Components
+from trainer.assemble.lone_samples import check_lone_samples
 from trainer.assemble.reads import check_reads
 from trainer.assemble.stages import check_stages
 from trainer.core.errors import ConfigError
@@ -72,6 +73,7 @@ def check_parts(components: Components) -> None:
             f"(N={components.source.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
+    check_lone_samples(components)
 
 
 def _unfit(part: object, kind: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any, final
 from trainer.assemble.checks import check_parts, try_out
 from trainer.assemble.components import Components
 from trainer.assemble.counts import count_run
-from trainer.assemble.lone_samples import check_lone_samples
 from trainer.assemble.noise import noise_every
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
@@ -113,7 +112,6 @@ def prepare(
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
     check_parts(components)
-    check_lone_samples(components)
 
     # What a rank computes, and the memory that it has.
     saved = SavedCut(**main["cut"]) if main else saved or SavedCut()

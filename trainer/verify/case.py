@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -22,7 +22,6 @@ from trainer.core.world import World
 from trainer.data.loader import Request
 from trainer.models.bind import bind
 from trainer.models.duplicate import duplicate
-from trainer.models.recompute import recompute_nothing
 from trainer.objectives.base import weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
@@ -314,11 +313,10 @@ class Case:
         with self.running() as run:
             return run._computed(micro_batches or self.batch.micro_batches, kind, strategy)
 
-    def written(self, *, recomputes: bool) -> Gradient:
-        """Compute the planned step as it is, or without recomputation: its gradient and buffers."""
+    def written(self, change: Callable[[nn.Module], object] = lambda _: None) -> Gradient:
+        """Compute the planned step on a copy, changed before: its gradient, and its buffers."""
         with self.running() as run:
-            if not recomputes:
-                recompute_nothing(run.module)
+            change(run.module)
             gradient = run._computed(self.batch.micro_batches)
             return {**gradient, **dict(run.module.named_buffers())}
 

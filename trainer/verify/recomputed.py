@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.tensors import bits_of
-from trainer.models.recompute import recomputes
+from trainer.models.recompute import recompute_nothing, recomputes
 from trainer.verify.case import Case
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.find_module import NamedReasons, Reason
@@ -26,10 +26,10 @@ def check_recomputed(
     """
     if not recomputes(case.module):
         return errors, rest, []
-    plain = case.written(recomputes=False)
-    found = _errors(case, case.written(recomputes=True), plain)
+    plain = case.written(recompute_nothing)
+    found = _errors(case, case.written(), plain)
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
-    if found.is_exact or not _errors(case, case.written(recomputes=False), plain).is_exact:
+    if found.is_exact or not _errors(case, case.written(recompute_nothing), plain).is_exact:
         return errors, rest, []
     wrong = {n for n, error in found.by_name.items() if error > found.limits[n]}
     buffers = [n for n, _ in case.module.named_buffers() if n in wrong]
