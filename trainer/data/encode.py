@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
 from trainer.data.formats import Format
+from trainer.data.lines import json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Ends, Kind, kinds_of, packed_fields
@@ -63,7 +63,7 @@ class RecordEncoder:
     """Turns records of one format into the fields of samples."""
 
     format: Format
-    is_json: bool  # whether a record is a string of JSON in a column `text`
+    is_json: bool  # whether a record is JSON, in bytes, in a column `text`
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
@@ -139,19 +139,16 @@ def text_fields(encoder: RecordEncoder, record: Record, ends: Ends) -> Fields:
 
 def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator[Any]:
     """Give the records of a batch of columns; a ValueError for what is none."""
-    if not is_json:
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, map(_without_none, values), strict=True))
-        return
-    for text in batch["text"]:
-        line = text.removeprefix("\ufeff")  # the mark that a file may begin with
+    for values in zip(*batch.values(), strict=True):
+        record: Any = dict(zip(batch, map(_without_none, values), strict=True))
         try:
-            record = json.loads(line) if line.strip() else DroppedError("blank")
-        except (ValueError, RecursionError) as error:
-            record = ValueError(f"not JSON ({error})")
-        kind = type(record).__name__
-        is_record = isinstance(record, dict | ValueError)
-        yield record if is_record else ValueError(f"not a JSON object but of type {kind}")
+            if is_json:
+                record = json_object(record["text"])
+            elif isinstance(text := record.get("text"), bytes):
+                record["text"] = text.decode()
+        except ValueError as error:
+            record = error
+        yield record
 
 
 def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value

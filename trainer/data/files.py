@@ -2,37 +2,78 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
 from trainer.core import signals
 from trainer.core.errors import DataError
+from trainer.core.format import plural
+from trainer.core.rows import Row, joined, row
 
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""
 
 
-def files_at(path: Path, suffix: str = "") -> list[Path]:
+OTHER, RUNS = "other file", "run folder"
+"""What may be passed over."""
+_OF_RUNS = frozenset({".hydra", "multirun.yaml", "sweep.csv"})
+"""What a folder of a run, or of a sweep, has one of."""
+
+
+@final
+@dataclass
+class Listing:
+    """Files that were found, and what was passed over beside them."""
+
+    files: list[Path] = field(default_factory=list)
+    others: dict[str, int] = field(default_factory=dict)  # how many, by what they are
+
+    def describe(self) -> Sequence[Row]:
+        """Say what was passed over."""
+        text = joined(*(plural(count, noun) for noun, count in self.others.items() if count))
+        return [row("", f"passed over: {text}", passed_over=self.others)] if text else []
+
+
+def files_at(
+    path: Path,
+    takes: Callable[[Path], bool] | None = None,
+    kind: str = "files",
+    other: str = OTHER,
+) -> Listing:
     """List one file, or the files of a folder and its subfolders in order of their names.
 
-    Names that begin with a dot are left out; of others a `suffix` takes its own.
+    Names that begin with a dot are left out. Folders of runs and sweeps below it are passed over.
+
+    Args:
+        path: file or folder.
+        takes: whether a file of the folder is taken; None takes all.
+        kind: what is taken, for messages.
+        other: what one is that is not taken.
 
     Raises:
-        DataError: there is no such file, or something else (a pipe, a device, a link to a folder
-            or to nothing).
+        DataError: there is no file, or something else (a pipe, a device, a link to a folder or to
+            nothing).
         OSError: a folder cannot be read.
     """
     if path.is_file():
-        return [path]
+        return Listing([path])
     if not path.is_dir():
         raise DataError(f"data.path={path}: no such file or folder")
-    found = []
+    found, num_runs = list[Path](), 0
     for parent, folders, files in os.walk(path, onerror=_refuse):
+        if Path(parent) != path and not _OF_RUNS.isdisjoint((*folders, *files)):
+            num_runs += 1
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         links = [name for name in folders if Path(parent, name).is_symlink()]
         found += [Path(parent, name) for name in (*links, *files) if not name.startswith(".")]
@@ -41,9 +82,10 @@ def files_at(path: Path, suffix: str = "") -> list[Path]:
             raise DataError(
                 f"data: {file}: not a regular file; remove it, or begin its name with a dot"
             )
-    if not (found := [file for file in found if suffix in {"", file.suffix}]):
-        raise DataError(f"data.path={path}: the folder holds no {f'{suffix} ' * bool(suffix)}files")
-    return sorted(found)
+    if not found and not num_runs:
+        raise DataError(f"data.path={path}: the folder holds no {kind}")
+    taken = sorted(found if takes is None else filter(takes, found))
+    return Listing(taken, {other: len(found) - len(taken), RUNS: num_runs})
 
 
 def _refuse(error: OSError) -> None:
@@ -52,12 +94,13 @@ def _refuse(error: OSError) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise a DataError that names the file in place of an OSError."""
+    """Raise a DataError that names the file, which cannot be read, or not be unpacked."""
     try:
         yield
-    except OSError as error:
-        why = error.strerror or error
-        raise DataError(f"data: cannot read {error.filename or path}: {why}") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        name = getattr(error, "filename", None) or path
+        raise DataError(f"data: cannot read {name}: {why}") from error
 
 
 @contextmanager

@@ -220,7 +220,8 @@ class HuggingFaceData(TwoSides):
         columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
         text = joined(f"{known['format']} ({', '.join(columns)})", self._left_out())
         left_out = {"num_dropped": known["dropped"], "data_columns": known["columns"]}
-        return [row("", text, data_format=known["format"], **left_out)]
+        shown = row("", text, data_format=known["format"], **left_out)
+        return [shown, *self._source.listing.describe()]
 
     def _left_out(self) -> str:
         dropped = self._index.facts["dropped"].items()

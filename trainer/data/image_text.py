@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -18,7 +17,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import expanded
 from trainer.data.chat import encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL
-from trainer.data.files import reading
+from trainer.data.lines import fault, json_object, json_records_of, place_of
 
 IMAGE = "<image>"
 """What stands for the image in a text, and the token of which one stands for each of its parts."""
@@ -141,22 +140,21 @@ def _digits() -> Iterator[_Record]:
 
 
 def _records(path: Path) -> Iterator[_Record]:
-    with reading(path):
-        lines = path.read_text(encoding="utf-8").splitlines()
-    if not any(map(str.strip, lines)):
-        raise DataError(f"data.path={path}: holds no records")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
+    number = 0
+    for number, line in json_records_of(path):
+        place = place_of(path, number)
         try:
-            record = json.loads(line)
+            record = json_object(line)
             image = path.parent / record["image"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except UnicodeDecodeError as error:
+            raise DataError(f"data: {place}: {fault(error)}; fix it") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"data: {place}: no JSON object with an `image`; fix it") from error
         if not image.is_file():
             raise DataError(f"data: {place}: no such image: {image}; fix it")
         yield image, record, place
+    if not number:
+        raise DataError(f"data.path={path}: holds no records")
 
 
 def _processor(path: str) -> Any:  # noqa: ANN401 - of an untyped library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
@@ -15,9 +16,10 @@ from torch.utils.data import Dataset
 from trainer.config.components import Augmentations, Count, ExistingPath, PerChannel
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import expanded
+from trainer.core.rows import Row, RunFacts
 from trainer.data.augment import Augment
 from trainer.data.collate import LABELS
-from trainer.data.files import files_at, progress, reading
+from trainer.data.files import RUNS, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, PIXEL_VALUES, TRAIN
 
 SUFFIXES = frozenset(
@@ -93,7 +95,13 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         augment: Sequence[object],
         label_names: Sequence[str] | None,
     ) -> None:
-        found = _folders(folder)
+        with progress(f"listing the images of {folder}") as advance:
+            listings = {}
+            for name in _folders(folder):
+                listings[name] = files_at(folder / name, lambda f: f.suffix.lower() in SUFFIXES)
+                advance()
+        # A folder of nothing but runs, such as `outputs`, is no class.
+        found = [name for name, each in listings.items() if each.files or not each.others[RUNS]]
         if not found:
             text = "holds no folder for each class, such as cat/ and dog/ with images in them"
             raise DataError(f"data.path={folder}: {text}")
@@ -106,15 +114,13 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
             known = ", ".join(self.label_names[:20])
             raise DataError(f"data: {folder / odd[0]}: no class of the training data ({known})")
         self._paths, labels, digest = list[Path](), list[int](), hashlib.sha256()
-        with progress(f"listing the images of {folder}") as advance:
-            for name in found:
-                for path in files_at(folder / name):
-                    if path.suffix.lower() in SUFFIXES:
-                        self._paths.append(path)
-                        labels.append(self.label_names.index(name))
-                        text = f"{path.relative_to(folder)}|{path.stat().st_size}|"
-                        digest.update(text.encode(errors="surrogateescape"))
-                        advance()
+        for name in found:
+            self._paths += (paths := listings[name].files)
+            labels += [self.label_names.index(name)] * len(paths)
+            for path in paths:
+                text = f"{path.relative_to(folder)}|{path.stat().st_size}|"
+                digest.update(text.encode(errors="surrogateescape"))
+        self._others = sum((Counter(each.others) for each in listings.values()), Counter[str]())
         if not self._paths:
             raise DataError(f"data.path={folder}: no images ({', '.join(sorted(SUFFIXES))})")
         self._labels = torch.tensor(labels)
@@ -142,6 +148,10 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         )
         scaled = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
         return {PIXEL_VALUES: (scaled - self._mean) / self._std, LABELS: self._labels[i]}
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what of the folder was passed over."""
+        return Listing(others=self._others).describe()
 
     def name_of(self, i: int) -> str:
         """Name an image by its file."""

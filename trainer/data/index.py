@@ -119,6 +119,19 @@ def cached_index(
     return _open(path, key)
 
 
+def refuse_many(bad: Sequence[str], total: int) -> None:
+    """Refuse data of whose records more are bad, each with its reason, than may be skipped.
+
+    Raises:
+        DataError: they are.
+    """
+    if len(bad) > max(1, SKIP_CAP * total):
+        raise DataError(
+            f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
+            f"data.on_bad=skip allows; the first: {bad[0]}"
+        )
+
+
 def cache_folder() -> Path:
     """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,6 +15,8 @@ from trainer.data.formats import ENDINGS
 from trainer.data.samples import INPUT_IDS
 
 TYPE_IDS = "token_type_ids"
+_WHOLE = re.compile(r"\s*[-+]?\d+\s*", re.ASCII)
+_NUMBER = re.compile(r"\s*[-+]?(?!0\d)(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.ASCII)
 
 
 @final
@@ -31,6 +34,8 @@ class Labels:
         Raises:
             ValueError: it is none, or no class.
         """
+        if self.names is None and isinstance(value, str):
+            value = number_in(value)
         if isinstance(value, Hashable) and value in self.numbers:
             return self.numbers[value]
         if self.num_classes is None and value == IGNORED_LABEL:
@@ -42,6 +47,24 @@ class Labels:
             return int(value)
         classes = f"one of {', '.join(self.names)}" if self.names else "a number from 0"
         raise ValueError(f"the label {value!r} is not {classes}")
+
+
+def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
+    """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
+    if _NUMBER.fullmatch(cell) is None:
+        return cell
+    return int(cell) if _WHOLE.fullmatch(cell) else float(cell)
+
+
+def labels_in(cells: Iterable[object], names: Collection[str]) -> Iterator[object]:
+    """Give the labels that cells of CSV stand for: numbers where all are, and none if empty.
+
+    They stay words where all of them are `names` of classes that are known.
+    """
+    found = {str(cell) for cell in cells if cell}
+    numbers = {*map(number_in, found)}
+    is_words = found <= {*names} or any(isinstance(number, str) for number in numbers)
+    return iter(found if is_words else numbers)
 
 
 def labels_of(
@@ -148,6 +171,7 @@ def choice_fields(encoder: RecordEncoder, record: Record, num_choices: int) -> F
     first, choices, label = choices_of(record)
     if len(choices) != num_choices:
         raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
+    label = number_in(label) if isinstance(label, str) else label
     if not isinstance(label, int) or not 0 <= label < len(choices):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)

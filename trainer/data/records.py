@@ -6,8 +6,8 @@ hold, and one that is bad has a line. Nothing is written beside the files.
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
 import os
 import re
 import sys
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -23,8 +24,10 @@ import numpy as np
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
-from trainer.data.files import files_at, reading
+from trainer.data.files import OTHER, Listing, files_at, reading
+from trainer.data.lines import UNPACKED, is_text, kind_suffix, place_of
 from trainer.data.samples import HELD_OUT_NAMES, TRAIN
+from trainer.data.tables import ROWS, WHOLE_TEXT, read_table
 from trainer.models.transformers_classes import quiet
 from trainer.plan.cut import IntArray
 
@@ -32,7 +35,6 @@ _KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), "json"),
     **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"},
 }
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 _PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
 _HASHED_BYTES = 2**30
@@ -54,6 +56,7 @@ class RecordSource:
     is_alone: bool = False  # whether no other part is taken beside it
     # Parts of the files that are not taken
     others: Sequence[str] = ()
+    listing: Listing = field(default_factory=Listing)  # of the files, of all parts
 
     @property
     def digest(self) -> str:
@@ -73,7 +76,7 @@ class RecordSource:
     def load(self, scratch: Path) -> tuple[dict[str, Any], Sequence[str]]:
         """Give a `datasets.Dataset` of each part, mapped from files in `scratch` where it can be.
 
-        Records of JSON are strings in a column `text`.
+        Records of JSON, and texts, are bytes in a column `text`.
 
         Returns:
             The part that is trained on and, where there is one, the held-out part beside it, by
@@ -103,32 +106,29 @@ class RecordSource:
             return datasets.load_from_disk(str(expanded(self.path)))
         if self.kind == "hub":
             return datasets.load_dataset(self.path, self.subset)
-        files = {part: [str(file) for file in each] for part, each in self.files.items()}
-        if self.kind == "json" and _holds_lists(self.files):
-            lists = {part: {"text": _listed(each)} for part, each in self.files.items()}
-            return {part: datasets.Dataset.from_dict(each) for part, each in lists.items()}
-        options: dict[str, Any] = {}
-        if self.kind == "text":
-            is_file = expanded(self.path).is_file()
-            options["sample_by"] = "paragraph" if is_file else "document"
-        elif self.kind == "csv" and ".tsv" in next(iter(self.files.values()))[0].suffixes:
-            options["sep"] = "\t"
-        reader = "text" if self.kind == "json" else self.kind
-        return datasets.load_dataset(reader, data_files=files, cache_dir=str(scratch), **options)
+        if self.kind in {"parquet", "arrow"}:
+            links = {part: list[str]() for part in self.files}
+            for part, files in self.files.items():  # by links: the library takes names for patterns
+                for i, file in enumerate(files):
+                    (link := scratch / f"{part}-{i}").symlink_to(file)
+                    links[part].append(glob.escape(str(link)))
+            return datasets.load_dataset(self.kind, data_files=links, cache_dir=str(scratch))
+        return {
+            part: read_table(files, self.kind, scratch / f"{part}.rows")
+            for part, files in self.files.items()
+        }
 
-    def name_of(self, part: str, row: int) -> str:
-        """Name a record, by its number from 0 in its part: by its line where it has one."""
+    def name_of(self, part: str, row: int, before: int = 0) -> str:
+        """Name a record, by its number from 0 in its part: by its line where it has one.
+
+        `before` are the lines of the record ahead of the one that is meant.
+        """
         files = self.files.get(part, ())
-        is_lines = self.kind == "json" and not _holds_lists(self.files)
-        if not is_lines or any(_COMPRESSED & set(file.suffixes) for file in files):
-            return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
-        for file in files:
-            with file.open(errors="replace", encoding="utf-8") as stream:
-                count = sum(1 for _ in stream)
-            if row < count:
-                return f"{file}:{row + 1}"
-            row -= count
-        return self.path
+        if self.kind in ROWS:
+            rows = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
+            file, line = next(islice(rows, row, None))
+            return place_of(file, line + before)
+        return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
 
 
 def find_records(
@@ -147,17 +147,18 @@ def find_records(
     """
     source = RecordSource(path=path, kind="hub", subset=subset, part=part, is_alone=is_alone)
     place = expanded(path).absolute()
-    is_name = HUB_NAME.fullmatch(path) and place.suffix.lower() not in {*_KINDS, *_COMPRESSED}
+    is_file = kind_suffix(place) in _KINDS or place.suffix.lower() in UNPACKED
+    is_name = HUB_NAME.fullmatch(path) and not is_file
     if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
         return source
     with reading(place):
-        files = files_at(place)
+        listing = files_at(place, _takes)
+    files = listing.files
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
         return replace(source, kind="saved", files={TRAIN: files})
-    found = {file: kind for file in files if (kind := _kind_of(file))}
-    kinds = Counter(found.values())
+    kinds = Counter(kind for file in files if (kind := _KINDS.get(kind_suffix(file))))
     if len(kinds) > 1:
-        del kinds["text"]  # such as a licence beside the data
+        listing.others[OTHER] += kinds.pop("text", 0)  # such as a licence beside the data
     if len(kinds) != 1:
         text = (
             f"holds files of several kinds ({', '.join(kinds)}); name one file, or a folder of one"
@@ -167,15 +168,17 @@ def find_records(
             f"data.path={path}: {text if kinds else f'no file ends with one of {known}'}"
         )
     (kind,) = kinds
-    files = [file for file in files if found.get(file) == kind]
+    files = [file for file in files if _KINDS[kind_suffix(file)] == kind]
     parts = _parted(files, place, chooses=part is not None)
     taken, others = _chosen(list(parts), source)
-    return replace(source, kind=kind, files={n: parts[n] for n in taken}, others=others)
+    kind = WHOLE_TEXT if kind == "text" and place.is_dir() else kind
+    parts = {name: parts[name] for name in taken}
+    return replace(source, kind=kind, files=parts, others=others, listing=listing)
 
 
-def _kind_of(file: Path) -> str | None:
-    suffixes = [each.lower() for each in file.suffixes if each.lower() not in _COMPRESSED]
-    return _KINDS.get(suffixes[-1]) if suffixes else None
+def _takes(file: Path) -> bool:
+    kind = _KINDS.get(kind_suffix(file))
+    return kind is not None and (kind != "text" or is_text(file))
 
 
 def _parted(files: Sequence[Path], root: Path, *, chooses: bool) -> Mapping[str, Sequence[Path]]:
@@ -221,26 +224,6 @@ def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], 
     return taken, [name for name in names if name not in taken]
 
 
-def _holds_lists(files: Mapping[str, Sequence[Path]]) -> bool:
-    """Whether files of JSON hold one list each, and no lines."""
-    first = next(iter(files.values()))[0]
-    if first.suffix.lower() != ".json":
-        return False
-    with reading(first), first.open("rb") as stream:
-        return stream.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-
-
-def _listed(files: Sequence[Path]) -> list[str]:
-    """Read files that hold a list of records each."""
-    records = list[str]()
-    for file in files:
-        try:
-            records += map(json.dumps, json.loads(file.read_bytes()))
-        except ValueError as error:
-            raise DataError(f"data: {file}: not JSON ({error})") from error
-    return records
-
-
 def select(records: Any, count: int | None) -> tuple[Any, IntArray]:  # noqa: ANN401 - a Dataset
     """Take at most so many records, at even distances; gives them, and their numbers."""
     if count is None or count >= len(records):
@@ -260,8 +243,7 @@ def _explained(source: RecordSource) -> Iterator[None]:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
-        decoding = next((c for c in causes if isinstance(c, UnicodeDecodeError)), None)
-        why = "not UTF-8" if decoding else " ".join(str(causes[-1]).split())
+        why = " ".join(str(causes[-1]).split())
         where = f"data.path={source.path}"
         if source.kind == "hub":
             text = "no such file or folder, and no data set that the hub or its cache gives"

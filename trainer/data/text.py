@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
 from trainer.config.components import ExistingPath, FieldName, Overlong, Pair, Share
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
+from trainer.core.rows import Row, RunFacts, row
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import files_at, progress, reading
-from trainer.data.index import SKIP_CAP, Add, Index, cached_index
+from trainer.data.index import Add, Index, cached_index, refuse_many
+from trainer.data.lines import (
+    fault,
+    is_text,
+    json_object,
+    json_records_of,
+    kind_suffix,
+    lines_before,
+    paragraphs_of,
+    place_of,
+    whole_text_of,
+)
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _JSON = ".json"
 _FIELD = "text"
-_BOM = b"\xef\xbb\xbf"
 
 
 @final
@@ -27,14 +37,16 @@ class Text(ByteDocuments):
 
     * JSON lines: one document per line, the string under `field`; blank lines are none. All files
       are that where `field` is given or all are `.json`, else `.jsonl`, `.jsonlines` and `.ndjson`.
+      A file `.json` may hold one list of such records.
     * any other single file: one document per paragraph, that is, per run of non-blank lines.
     * a folder: all its files in order of their names, subfolders included, hidden ones left out;
-      one document per file, but per record in JSON lines.
+      one document per file, but per record in JSON lines. Files that are no text are passed over,
+      and folders of runs.
 
-    Bad are records that are not UTF-8, not JSON, not an object, lack `field`, hold something
-    else than a string there, or nothing but white space. Documents are held out by a hash of
-    their bytes, so that copies of one stay on one side. See `ByteDocuments` for the tokens and
-    for what the arguments raise.
+    Bad are records that are not UTF-8, not JSON, not an object, lack `field`, or hold something
+    else than a string there. Those with nothing but white space are left out and counted. Documents
+    are held out by a hash of their bytes, so that copies of one stay on one side. See
+    `ByteDocuments` for the tokens and for what the arguments raise.
 
     Args:
         path: file or folder.
@@ -63,98 +75,81 @@ class Text(ByteDocuments):
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
-        index = _text_index(expanded(path).absolute(), field, on_bad == "skip")
+        place = expanded(path).absolute()
+        with reading(place):
+            self._listing = files_at(place, _takes, other="binary file")
+        index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what was left out, and passed over."""
+        empty = self._index.facts["empty"]
+        rows = [row("", f"{empty:,} without text left out", num_empty=empty)] if empty else []
+        return [*rows, *self._listing.describe()]
 
-def _text_index(path: Path, field: str | None, skips: bool) -> Index:
+
+def _takes(file: Path) -> bool:
+    return kind_suffix(file) in {_JSON, *_JSON_LINES} or is_text(file)
+
+
+def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: bool) -> Index:
     with reading(path):
-        files = files_at(path)
         states = {str(file): file.stat() for file in files}
     size = sum(status.st_size for status in states.values())
 
-    def build(add: Add) -> tuple[list[str], dict[str, str]]:
-        total, bad = 0, list[str]()
+    def build(add: Add) -> tuple[list[str], dict[str, int]]:
+        total, empty, bad = 0, 0, list[str]()
         with progress(f"indexing {path}, {size:,} bytes") as advance:
-            in_lines = _json_lines(files, field)
-            for file, number, record in _records(path, files, in_lines):
+            for file, number, record, document_of in _records(path, files, field):
                 advance()
-                total += 1
                 try:
-                    document = _document(record, field or _FIELD, is_json=file in in_lines)
+                    document = document_of(record)
                 except ValueError as error:
-                    bad.append(_fault(file, number, error))
+                    name = place_of(file, number + lines_before(error))
+                    bad.append(f"{name}: {fault(error)}")
                     if not skips:
                         text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error
                 else:
-                    add(document, document)
-        if len(bad) > max(1, SKIP_CAP * total):
-            raise DataError(
-                f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "
-                f"data.on_bad=skip allows; the first: {bad[0]}"
-            )
-        if len(bad) == total:
+                    if document.strip():
+                        add(document, document)
+                    else:
+                        empty += 1
+                total += 1
+        refuse_many(bad, total)
+        if len(bad) + empty == total:
             raise DataError(f"data.path={path}: holds no documents")
-        return bad, {}
+        return bad, {"empty": empty}
 
-    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="3")
-
-
-def _json_lines(files: Sequence[Path], field: str | None) -> frozenset[Path]:
-    """Find the files that are JSON lines."""
-    if field is not None or all(file.suffix.lower() == _JSON for file in files):
-        return frozenset(files)
-    return frozenset(file for file in files if file.suffix.lower() in _JSON_LINES)
+    return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="4")
 
 
 def _records(
-    path: Path, files: Sequence[Path], in_lines: Container[Path]
-) -> Iterator[tuple[Path, int, bytes]]:
-    """Divide files into records; yields file, number of the first line, and bytes."""
+    path: Path, files: Sequence[Path], field: str | None
+) -> Iterator[tuple[Path, int, bytes, Callable[[bytes], bytes]]]:
+    """Divide files into records; yields file, number, bytes, and what reads the text in them."""
+    is_json = field is not None or all(kind_suffix(file) == _JSON for file in files)
+    of_object = partial(_text_in, name=field or _FIELD)
+    of_text = paragraphs_of if files == [path] else whole_text_of
     for file in files:
-        with reading(file), file.open("rb") as stream:
-            if file not in in_lines and file != path:
-                yield file, 1, stream.read().removeprefix(_BOM)
-                continue
-            lines = enumerate(chain([stream.readline().removeprefix(_BOM)], stream), start=1)
-            for is_blank, run in groupby(lines, lambda line: not line[1].strip()):
-                if not is_blank and file in in_lines:
-                    yield from ((file, number, line) for number, line in run)
-                elif not is_blank:
-                    numbers, paragraph = zip(*run, strict=True)
-                    yield file, numbers[0], b"".join(paragraph)
+        is_lines = is_json or kind_suffix(file) in _JSON_LINES
+        for number, record in (json_records_of if is_lines else of_text)(file):
+            yield file, number, record, of_object if is_lines else _checked
 
 
-def _document(record: bytes, name: str, *, is_json: bool) -> bytes:
+def _checked(text: bytes) -> bytes:
+    """Give a text; a ValueError where it is not UTF-8."""
+    text.decode()
+    return text
+
+
+def _text_in(record: bytes, name: str) -> bytes:
     """Take the text out of a record, in UTF-8; a ValueError says what is bad."""
-    if not is_json:
-        record.decode()
-        if not record.strip():
-            raise ValueError("the document is empty")
-        return record.rstrip(b"\r\n")
-    try:
-        fields = json.loads(record.decode())
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(
-            f"not a JSON object but of type {type(fields).__name__} (write an object a line)"
-        )
+    fields = json_object(record)
     if name not in fields:
         has = ", ".join(map(repr, fields)) or "none"
         raise ValueError(f"no field {name!r}; it has {has}; data.field=NAME takes another")
     text = fields[name]
     if not isinstance(text, str):
         raise ValueError(f"field {name!r} is of type {type(text).__name__}, not a string")
-    if not text.strip():
-        raise ValueError(f"field {name!r} is empty")
     return text.encode()
-
-
-def _fault(file: Path, number: int, error: ValueError) -> str:
-    """Name file and line of a bad record, and what is wrong with it."""
-    if isinstance(error, UnicodeDecodeError):
-        number += error.object.count(b"\n", 0, error.start)
-        return f"{file}:{number}: not UTF-8 (byte 0x{error.object[error.start]:02x})"
-    return f"{file}:{number}: {error}"

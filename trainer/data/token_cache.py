@@ -30,11 +30,19 @@ from trainer.data.encode import (
 )
 from trainer.data.files import progress
 from trainer.data.formats import Format, recognise
-from trainer.data.index import LISTED_SKIPS, SKIP_CAP, Add, Index, cache_folder, cached_index
+from trainer.data.index import (
+    LISTED_SKIPS,
+    Add,
+    Index,
+    cache_folder,
+    cached_index,
+    refuse_many,
+)
 from trainer.data.label_encoders import (
     choice_fields,
     choices_of,
     label_fields,
+    labels_in,
     labels_of,
     pair_fields,
     space_before_words,
@@ -43,6 +51,7 @@ from trainer.data.label_encoders import (
     target_fields,
     values_of,
 )
+from trainer.data.lines import fault, lines_before
 from trainer.data.records import RecordSource, select
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Kind
@@ -127,7 +136,7 @@ def cached_records(
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.is_alone}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"5|{state}")
+    return cached_index("hf", settings, {}, build, reader=f"6|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -184,6 +193,8 @@ def _fields_of(
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
         values = values_of(_records(source, parts), column)
+        names = options.label_names or options.model_labels
+        values = labels_in(values, names) if source.kind == "csv" else values
         stated = _class_names(_trained_on(parts), column)
         labels = labels_of(values, stated, options.model_labels, options.label_names)
     except (ValueError, TypeError) as error:
@@ -258,8 +269,9 @@ class _Writer:
                 else:
                     # A name is found by reading the file up to there.
                     is_listed = len(self.bad) < LISTED_SKIPS
-                    name = self._source.name_of(part, int(row)) if is_listed else "data"
-                    self.bad.append(f"{name}: {each}")
+                    before = lines_before(each)
+                    name = self._source.name_of(part, int(row), before) if is_listed else "data"
+                    self.bad.append(f"{name}: {fault(each)}")
                     if not self._skips:
                         text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from each
@@ -267,13 +279,8 @@ class _Writer:
 
     def check(self, count: int) -> None:
         """Refuse a source of which too much is bad, or nothing is kept."""
-        self.dropped.pop("blank", None)
         total = count + len(self.bad) + sum(self.dropped.values())
-        if len(self.bad) > max(1, SKIP_CAP * total):
-            raise DataError(
-                f"data: {len(self.bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} "
-                f"that data.on_bad=skip allows; the first: {self.bad[0]}"
-            )
+        refuse_many(self.bad, total)
         if count == 0:
             why = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
             raise DataError(f"data.path={self._source.path}: no record is left ({why or 'none'})")

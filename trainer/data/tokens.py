@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, final
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Count, ExistingPath, Pair, Share
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
+from trainer.core.rows import Row, RunFacts
 from trainer.data.files import files_at, reading
 from trainer.data.samples import HELD_OUT, TRAIN, held_out_count
 from trainer.data.token_samples import divide
@@ -78,7 +80,9 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         )
         place = expanded(path).absolute()
         with reading(place):
-            paths = files_at(place, ".bin")
+            self._listing = files_at(place, lambda file: file.suffix == ".bin", ".bin files")
+        if not (paths := self._listing.files):
+            raise DataError(f"data.path={path}: the folder holds no .bin files")
         by_name = {
             TRAIN: [path for path in paths if path.name.startswith("train")],
             HELD_OUT: [path for path in paths if path.name.startswith("val")],
@@ -138,6 +142,10 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             )
         input_ids = torch.from_numpy(tokens)
         return {"input_ids": input_ids, "labels": input_ids}
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what of a folder was passed over."""
+        return self._listing.describe()
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memmap is a copy of the whole file; another process maps it anew.

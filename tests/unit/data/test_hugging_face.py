@@ -472,7 +472,7 @@ def test_bad_files_and_labels_are_named(tmp_path, words):
     (tmp_path / "odd.csv").write_bytes(b"text\n\xff\n")
     (tmp_path / "image.png").touch()
     for name, fault in (
-        ("odd.csv", "cannot be read as csv: not UTF-8"),
+        ("odd.csv", r"odd.csv:2: not UTF-8 \(byte 0xff\)"),
         ("image.png", "no file ends with one of"),
         ("gone.jsonl", "no such file or folder"),
     ):
@@ -545,9 +545,9 @@ def test_only_bad_records_that_are_listed_are_looked_up(tmp_path, monkeypatch):
     looked_up = list[int]()
     name_of = RecordSource.name_of
 
-    def counted(source: RecordSource, part: str, row: int) -> str:
+    def counted(source: RecordSource, part: str, row: int, before: int = 0) -> str:
         looked_up.append(row)
-        return name_of(source, part, row)
+        return name_of(source, part, row, before)
 
     monkeypatch.setattr(RecordSource, "name_of", counted)
     monkeypatch.setattr("trainer.data.token_cache.LISTED_SKIPS", 2)

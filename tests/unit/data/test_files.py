@@ -1,0 +1,269 @@
+"""Files of a user's own: lines, cells, literal paths, and folders, in every kind of data alike."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.lib.hf_toys import write_lines
+from tests.lib.nightly import counts, nightly
+from tests.lib.support import documents_of
+from trainer.core.errors import DataError
+from trainer.data.hugging_face import HuggingFaceData
+from trainer.data.image_text import ImageText
+from trainer.data.images import ImageFolders
+from trainer.data.text import Text
+from trainer.data.tokenizers import byte_tokenizer
+from trainer.data.tokens import TokenWindows
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache[1]"))
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
+def text(path: Path, **more: Any) -> Any:
+    return Text(str(path), max_length=10_000, holdout=0.0, **more)
+
+
+def hf(path: Path, task: Any = None, **more: Any) -> Any:
+    return HuggingFaceData(str(path), byte_tokenizer(), task, holdout=0.0, **more)
+
+
+def hf_texts(data: HuggingFaceData) -> list[str]:
+    ids = (data[i]["input_ids"].tolist() for i in range(len(data)))
+    return [bytes(i for i in each if i < 256).decode() for each in ids]
+
+
+def image_text(path: Path) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([*ImageText.special_tokens], special_tokens=True)
+    return ImageText(tokenizer, str(path))
+
+
+def prompts(data: ImageText) -> list[str]:
+    found = (data.decode(data[i]["input_ids"].tolist()) for i in range(len(data)))
+    return [each.rpartition("<image>")[2].partition("!")[0] for each in found]
+
+
+ODD = "a\u2028b\u0085c\x0bd"
+"""Characters at which `str.splitlines` divides, and no line ends."""
+
+Read = Callable[[Path], list[str]]
+READERS: dict[str, tuple[str, Read]] = {
+    "text lines": ("a.jsonl", lambda path: documents_of(text(path))),
+    "hf lines": ("a.jsonl", lambda path: hf_texts(hf(path))),
+    "image_text": ("image.jsonl", lambda path: prompts(image_text(path))),
+    "text paragraphs": ("a.txt", lambda path: documents_of(text(path))),
+    "hf paragraphs": ("a.txt", lambda path: hf_texts(hf(path))),
+    "hf table": ("a.csv", lambda path: hf_texts(hf(path))),
+}
+
+
+def records_of(name: str, texts: list[str]) -> list[bytes]:
+    """Write texts as records of a file of this name, with a blank line that has spaces in it."""
+    records = [*(["text"] if name == "a.csv" else []), *texts]
+    if name.endswith(".jsonl"):
+        with_image = {"image": "x.png", "completion": "!"} if name == "image.jsonl" else {}
+        role = "prompt" if with_image else "text"
+        records = [json.dumps({role: t} | with_image, ensure_ascii=False) for t in texts]
+    return [line.encode() for record in records for line in (record, " \t ")]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_lines_end_in_the_same_places_and_a_bad_byte_is_named_by_every_reader(reader, folder):
+    name, read = READERS[reader]
+    Image.new("RGB", (4, 4)).save(folder / "x.png")
+    lines = records_of(name, [ODD, "second", "third"])
+    file = folder / name
+    file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
+    assert read(file) == [ODD, "second", "third"]
+    lines[-2] = lines[-2].replace(b"third", b"th\xffird")
+    file.write_bytes(b"\n".join(lines))
+    where = f"data: {file}:{len(lines) - 1}: not UTF-8 (byte 0xff)"
+    with pytest.raises(DataError) as caught:
+        read(file)
+    assert str(caught.value).startswith(where)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_line_without_an_end_is_one_line_of_error_in_every_reader(reader, folder, monkeypatch):
+    monkeypatch.setattr("trainer.data.lines.LONGEST_LINE", 2**20)
+    name, read = READERS[reader]
+    file = folder / name
+    with file.open("wb") as stream:
+        stream.truncate(2**21)
+    with pytest.raises(DataError, match=r":1: the line is longer than 1 MiB; is the file text\?"):
+        read(file)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt"])
+def test_text_and_hf_read_the_same_of_the_same_file(name, folder):
+    texts = ["one\r\ntwo", " ", "three ", "a,b"]
+    records = [{"text": each} for each in texts]
+    file = folder / name
+    if name == "a.json":
+        file.write_text(json.dumps(records, indent=1))
+    elif name == "a.jsonl":
+        write_lines(file, records)
+    else:
+        file.write_bytes("\n \n".join(texts).encode())
+    left = [each for each in texts if each.strip()]
+    assert documents_of(text(file)) == hf_texts(hf(file)) == left
+    (file.parent / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    packed = file.parent / f"{name}.gz"
+    assert documents_of(text(packed)) == hf_texts(hf(packed)) == left
+    for data in (text(file), hf(file)):
+        rows = [each.text for each in data.describe_records(None)]
+        assert any("1 without text left out" in row for row in rows) == (name != "a.txt")
+
+
+@pytest.mark.parametrize("read", [text, hf])
+def test_a_list_of_json_that_is_cut_short_names_its_file(read, folder):
+    (folder / "a.json").write_text('[{"text": "a"},\n {"text": "b"}')
+    with pytest.raises(DataError, match=r"a\.json:1: not JSON \(.*line 2"):
+        read(folder / "a.json")
+    (folder / "a.json").write_text('[{"text": "a"},\n {"text": 3}]')
+    with pytest.raises(DataError, match=r"a\.json: record 2: .* of type int"):
+        read(folder / "a.json")
+
+
+def write_value(kind: str, path: Path, value: str) -> None:
+    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
+    import pyarrow as pa  # noqa: PLC0415
+    from pyarrow.parquet import write_table  # noqa: PLC0415
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "saved":
+        datasets.Dataset.from_dict({"text": [value]}).save_to_disk(path)
+    elif kind == "parquet":
+        write_table(pa.table({"text": [value]}), pa.OSFile(str(path), "wb"))
+    elif kind == "csv":
+        path.write_text(f"text\n{value}\n")
+    elif kind == "txt":
+        path.write_text(value)
+    else:
+        write_lines(path, [{"text": value}])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "txt", nightly("saved")])
+def test_a_path_is_literal_whatever_characters_are_in_it(kind, folder):
+    names = ["data1", "data[1]", "ab", "a?", "a*", "a::b", "x[1]/in", "x1/in", "~a#b", "__in__/a"]
+    paths = {name: folder / (name if kind == "saved" else f"{name}.{kind}") for name in names}
+    if kind == "saved":
+        del paths["a::b"]  # which the library takes for two
+    for name, path in paths.items():
+        write_value(kind, path, name)
+    for name, path in paths.items():
+        assert hf_texts(hf(path)) == [name]
+    if kind != "saved":
+        assert hf_texts(hf(folder / "x[1]")) == ["x[1]/in"]
+        assert hf_texts(hf(folder / "__in__")) == ["__in__/a"]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_cells_are_what_is_written(separator, folder):
+    odd = ["009999", "NA", "null", "None", "nan", "N/A", "1e3", "True", "-0", "a\r\nb", 'say "x"']
+    for cells in (odd, ["007", "0010"]):
+        lines = ['"{}"{}x'.format(cell.replace('"', '""'), separator) for cell in cells]
+        content = "\n".join([f"text{separator}y", *lines])
+        (folder / "a.csv").write_text(content, newline="")
+        data = hf(folder / "a.csv")
+        assert hf_texts(data) == cells
+    assert data.name_of(1) == f"{folder}/a.csv:3"
+
+
+@counts(10, 10_000)
+def test_a_table_is_of_one_kind_whatever_stands_first(count, folder):
+    cells = [*(f"word {i}" for i in range(count)), *(f"{i:06d}" for i in range(count))]
+    (folder / "a.csv").write_text("\n".join(["text", *cells]))
+    assert hf_texts(hf(folder / "a.csv")) == cells
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "numbers"),
+    [
+        (["NA", "None", "good", "null"], ["NA", "None", "good", "null"], [0, 1, 2, 3]),
+        (["0", "10", "2", "1"], None, [0, 10, 2, 1]),
+        (["01", "10", "002", "1"], ["002", "01", "1", "10"], [1, 3, 0, 2]),
+        (["0.5", "-1", "2e1", ".25"], None, [0.5, -1.0, 20.0, 0.25]),
+    ],
+)
+def test_labels_of_a_table_are_numbers_where_all_are_and_else_words(labels, names, numbers, folder):
+    rows = "".join(f"text,{label}\n" for label in labels)
+    (folder / "a.csv").write_text(f"text,label\n{rows}")
+    data = hf(folder / "a.csv", "sequence_classification")
+    assert (data.label_names and [*data.label_names]) == names
+    assert [data[i]["labels"].item() for i in range(len(data))] == numbers
+    assert data.num_classes == (1 if isinstance(numbers[0], float) else max(numbers) + 1)
+
+
+def test_a_cell_without_a_label_is_named_and_numbers_may_be_names_of_classes(folder):
+    (folder / "a.csv").write_text("text,label\na,good\n\nb,\n")
+    with pytest.raises(DataError, match=r"a\.csv:4: the label '' is not one of good"):
+        hf(folder / "a.csv", "sequence_classification")
+    (folder / "a.csv").write_text("text,label\na,2\nb,1\n")
+    data = hf(folder / "a.csv", "sequence_classification", label_names=["NA", "1", "2"])
+    assert [int(data[i]["labels"]) for i in range(2)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("text,label\na\n", r"a\.csv:2: not CSV \(1 cells, and 2 names of columns\)"),
+        ("text,y\na,b\n\na,b,c\n", r"a\.csv:4: not CSV \(3 cells, and 2 names"),
+        ('text,y\n"a,b\n', r"a\.csv:2: not CSV \(unexpected end of data\)"),
+        ("text,text\na,b\n", r"a\.csv:2: not CSV \(2 cells, and 1 names"),
+        ("text\n", "holds no records"),
+    ],
+)
+def test_a_table_that_is_not_sound_names_its_line(content, fault, folder):
+    (folder / "a.csv").write_text(content)
+    with pytest.raises(DataError, match=fault):
+        hf(folder / "a.csv")
+
+
+def passed_over(data: Any) -> str:
+    (shown,) = [row.text for row in data.describe_records(None) if "passed over" in row.text]
+    return shown
+
+
+def test_a_folder_passes_over_other_files_and_folders_of_runs_and_counts_both(folder):
+    for run in ("outputs/day/1/.hydra/config.yaml", "outputs/day/2/.hydra/config.yaml"):
+        (folder / run).parent.mkdir(parents=True)
+        (folder / run).write_text("steps: 1")
+    sweep = folder / "outputs/multirun/day/sweep"
+    (sweep / "0/.hydra").mkdir(parents=True)
+    for name in ("multirun.yaml", "sweep.csv", "0/train.log"):
+        (sweep / name).write_text("text\n")
+    for name in ("outputs/day/1/train.log", "outputs/day/2/a.csv", "outputs/day/1/a.txt"):
+        (folder / name).touch()
+    (folder / "a.txt").write_text("first")
+    for name in ("cat/a.png", "dog/deep/b.png"):
+        (folder / name).parent.mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / name)
+    np.arange(9, dtype=np.uint16).tofile(folder / "cat/a.bin")
+    runs = "3 run folders"
+    data = text(folder)
+    assert documents_of(data) == ["first"]
+    assert passed_over(data) == f"passed over: 3 binary files, {runs}"
+    data = hf(folder)
+    assert hf_texts(data) == ["first"]
+    assert passed_over(data) == f"passed over: 3 other files, {runs}"
+    data = TokenWindows(str(folder), max_length=9)
+    assert (len(data), passed_over(data)) == (1, f"passed over: 3 other files, {runs}")
+    images = ImageFolders(str(folder)).splits()["train"]
+    assert images.label_names == ["cat", "dog"]
+    assert passed_over(images) == f"passed over: 1 other file, {runs}"
+    # One that is named itself is read.
+    assert documents_of(text(sweep)) == ["text", "text"]

@@ -1,0 +1,129 @@
+r"""Divide files into lines, paragraphs and JSON records, in one way for every kind of data.
+
+A line ends with `\n` or `\r\n`, whatever else it holds. A byte order mark at the beginning of a
+file is left out. Records come as bytes, each with the number of its first line, from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from trainer.core.errors import DataError
+from trainer.data.files import reading
+
+Records = Iterator[tuple[int, bytes]]
+
+LONGEST_LINE = 2**27
+"""Most bytes of a line: some corpora are one line of 100 MB; of zeros it is read in a second."""
+
+UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstandard"}
+"""Modules that unpack files, by their suffix."""
+
+_BINARY_HEAD = 2**13
+"""A file with a NUL among its first bytes is no text, as git has it."""
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def kind_suffix(file: Path) -> str:
+    """Give the suffix that says what a file holds, in small letters: `.csv` of `a.CSV.gz`."""
+    suffixes = (suffix.lower() for suffix in reversed(file.suffixes))
+    return next((suffix for suffix in suffixes if suffix not in UNPACKED), "")
+
+
+def open_unpacked(file: Path) -> Any:  # noqa: ANN401 - a stream of bytes
+    """Open a file for reading; `.gz`, `.bz2`, `.xz` and `.zst` are unpacked."""
+    module = UNPACKED.get(file.suffix.lower())
+    return import_module(module).open(file, "rb") if module else file.open("rb")
+
+
+def is_text(file: Path) -> bool:
+    """Whether a file looks like text."""
+    with reading(file), open_unpacked(file) as stream:
+        return b"\0" not in stream.read(_BINARY_HEAD)
+
+
+def lines_of(file: Path) -> Records:
+    """Give the lines of a file with their ends; a DataError for one beyond `LONGEST_LINE`."""
+    number = 0
+    with reading(file), open_unpacked(file) as stream:
+        while line := stream.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                text = f"the line is longer than {LONGEST_LINE >> 20} MiB; is the file text?"
+                raise DataError(f"data: {file}:{number}: {text}")
+            yield number, line.removeprefix(_BOM) if number == 1 else line
+
+
+def paragraphs_of(file: Path) -> Records:
+    """Give each run of lines that are not blank."""
+    for is_blank, run in groupby(lines_of(file), lambda line: not line[1].strip()):
+        if not is_blank:
+            numbers, lines = zip(*run, strict=True)
+            yield numbers[0], b"".join(lines).rstrip(b"\r\n")
+
+
+def whole_text_of(file: Path) -> Records:
+    """Give all of a file."""
+    yield 1, b"".join(line for _, line in lines_of(file)).rstrip(b"\r\n")
+
+
+def json_records_of(file: Path) -> Records:
+    """Give the lines of a file that are not blank, or the records, by number, of a list in it."""
+    if not _holds_list(file):
+        yield from ((number, line) for number, line in lines_of(file) if line.strip())
+        return
+    content = b"".join(line for _, line in lines_of(file))
+    try:
+        records = _parsed(content)
+    except ValueError as error:
+        raise DataError(f"data: {file}:{1 + lines_before(error)}: {fault(error)}") from error
+    yield from ((number, json.dumps(each).encode()) for number, each in enumerate(records, start=1))
+
+
+def _holds_list(file: Path) -> bool:
+    if kind_suffix(file) != ".json":
+        return False
+    with reading(file), open_unpacked(file) as stream:
+        return bool(stream.read(_BINARY_HEAD).lstrip(_BOM + b" \t\r\n").startswith(b"["))
+
+
+def place_of(file: Path, number: int) -> str:
+    """Name a record by its line, or by its number in a list."""
+    return f"{file}: record {number}" if _holds_list(file) else f"{file}:{number}"
+
+
+def json_object(record: bytes) -> dict[str, Any]:
+    """Read an object of JSON; a ValueError says what is wrong."""
+    found = _parsed(record)
+    if not isinstance(found, dict):
+        text = f"not a JSON object but of type {type(found).__name__} (write an object a line)"
+        raise ValueError(text)
+    return found
+
+
+def _parsed(record: bytes) -> Any:  # noqa: ANN401 - any JSON
+    text = record.decode()
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+
+
+def lines_before(error: ValueError) -> int:
+    """Count the lines of a record before the one that is at fault, where that is known."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.object.count(b"\n", 0, error.start)
+    return 0
+
+
+def fault(error: ValueError) -> str:
+    """Say what is wrong with a record."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 (byte 0x{error.object[error.start]:02x})"
+    return str(error)
