@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Overlong
 from trainer.core.errors import DataError
 from trainer.data.index import Index
-from trainer.data.samples import HELD_OUT, TRAIN, held_out_mask
+from trainer.data.samples import HELD_OUT, TRAIN, KeyArray, held_out_mask
 from trainer.data.token_samples import Ends, FieldSamples, TextSamples
 from trainer.plan.cut import IntArray
 
@@ -69,6 +69,11 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     def original_ids(self) -> IntArray:
         """Index of each sample among those of both sides, `(samples,)`."""
         return self._ids[self._split]
+
+    @property
+    def contents(self) -> KeyArray:
+        """A number for each sample, `(samples,)`, which those of equal documents share."""
+        return self._index.groups[self._samples.documents[self.original_ids]]
 
     @cached_property
     def lengths(self) -> IntArray:

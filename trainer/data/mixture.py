@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, floor
 from typing import Any, Literal, cast, final
 
@@ -19,10 +19,12 @@ from trainer.config.components import Sources
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, joined, row
-from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, Sample, num_tokens
+from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, KeyArray, Sample, num_tokens
 from trainer.data.view import DataView
 from trainer.plan.cut import IntArray
+from trainer.plan.lengths import picked
 
+_NONE = np.zeros(0, dtype=np.uint64)
 _SAME = ("collate", "decode", "label_names", "pad_token_id", "prompt")
 """What `Samples` lists as optional, and parts have alike: that of the first is taken."""
 
@@ -122,6 +124,7 @@ class MixtureSource:
     train: DataView
     held_out: DataView | None
     weight: float  # samples of it in an epoch are proportional to this
+    num_left_out: int = 0  # samples that are in no epoch, as another source holds them out
 
 
 @final
@@ -133,7 +136,7 @@ class Mixture:
     `all_exhausted` the least that leaves none out. Of a source with more samples those at even
     distances are taken, the same in each epoch; one with fewer begins anew. The order in which the
     run shuffles an epoch, source and all, follows from (seed, epoch) alone. What is held out of
-    each source is evaluated once, by itself and together.
+    each source is evaluated once, by itself and together, and trained on in no other one.
 
     Args:
         sources: by name, opened.
@@ -148,7 +151,8 @@ class Mixture:
         sources: Sources,
         stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
     ) -> None:
-        self._sources = cast("Mapping[str, MixtureSource]", sources)  # as they come, opened
+        opened = cast("Mapping[str, MixtureSource]", sources)  # as they come
+        self._sources = _without_held_out(opened)
         sizes = {name: len(source.train) for name, source in self._sources.items()}
         weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
         self.counts = counts_by_weight(sizes, weights, stopping)
@@ -170,7 +174,32 @@ class Mixture:
         weights = {name: source.weight for name, source in self._sources.items()}
         part = MixturePart(held_out, None, weights)
         part.original_ids = part.ids_in_parts()
-        return {TRAIN: MixturePart(train, self.counts, weights, is_marked=True), HELD_OUT: part}
+        left_out = {name: source.num_left_out for name, source in self._sources.items()}
+        trained = MixturePart(train, self.counts, weights, left_out, is_marked=True)
+        return {TRAIN: trained, HELD_OUT: part}
+
+
+def _without_held_out(sources: Mapping[str, MixtureSource]) -> dict[str, MixtureSource]:
+    """Take out of training what any source holds out, where data number their contents.
+
+    Each source holds out a share of its own, so that two may part a text that is in both.
+    """
+    views = (source.held_out for source in sources.values())
+    held_out = np.concatenate([_NONE, *(_contents(view) for view in views if view is not None)])
+    found = dict(sources)
+    for name, source in sources.items():
+        keeps = ~np.isin(_contents(source.train), held_out)
+        if not keeps.all():
+            places, digest = np.flatnonzero(keeps), hashlib.sha256(keeps.data).hexdigest()
+            train = DataView(source.train, len(places), partial(picked, places), digest)
+            found[name] = replace(source, train=train, num_left_out=len(keeps) - len(places))
+    return found
+
+
+def _contents(view: DataView) -> KeyArray:
+    """Number the contents of samples, `(samples,)`; none at all where the data do not."""
+    contents = view.optional("contents")
+    return _NONE if contents is None else np.asarray(contents)[view.ids(np.arange(len(view)))]
 
 
 def counts_by_weight(
@@ -195,6 +224,7 @@ class MixturePart(Joined):
         views: the sources by name.
         counts: how many samples of each; None is all, once.
         weights: for messages.
+        left_out: samples of each source that another one holds out, for messages.
         is_marked: whether samples say their source, for its loss in training.
 
     Attributes:
@@ -209,12 +239,13 @@ class MixturePart(Joined):
         views: Mapping[str, DataView],
         counts: Mapping[str, int] | None,
         weights: Mapping[str, float],
+        left_out: Mapping[str, int] | None = None,
         *,
         is_marked: bool = False,
     ) -> None:
         super().__init__(views, counts)
         self._is_marked, self.source_names = is_marked, self._names
-        self._weights = [weights[name] for name in views]
+        self._weights, self._left_out = [weights[name] for name in views], left_out or {}
         self.source_ids = np.repeat(np.arange(len(views), dtype=np.int16), self._counts)
 
     def __getitem__(self, i: int) -> Sample:
@@ -249,6 +280,7 @@ class MixturePart(Joined):
                 if repeats >= 1
                 else f"the same {percent(repeats)} in every epoch",
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
+                (left_out := self._left_out[name]) and f"{left_out:,} held out elsewhere",
             )
             describe = view.optional("describe_records")
             inner = [] if describe is None else [each.text for each in describe(facts)]
@@ -259,5 +291,6 @@ class MixturePart(Joined):
                 "num_available": len(view),
                 "num_tokens": tokens,
                 "repeats": repeats,
+                "num_left_out": left_out,
             }
         return [*rows, row(mixture=record)]

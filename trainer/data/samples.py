@@ -56,6 +56,8 @@ class Samples(Protocol):
       sample for a message.
     * `split_rule`, `holdout`: of data that split themselves: by what, in words, and the share that
       was asked to be held out.
+    * `contents`: `(samples,)` integers, which samples of equal documents share: a mixture trains on
+      none that another source holds out.
     * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes
       in their order: for samples that a person is shown.
     * `prompt`: `prompt(text) -> (ids, ends)`, the tokens that a sample of a text begins with, and

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lib.hf_toys import write_lines
+from tests.lib.support import documents_of
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import RunFacts
 from trainer.data.mixture import Mixture, MixturePart, MixtureSource, counts_by_weight
+from trainer.data.text import Text
 from trainer.data.view import DataView, split_by_seed
 
 SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 500), min_size=1)
@@ -116,3 +119,30 @@ def test_a_sample_is_named_by_its_source_and_a_source_without_samples_is_refused
         part.read(2, seed=0, epoch=0)
     with pytest.raises(ConfigError, match=r"^data\.sources\.b\.weight=0\.001: none of its samp"):
         mixed(weight=0.001)
+
+
+def test_a_text_that_one_source_holds_out_is_trained_on_in_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+    texts = [f"text {i}" for i in range(60)]
+    sources = {}
+    for name, own in (("a", texts[::2]), ("b", texts)):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": text} for text in own])
+        sides = Text(str(tmp_path / f"{name}.jsonl"), holdout=0.2).splits()
+        views = {side: DataView(data) for side, data in sides.items()}
+        sources[name] = MixtureSource(**views, weight=1)
+    alone = {name: {*documents_of(source.train.dataset)} for name, source in sources.items()}
+    held_out = {*documents_of(Mixture(sources).splits()["held_out"])}
+    lost = {name: len(found & held_out) for name, found in alone.items()}
+    assert sum(lost.values()) > 0, "shares of sources of other sizes part a text"
+    parts = Mixture(sources, "all_exhausted").splits()
+    trained = DataView(parts["train"])
+    assert {*documents_of([trained.read(i, seed=0, epoch=0) for i in range(len(trained))])} == (
+        alone["a"] | alone["b"]
+    ) - held_out
+    facts = RunFacts(total_steps=1, world_size=1, noun="sample")
+    shown = [row.text or "" for row in parts["train"].describe_records(facts)]
+    for name, count in lost.items():
+        (row,) = [each for each in shown if each.startswith(f"{name}: ")]
+        assert row.endswith(f"{count} held out elsewhere") == bool(count)
+    again = Mixture(sources, "all_exhausted").splits()["train"]
+    assert again.fingerprint == parts["train"].fingerprint
