@@ -45,6 +45,8 @@ MISTAKES = {
     "batch.global": "Did you mean batch.global=VALUE?",
     "batch.global=[1": "batch.global=[1: cannot be read",
     "=3": "=3: needs a key",
+    "data=text 'data.path=my text [1'": "cannot be read; quote special characters: 'data.path=",
+    "-m data=text 'data.path=my text [1'": "cannot be read; quote special characters: 'data.path=",
     "plna": "plna: unknown command. Did you mean plan?",
     "predict": "predict: unknown command. For predictions: train evaluate run=RUN eval.predictions",
     "plan verify": "verify: the command is already plan",
@@ -88,7 +90,12 @@ MISTAKES = {
     "evaluate -m run=a,b": "-m: a sweep can only train",
 }
 
-ONE_LINE = ("--stpes 5", "steps= 5", "steps = -5")
+ONE_LINE = (
+    "--stpes 5",
+    "steps= 5",
+    "steps = -5",
+    *(line for line in MISTAKES if "my text" in line),
+)
 
 LONG = "x" * 5000
 ABSURD = [

@@ -96,6 +96,12 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
     return list(overrides.values()), faults
 
 
+def distinct(faults: Sequence[str]) -> list[str]:
+    """Give each fault once, and nothing more of a key whose value could not be read."""
+    unread = {f.partition("=")[0].lstrip("+") for f in faults if ": cannot be read; " in f}
+    return [f for f in dict.fromkeys(faults) if f.partition(": ")[0] not in unread]
+
+
 def _read_typed(line: str) -> Override:
     def place(word: re.Match[str]) -> str:
         name = word[1] or word[2] or word[3] or ""

@@ -15,7 +15,7 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.overrides import classify, dotted, parse, quote, read, without, word_of
+from trainer.cli.overrides import classify, distinct, dotted, parse, quote, read, without, word_of
 from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
@@ -44,7 +44,7 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
             job = _prepare(overrides, composer)
         except TrainError as error:
             if faults:
-                raise ConfigError(*dict.fromkeys([*faults, *str(error).split("\n")])) from error
+                raise ConfigError(*distinct([*faults, *str(error).split("\n")])) from error
             raise
     if faults:
         raise ConfigError(*faults)

@@ -41,6 +41,7 @@ from trainer.cli.launchers import (
 from trainer.cli.overrides import (
     classify,
     cover,
+    distinct,
     dotted,
     expand,
     parse,
@@ -134,7 +135,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         except ConfigError as error:
             faults += error.faults
     if faults:
-        raise ConfigError(*dict.fromkeys(faults))
+        raise ConfigError(*distinct(faults))
     first = checked[0]
     metric, mode = first.config.sweep.metric, first.config.sweep.mode
     lines, record = _with_absolute_paths(parts.lines, checked), first.composed.hydra
