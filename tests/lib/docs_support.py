@@ -39,6 +39,9 @@ PAGES_OF_TEXT = {"doctor", "recipes", "report"}
 RESULTS = ("weights", "adapter", "base")
 """Folders that commands of the pages write, and others read."""
 
+OF_CLONE = ("README.md", "docs")
+"""What pages name that a clone holds; nothing stands in for that."""
+
 OTHERS = {"model._target_", "recipe", "model.path", "model.config"}
 TINY = {"model.width": "16", "model.num_heads": "2", "model.num_layers": "1"}
 _FENCE = re.compile(r"^( *)```(?:\{\.)?(\w+)([^\n`}]*)\}?\n(.*?)^ *```", re.M | re.S)
@@ -96,9 +99,10 @@ def make_workshop() -> None:
     corpus.write_text("".join(json.dumps({"text": t, "body": t}) + "\n" for t in TEXTS * 3))
     for name in ("a", "b", "web", "code", "other"):
         shutil.copy(corpus, f"{name}.jsonl")
-    for name in ("book.txt", "README.md"):
-        Path(name).write_text("\n\n".join(TEXTS * 3) + "\n")
-    for folder in ("web", "books", "docs"):
+    Path("book.txt").write_text("\n\n".join(TEXTS * 3) + "\n")
+    for name in OF_CLONE:
+        Path(name).symlink_to(CHECKOUT / name)
+    for folder in ("web", "books"):
         Path(folder).mkdir()
         for i, text in enumerate(TEXTS):
             Path(folder, f"{i}.txt").write_text(text)

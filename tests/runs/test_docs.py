@@ -39,6 +39,12 @@ def workshop(tmp_path_factory):
     return folder
 
 
+def test_nothing_stands_in_for_what_a_clone_holds(workshop):
+    names = {path.name for path in CHECKOUT.iterdir()} - {"outputs"}  # which runs write into
+    for path in workshop.iterdir():
+        assert path.name not in names or path.resolve() == CHECKOUT / path.name
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("page", sorted(TYPED.keys() - BY_DEFAULT))
