@@ -78,7 +78,8 @@ def json_records_of(file: Path) -> Records:
     if not _holds_list(file):
         yield from ((number, line) for number, line in lines_of(file) if line.strip())
         return
-    content = b"".join(line for _, line in lines_of(file))
+    with reading(file), open_unpacked(file) as stream:
+        content = stream.read().removeprefix(_BOM)  # often one line, whatever its size
     try:
         records = _parsed(content)
     except ValueError as error:
