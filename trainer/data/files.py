@@ -22,7 +22,6 @@ from trainer.core.rows import Row, joined, row
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""
 
-
 OTHER, RUNS = "other file", "run folder"
 """What may be passed over."""
 _OF_RUNS = frozenset({".hydra", "multirun.yaml", "sweep.csv"})
@@ -51,13 +50,8 @@ def files_at(
 ) -> Listing:
     """List one file, or the files of a folder and its subfolders in order of their names.
 
-    Names that begin with a dot are left out. Folders of runs and sweeps below it are passed over.
-
-    Args:
-        path: file or folder.
-        takes: whether a file of the folder is taken; None takes all.
-        kind: what is taken, for messages.
-        other: what one is that is not taken.
+    Names that begin with a dot are left out. Folders of runs and sweeps below it are passed over,
+    and files that `takes` refuses; `kind` and `other` say what is taken, and what is not.
 
     Raises:
         DataError: there is no file, or something else (a pipe, a device, a link to a folder or to

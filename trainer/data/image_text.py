@@ -147,7 +147,7 @@ def _records(path: Path) -> Iterator[_Record]:
             record = json_object(line)
             image = path.parent / record["image"]
         except UnicodeDecodeError as error:
-            raise DataError(f"data: {place}: {fault(error)}; fix it") from error
+            raise DataError(f"data: {place}: {fault(error)[1]}; fix it") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"data: {place}: no JSON object with an `image`; fix it") from error
         if not image.is_file():

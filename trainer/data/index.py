@@ -120,11 +120,7 @@ def cached_index(
 
 
 def refuse_many(bad: Sequence[str], total: int) -> None:
-    """Refuse data of whose records more are bad, each with its reason, than may be skipped.
-
-    Raises:
-        DataError: they are.
-    """
+    """Refuse data of which more records are bad, each with its reason, than may be skipped."""
     if len(bad) > max(1, SKIP_CAP * total):
         raise DataError(
             f"data: {len(bad)} of {total} records are bad, more than the {SKIP_CAP:.0%} that "

@@ -83,7 +83,8 @@ def json_records_of(file: Path) -> Records:
     try:
         records = _parsed(content)
     except ValueError as error:
-        raise DataError(f"data: {file}:{1 + lines_before(error)}: {fault(error)}") from error
+        before, text = fault(error)
+        raise DataError(f"data: {file}:{1 + before}: {text}") from error
     yield from ((number, json.dumps(each).encode()) for number, each in enumerate(records, start=1))
 
 
@@ -103,8 +104,8 @@ def json_object(record: bytes) -> dict[str, Any]:
     """Read an object of JSON; a ValueError says what is wrong."""
     found = _parsed(record)
     if not isinstance(found, dict):
-        text = f"not a JSON object but of type {type(found).__name__} (write an object a line)"
-        raise ValueError(text)
+        kind = type(found).__name__
+        raise ValueError(f"not a JSON object but of type {kind} (write an object a line)")
     return found
 
 
@@ -116,15 +117,9 @@ def _parsed(record: bytes) -> Any:  # noqa: ANN401 - any JSON
         raise ValueError(f"not JSON ({error})") from error
 
 
-def lines_before(error: ValueError) -> int:
-    """Count the lines of a record before the one that is at fault, where that is known."""
-    if isinstance(error, UnicodeDecodeError):
-        return error.object.count(b"\n", 0, error.start)
-    return 0
-
-
-def fault(error: ValueError) -> str:
-    """Say what is wrong with a record."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 (byte 0x{error.object[error.start]:02x})"
-    return str(error)
+def fault(error: ValueError) -> tuple[int, str]:
+    """Say how many lines of a record are before what is wrong with it, and what that is."""
+    if not isinstance(error, UnicodeDecodeError):
+        return 0, str(error)
+    before = error.object.count(b"\n", 0, error.start)
+    return before, f"not UTF-8 (byte 0x{error.object[error.start]:02x})"

@@ -65,7 +65,7 @@ def _csv_rows(file: Path) -> Rows:
         raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
     except UnicodeDecodeError as error:
         place = f"{file}:{found.line_num + 1}"
-        raise DataError(f"data: {place}: {lines.fault(error)}") from error
+        raise DataError(f"data: {place}: {lines.fault(error)[1]}") from error
 
 
 def _text_rows(divide: Callable[[Path], lines.Records], file: Path) -> Rows:

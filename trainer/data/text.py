@@ -20,7 +20,6 @@ from trainer.data.lines import (
     json_object,
     json_records_of,
     kind_suffix,
-    lines_before,
     paragraphs_of,
     place_of,
     whole_text_of,
@@ -105,8 +104,8 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
                 try:
                     document = document_of(record)
                 except ValueError as error:
-                    name = place_of(file, number + lines_before(error))
-                    bad.append(f"{name}: {fault(error)}")
+                    before, why = fault(error)
+                    bad.append(f"{place_of(file, number + before)}: {why}")
                     if not skips:
                         text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error

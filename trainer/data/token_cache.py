@@ -51,7 +51,7 @@ from trainer.data.label_encoders import (
     target_fields,
     values_of,
 )
-from trainer.data.lines import fault, lines_before
+from trainer.data.lines import fault
 from trainer.data.records import RecordSource, select
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Kind
@@ -269,9 +269,9 @@ class _Writer:
                 else:
                     # A name is found by reading the file up to there.
                     is_listed = len(self.bad) < LISTED_SKIPS
-                    before = lines_before(each)
+                    before, why = fault(each)
                     name = self._source.name_of(part, int(row), before) if is_listed else "data"
-                    self.bad.append(f"{name}: {fault(each)}")
+                    self.bad.append(f"{name}: {why}")
                     if not self._skips:
                         text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from each
