@@ -1,4 +1,4 @@
-"""Draw digits into a folder with a folder for each class, as PNG files."""
+"""Draw digits into a folder with a folder for each class, and save what processes images."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 
 def draw_pictures(folder: Path, count: int = 60) -> None:
@@ -17,3 +18,10 @@ def draw_pictures(folder: Path, count: int = 60) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = (digits.images[i] * (255 / 16)).astype(np.uint8).repeat(2, 0).repeat(2, 1)
         Image.fromarray(pixels).save(path)
+
+
+def save_processor(folder: Path, side: int = 20, **settings: list[float]) -> Path:
+    """Write the preprocessor_config.json of a ViT."""
+    size = {"height": side, "width": side}
+    ViTImageProcessorPil(size=size, **settings).save_pretrained(folder)
+    return folder

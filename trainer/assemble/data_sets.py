@@ -169,6 +169,7 @@ def _spec(
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
         **(_purpose_of_model(config) if "task" in taken else {}),
         "label_names": labels,
+        "model_path": source_of_model(config),
     }
 
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY

@@ -119,7 +119,8 @@ def fitting_objective(
     chosen = _chosen(config, objective, component, why)
     if not typed and not chosen.objective.is_of_model:
         fields = load(chosen.objective)
-        world.on_main(lambda: compare_losses(chosen.objective, option, module, fields))
+        keys = [f"data.{name}" for name in config.data.params]
+        world.on_main(lambda: compare_losses(chosen.objective, option, module, fields, keys))
     return chosen
 
 

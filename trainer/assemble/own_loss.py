@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Collection
 from contextlib import suppress
 
 import torch
@@ -20,7 +21,9 @@ from trainer.tune.workload import restoring
 _TARGETS = {"labels", "start_positions"}
 
 
-def compare_losses(objective: Objective, option: str, module: nn.Module, fields: Fields) -> None:
+def compare_losses(
+    objective: Objective, option: str, module: nn.Module, fields: Fields, keys: Collection[str]
+) -> None:
     """Refuse an objective that gives another loss than the model, which knows its labels best.
 
     Those of Bart as a causal model, for one, are not shifted; a router adds to its loss. Image
@@ -50,7 +53,8 @@ def compare_losses(objective: Objective, option: str, module: nn.Module, fields:
     if refusal is not None:
         raise DataError(
             f"data: {type(module).__name__} does not take the longest sample: "
-            f"{described(refusal)}; change what makes its {', '.join(fields)}, or the model"
+            f"{described(refusal)}; change what makes its {', '.join(fields)} "
+            f"({', '.join(keys)}), or the model"
         ) from refusal
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))

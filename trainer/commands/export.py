@@ -66,7 +66,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
                 f"{kind} has no method `save`: the whole model is written, with the names that it "
                 "has under the adapter; only init= with the same adapter reads them"
             )
-    export(loaded, to, description, model, write, writers_beside(model, tokenizer))
+    export(loaded, to, description, model, write, writers_beside(config, model, tokenizer))
     show_read(loaded, f"weights written to {to}")
     for line in lines:
         Screen().line(f"  {line}", is_command=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
+from trainer.data.pixels import copy_input_files
 from trainer.data.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.hugging_face import auto_class
 from trainer.models.text_pooling import writer_of_pooling
@@ -46,8 +48,7 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     Raises:
         ConfigError: it cannot be built.
     """
-    parts: dict[str, Component] = {"data": config.data}
-    parts |= {key: source for key, (source, _) in source_components(config.data).items()}
+    parts = _data_parts(config)
     tokenizer = RunTokenizer(config)
     for key, part in parts.items():
         tokenizer.given_to(part, key)
@@ -63,10 +64,25 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     return found
 
 
-def writers_beside(model: nn.Module | None, tokenizer: Any) -> list[Callable[[Path], object]]:  # noqa: ANN401
-    """Give what writes more into the folder of the weights: the tokenizer, how texts are pooled."""
+def writers_beside(
+    config: RunConfig,
+    model: nn.Module | None,
+    tokenizer: Any,  # noqa: ANN401 - of any class
+) -> list[Callable[[Path], object]]:
+    """Give what writes more into the folder of the weights: tokenizer, pooling, processors."""
     found = [getattr(tokenizer, "save_pretrained", None), writer_of_pooling(model)]
+    source = source_of_model(config)
+    for key, part in _data_parts(config).items() if hasattr(model, "save_pretrained") else ():
+        if (files := part.params.get("processor") or source) is not None:
+            found.append(partial(copy_input_files, files))
+        if write := getattr(look_up(part, key, config.trust), "write_processor", None):
+            found.append(partial(write, model_path=source, **part.params))
     return [each for each in found if each is not None]
+
+
+def _data_parts(config: RunConfig) -> dict[str, Component]:
+    sources = {key: source for key, (source, _) in source_components(config.data).items()}
+    return {"data": config.data, **sources}
 
 
 def loads_by_auto(tokenizer: Any) -> bool:  # noqa: ANN401 - of any class

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -53,3 +54,22 @@ def read_cache_without_network(typed: str) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
             vars(constants)["HF_HUB_OFFLINE"] = True  # it was read before
+
+
+def model_folder(source: str) -> str:
+    """Give the folder of a model that a file of it may stand for, or its name on the hub."""
+    return str(Path(source).parent) if Path(source).is_file() else source
+
+
+def model_files(source: str, *names: str) -> list[Path]:
+    """Find files of a model, in its folder or on the hub; those that it lacks are left out."""
+    folder = model_folder(source)
+    if os.path.exists(folder):  # noqa: PTH110 - as above
+        return [file for name in names if (file := Path(folder, name)).is_file()]
+    read_cache_without_network(source)
+    with suppress(ImportError, OSError):  # the model is not there either, and says so
+        from transformers.utils import cached_file  # noqa: PLC0415 - seconds, for such a name
+
+        get = partial(cached_file, source, _raise_exceptions_for_missing_entries=False)
+        return [Path(found) for name in names if (found := get(name))]
+    return []

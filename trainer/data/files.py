@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,24 +35,23 @@ class Listing:
     """Files that were found, and what was passed over beside them."""
 
     files: list[Path] = field(default_factory=list)
-    others: dict[str, int] = field(default_factory=dict)  # how many, by what they are
+    others: Counter[str] = field(default_factory=Counter)  # how many, by what they are
 
     def describe(self) -> Sequence[Row]:
         """Say what was passed over."""
-        text = joined(*(plural(count, noun) for noun, count in self.others.items() if count))
+        text = joined(*(plural(count, noun) for noun, count in self.others.items()))
         return [row("", f"passed over: {text}", passed_over=self.others)] if text else []
 
 
 def files_at(
     path: Path,
-    takes: Callable[[Path], bool] | None = None,
+    takes: Callable[[Path], bool] = lambda _: True,
     kind: str = "files",
-    other: str = OTHER,
 ) -> Listing:
     """List one file, or the files of a folder and its subfolders in order of their names.
 
     Names that begin with a dot are left out. Folders of runs and sweeps below it are passed over,
-    and files that `takes` refuses; `kind` and `other` say what is taken, and what is not.
+    and files that `takes` refuses; `kind` says what is taken.
 
     Raises:
         DataError: there is no file, or something else (a pipe, a device, a link to a folder or to
@@ -62,6 +62,21 @@ def files_at(
         return Listing([path])
     if not path.is_dir():
         raise DataError(f"data.path={path}: no such file or folder")
+    found, num_runs = _walk(path)
+    if not found and not num_runs:
+        raise DataError(f"data.path={path}: the folder holds no {kind}")
+    listing = Listing()
+    for file in sorted(found):
+        if takes(file):
+            listing.files.append(file)
+        else:
+            listing.others[f"{file.suffix} file" if file.suffix else OTHER] += 1
+    listing.others += Counter({RUNS: num_runs})  # none where it is zero
+    return listing
+
+
+def _walk(path: Path) -> tuple[list[Path], int]:
+    """Find the files below a folder, but of runs and sweeps, of which it gives the number."""
     found, num_runs = list[Path](), 0
     for parent, folders, files in os.walk(path, onerror=_refuse):
         if Path(parent) != path and not _OF_RUNS.isdisjoint((*folders, *files)):
@@ -76,10 +91,7 @@ def files_at(
             raise DataError(
                 f"data: {file}: not a regular file; remove it, or begin its name with a dot"
             )
-    if not found and not num_runs:
-        raise DataError(f"data.path={path}: the folder holds no {kind}")
-    taken = sorted(found if takes is None else filter(takes, found))
-    return Listing(taken, {other: len(found) - len(taken), RUNS: num_runs})
+    return found, num_runs
 
 
 def _refuse(error: OSError) -> None:

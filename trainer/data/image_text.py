@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config.components import Count, ExistingPath, Pair
-from trainer.core.errors import ConfigError, DataError
+from trainer.core.errors import DataError
 from trainer.core.format import expanded
+from trainer.core.rows import Row, RunFacts, row
 from trainer.data.chat import encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL
 from trainer.data.lines import fault, json_object, json_records_of, place_of
+from trainer.data.pixels import open_image, processor_pixels
 
 IMAGE = "<image>"
 """What stands for the image in a text, and the token of which one stands for each of its parts."""
@@ -40,10 +42,12 @@ class ImageText(Dataset[dict[str, Tensor]]):
     Args:
         tokenizer: of transformers.
         path: JSON lines; None is scikit-learn's 1,797 digits, with a sentence about each.
-        image_size: pixels of a side, which images are scaled to.
+        image_size: pixels of a side, which images are scaled to without a processor.
         patch_size: of the vision encoder.
         image_tokens: tokens of an image; None is one for each patch.
-        processor: folder of a model's `preprocessor_config.json`, which then makes the pixels.
+        processor: folder of a model's `preprocessor_config.json`, which then makes the pixels; None
+            is that of the model, if it has one.
+        model_path: what the model is loaded from or configured by.
         max_length: most tokens of a sample, those of its image counted.
 
     Raises:
@@ -61,13 +65,14 @@ class ImageText(Dataset[dict[str, Tensor]]):
         patch_size: Count = 4,
         image_tokens: Count | None = None,
         processor: ExistingPath | None = None,
+        model_path: str | None = None,
         max_length: Pair = 256,
     ) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = len(self._tokenizer)
         self._size = image_size
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
-        self._processor = None if processor is None else _processor(processor)
+        self._processor = processor_pixels(processor, model_path)
         self._samples = list[tuple[Tensor, Tensor, npt.NDArray[np.uint8] | Path]]()
         for image, text, place in _digits() if path is None else _records(expanded(path)):
             try:
@@ -88,6 +93,11 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def decode(self, ids: list[int]) -> str:
         """Write tokens as text."""
         return str(self._tokenizer.decode(ids))
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what becomes of an image."""
+        own = f"{self._size} x {self._size} pixels, from -1 to 1"
+        return [row("", self._processor.describe() if self._processor else own)]
 
     def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor]:
         """Encode the text of a record; a ValueError says what is bad."""
@@ -119,13 +129,10 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def _pixels(self, image: npt.NDArray[np.uint8] | Path) -> Tensor:
         from PIL import Image  # noqa: PLC0415 - for images alone
 
-        with (
-            Image.fromarray(image) if isinstance(image, np.ndarray) else Image.open(image) as opened
-        ):
-            rgb = opened.convert("RGB")
+        is_drawn = isinstance(image, np.ndarray)
+        rgb = Image.fromarray(image).convert("RGB") if is_drawn else open_image(image)
         if self._processor is not None:
-            pixels: Tensor = self._processor(rgb, return_tensors="pt")["pixel_values"][0]
-            return pixels
+            return self._processor(rgb)
         scaled = np.asarray(rgb.resize((self._size, self._size)), dtype=np.float32)
         return torch.from_numpy(scaled / 127.5 - 1).permute(2, 0, 1).contiguous()
 
@@ -155,13 +162,3 @@ def _records(path: Path) -> Iterator[_Record]:
         yield image, record, place
     if not number:
         raise DataError(f"data.path={path}: holds no records")
-
-
-def _processor(path: str) -> Any:  # noqa: ANN401 - of an untyped library
-    from transformers import AutoImageProcessor  # noqa: PLC0415 - seconds, for this option alone
-
-    load: Any = AutoImageProcessor.from_pretrained
-    try:
-        return load(path, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"data.processor={path}: {' '.join(str(error).split())}") from error

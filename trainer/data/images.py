@@ -14,19 +14,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config.components import Augmentations, Count, ExistingPath, PerChannel
-from trainer.core.errors import ConfigError, DataError
-from trainer.core.format import expanded
-from trainer.core.rows import Row, RunFacts
+from trainer.core.errors import DataError
+from trainer.core.format import expanded, plural
+from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.data import pixels
 from trainer.data.augment import Augment
 from trainer.data.collate import LABELS
 from trainer.data.files import RUNS, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, PIXEL_VALUES, TRAIN
-
-SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of red, green and blue from 0 to 1, which most pretrained models expect."""
 
 
 @final
@@ -38,30 +33,34 @@ class ImageFolders:
 
     Args:
         path: the folder.
-        size: pixels of a side. The shorter side of an image is scaled to it, and the centre cut.
+        size: pixels of a side, to which the shorter side is scaled and the centre cut.
         mean: what is subtracted from red, green and blue from 0 to 1.
         std: what is divided by then.
         augment: callables on an image from 0 to 1, which change those that are trained on.
+        processor: folder of a preprocessor_config.json, or a name on the hub; None is that of the
+            model, if it has one. It makes the pixels, unless size, mean or std are others than its
+            own. Without one, they are 64 and ImageNet's where None.
+        model_path: what the model is loaded from or configured by.
         label_names: the classes in the order of their numbers; None is the folders' order.
 
     Raises:
-        ConfigError: numbers are missing for a channel, or an augmentation is not callable.
-        DataError: there are no classes, or no images.
+        ConfigError: numbers are missing for a channel, an augmentation is not callable, or the
+            processor cannot be used.
+        DataError: there are no classes, or one has no images.
     """
 
     def __init__(
         self,
         path: ExistingPath,
-        size: Count = 64,
-        mean: PerChannel = IMAGENET_MEAN,
-        std: PerChannel = IMAGENET_STD,
+        size: Count | None = None,
+        mean: PerChannel | None = None,
+        std: PerChannel | None = None,
         augment: Augmentations = (),
+        processor: ExistingPath | None = None,
+        model_path: str | None = None,
         label_names: Sequence[str] | None = None,
     ) -> None:
-        for name, numbers in (("mean", mean), ("std", std)):
-            if len(numbers) != len(IMAGENET_MEAN) or (name == "std" and min(numbers) <= 0):
-                text = "needs a number each for red, green and blue, of std above 0"
-                raise ConfigError(f"data.{name}={[*numbers]}: {text}")
+        make = pixels.pixels_of(size, mean, std, processor, model_path)
         folder = expanded(path)
         with reading(folder):
             inner = _folders(folder)
@@ -71,13 +70,15 @@ class ImageFolders:
                 _refuse_parts(folder, inner)
             self._parts = dict[str, ImageFiles]()
             for name in names[:2] if is_parted else [""]:
-                part = ImageFiles(folder / name, size, mean, std, augment, label_names)
+                part = ImageFiles(folder / name, make, augment, label_names)
                 label_names = part.label_names
                 self._parts[HELD_OUT if name in names[1:] else TRAIN] = part
 
     def splits(self) -> Mapping[str, ImageFiles]:
         """Give the parts."""
         return self._parts
+
+    write_processor = staticmethod(pixels.write_processor)
 
 
 @final
@@ -89,16 +90,14 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
     def __init__(
         self,
         folder: Path,
-        size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
+        make: pixels.Pixels,
         augment: Sequence[object],
         label_names: Sequence[str] | None,
     ) -> None:
         with progress(f"listing the images of {folder}") as advance:
             listings = {}
             for name in _folders(folder):
-                listings[name] = files_at(folder / name, lambda f: f.suffix.lower() in SUFFIXES)
+                listings[name] = files_at(folder / name, pixels.is_image)
                 advance()
         # A folder of nothing but runs, such as `outputs`, is no class.
         found = [name for name, each in listings.items() if each.files or not each.others[RUNS]]
@@ -114,19 +113,16 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
             known = ", ".join(self.label_names[:20])
             raise DataError(f"data: {folder / odd[0]}: no class of the training data ({known})")
         self._paths, labels, digest = list[Path](), list[int](), hashlib.sha256()
+        self._others = sum((each.others for each in listings.values()), Counter[str]())
         for name in found:
-            self._paths += (paths := listings[name].files)
+            self._paths += (paths := _images_of(folder / name, listings[name]))
             labels += [self.label_names.index(name)] * len(paths)
             for path in paths:
                 text = f"{path.relative_to(folder)}|{path.stat().st_size}|"
                 digest.update(text.encode(errors="surrogateescape"))
-        self._others = sum((Counter(each.others) for each in listings.values()), Counter[str]())
-        if not self._paths:
-            raise DataError(f"data.path={folder}: no images ({', '.join(sorted(SUFFIXES))})")
-        self._labels = torch.tensor(labels)
-        self._size = size
-        self._mean, self._std = (torch.tensor([*each])[:, None, None] for each in (mean, std))
-        self.augment = Augment(augment, mean, std) if augment else None
+        digest.update(make.to_json().encode() if make.processor else b"")
+        self._labels, self._make = torch.tensor(labels), make
+        self.augment = Augment(augment, make.mean, make.std) if augment else None
         self.lengths = np.broadcast_to(np.int64(1), (len(labels),))
         self.fingerprint = digest.hexdigest()
 
@@ -134,28 +130,27 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         return len(self._paths)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Give an image, `(3, size, size)` float32, and the number of its class."""
-        from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
-
-        with Image.open(self._paths[i]) as image:
-            if image.mode[0] in "IF":  # which becomes white beyond 255 in RGB
-                raise ValueError(
-                    f"its pixels have more than 8 bits (mode {image.mode}); convert it"
-                )
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        pixels = np.array(
-            ImageOps.fit(upright, (self._size, self._size), Image.Resampling.BILINEAR)
-        )
-        scaled = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
-        return {PIXEL_VALUES: (scaled - self._mean) / self._std, LABELS: self._labels[i]}
-
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
-        """Say what of the folder was passed over."""
-        return Listing(others=self._others).describe()
+        """Give an image, `(3, height, width)` float32, and the number of its class."""
+        image = self._make(pixels.open_image(self._paths[i]))
+        return {PIXEL_VALUES: image, LABELS: self._labels[i]}
 
     def name_of(self, i: int) -> str:
         """Name an image by its file."""
         return str(self._paths[i])
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Say what becomes of an image, and which files are none."""
+        text = self._make.describe()
+        return [row("", text, pixels=text), *Listing(others=self._others).describe()]
+
+
+def _images_of(folder: Path, listing: Listing) -> list[Path]:
+    """Give the images of a class; refuse one that has none."""
+    if not listing.files:
+        kinds = joined(*(plural(count, noun) for noun, count in listing.others.items()))
+        text = f"no image of {', '.join(pixels.FORMATS)} ({kinds}); convert them"
+        raise DataError(f"data.path={folder}: {text}, or remove the folder")
+    return listing.files
 
 
 def _refuse_parts(folder: Path, classes: Sequence[str]) -> None:

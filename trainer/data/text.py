@@ -76,7 +76,7 @@ class Text(ByteDocuments):
     ) -> None:
         place = expanded(path).absolute()
         with reading(place):
-            self._listing = files_at(place, _takes, other="binary file")
+            self._listing = files_at(place, _takes)
         index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer.config.components import Pooling, Task
 from trainer.core.errors import ConfigError
+from trainer.core.hub_cache import model_files
 from trainer.models.task import POOLING
 
 _FILE = "1_Pooling/config.json"
@@ -94,14 +95,8 @@ def _refuse_parts(path: str | None) -> None:
 
 def _read(path: str | None, name: str) -> Any:  # noqa: ANN401 - any JSON
     """Read a file of a model's folder, or of the hub; None where there is none."""
-    from transformers.utils import cached_file  # noqa: PLC0415 - seconds
-
-    quietly = {
-        f"_raise_exceptions_for_{fault}": False
-        for fault in ("missing_entries", "connection_errors")
-    }
-    file = path and cached_file(path, name, **quietly)
+    files = model_files(path, name) if path else []
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8")) if file else None
+        return json.loads(files[0].read_text(encoding="utf-8")) if files else None
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {name} is not valid JSON: {error}") from error

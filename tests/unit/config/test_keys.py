@@ -73,7 +73,7 @@ NEEDS = {
 
 # What the program passes to a constructor itself, or adds to a cut while it runs.
 GIVEN = {
-    "ImageText": {"tokenizer"},
+    "ImageText": {"tokenizer", "model_path"},
     "ConstantSize": {"global_batch"},
     "NoiseRamp": {"global_batch", "unit"},
     "Ramp": {"global_batch"},
@@ -91,7 +91,7 @@ GIVEN = {
         "seed",
         "on_bad",
     },
-    "ImageFolders": {"label_names"},
+    "ImageFolders": {"label_names", "model_path"},
     "Lora": {"others"},
     "StdlibText": {"split", "seed", "root"},
     "Text": {"split", "seed", "on_bad"},

@@ -256,14 +256,14 @@ def test_a_folder_passes_over_other_files_and_folders_of_runs_and_counts_both(fo
     runs = "3 run folders"
     data = text(folder)
     assert documents_of(data) == ["first"]
-    assert passed_over(data) == f"passed over: 3 binary files, {runs}"
+    assert passed_over(data) == f"passed over: 1 .bin file, 2 .png files, {runs}"
     data = hf(folder)
     assert hf_texts(data) == ["first"]
-    assert passed_over(data) == f"passed over: 3 other files, {runs}"
+    assert passed_over(data) == f"passed over: 1 .bin file, 2 .png files, {runs}"
     data = TokenWindows(str(folder), max_length=9)
-    assert (len(data), passed_over(data)) == (1, f"passed over: 3 other files, {runs}")
+    assert (len(data), passed_over(data)) == (1, f"passed over: 1 .txt file, 2 .png files, {runs}")
     images = ImageFolders(str(folder)).splits()["train"]
     assert images.label_names == ["cat", "dog"]
-    assert passed_over(images) == f"passed over: 1 other file, {runs}"
+    assert passed_over(images) == f"passed over: 1 .bin file, {runs}"
     # One that is named itself is read.
     assert documents_of(text(sweep)) == ["text", "text"]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
+from tests.lib.picture_toys import save_processor
 from trainer.core.errors import ConfigError, DataError
 from trainer.data.augment import Augment
 from trainer.data.digits import Digits
 from trainer.data.images import ImageFolders
 from trainer.data.loader import Loader, Request
 from trainer.data.mixture import Mixture, MixtureSource
+from trainer.data.pixels import open_image
 from trainer.data.view import DataView
 
 
@@ -104,6 +108,81 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
     assert view.lengths.sum() == 3, "no file is read for it"
     with pytest.raises(DataError, match=r"cat/b.png: UnidentifiedImageError"):
         view.read(1, seed=0, epoch=0)
+
+
+def test_files_are_images_by_what_they_hold_and_the_others_are_counted(tmp_path):
+    for name in ("cat/a.jfif", "dog/b.avif"):
+        write(tmp_path / name)
+    write(tmp_path / "cat/c.png")
+    (tmp_path / "cat/c.png").rename(tmp_path / "cat/no_suffix")
+    for name in ("cat/d.heic", "cat/e.txt", "dog/f.txt"):
+        (tmp_path / name).write_text("BM, as some images begin")
+    (part,) = ImageFolders(str(tmp_path)).splits().values()
+    names = ["a.jfif", "no_suffix", "b.avif"]
+    assert [Path(part.name_of(i)).name for i in range(len(part))] == names
+    assert part[1]["pixel_values"].shape == (3, 64, 64)
+    *_, shown = part.describe_records(None)
+    assert shown.text == "passed over: 1 .heic file, 2 .txt files"
+    (tmp_path / "cow").mkdir()
+    (tmp_path / "cow/g.heic").write_text("no image")
+    fault = r"cow: no image of AVIF, .* \(1 \.heic file\); convert them, or remove"
+    with pytest.raises(DataError, match=fault):
+        ImageFolders(str(tmp_path))
+
+
+def test_an_image_of_another_format_starts_no_program(tmp_path, monkeypatch):
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    file = tmp_path / "x.png"
+    Image.new("RGB", (8, 8)).save(file, format="EPS")
+    with pytest.raises(OSError, match="cannot identify image file"):
+        open_image(file)
+    with Image.open(file) as image, suppress(OSError):  # the control
+        image.load()
+    assert [path.name for path in tmp_path.iterdir()].count("started") == 1
+
+
+def test_an_image_of_too_many_pixels_is_refused(tmp_path):
+    Image.new("1", (13_000, 13_000)).save(tmp_path / "x.png")
+    with (
+        pytest.warns(Image.DecompressionBombWarning),
+        pytest.raises(ValueError, match="13000 x 13000 is above 89,478,485 pixels; shrink it"),
+    ):
+        open_image(tmp_path / "x.png")
+
+
+def test_a_model_s_own_processor_makes_the_pixels(tmp_path):
+    folder = save_processor(tmp_path / "vit", image_mean=[0.5] * 3, image_std=[0.5, 0.25, 0.5])
+    for name in ("cat", "dog"):
+        write(tmp_path / "photos" / name / "a.png", value=255)
+    with Image.open(tmp_path / "photos/cat/a.png") as image:
+        rgb = image.convert("RGB").resize((13, 7))
+        rgb.putpixel((3, 4), (9, 99, 199))
+    rgb.save(tmp_path / "photos/dog/a.png")
+
+    def part(**typed):
+        data = ImageFolders(str(tmp_path / "photos"), model_path=str(folder), **typed)
+        return data.splits()["train"]
+
+    theirs = AutoImageProcessor.from_pretrained(folder)(rgb, return_tensors="pt")["pixel_values"]
+    for typed in ({}, {"size": 20}, {"processor": str(folder), "mean": [0.5] * 3}):
+        data = part(**typed)
+        assert data[1]["pixel_values"].equal(theirs[0])
+        assert data[0]["pixel_values"].amax((1, 2)).tolist() == [1, 2, 1], "white"
+    (said,) = data.describe_records(None)
+    assert (
+        said.text == "20 x 20 pixels, mean 0.5 0.5 0.5, std 0.5 0.25 0.5, by ViTImageProcessorPil"
+    )
+    other = part(size=8)  # is cut, and not squeezed, and normalised as the model takes it
+    assert other[0]["pixel_values"].equal(torch.tensor([1.0, 2, 1])[:, None, None].expand(3, 8, 8))
+    assert other.fingerprint != data.fingerprint
+    plain = part(size=20, mean=[0.0] * 3, std=[1.0] * 3)
+    assert plain[0]["pixel_values"].equal(torch.ones(3, 20, 20))
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"data\.processor=.*vit: cannot be used: "):
+        part()
 
 
 def images(loader: Loader, ids: tuple[int, ...], epoch: int = 0) -> torch.Tensor:

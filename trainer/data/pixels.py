@@ -1,0 +1,172 @@
+"""Open images, and make the pixels that a model takes: by its own processor, or by size and mean.
+
+A processor is of transformers: a preprocessor_config.json, or a part of a processor_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.errors import ConfigError
+from trainer.core.hub_cache import model_files, model_folder
+
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What is read, as Pillow names it; it starts other programs for some of the rest."""
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of red, green and blue from 0 to 1, which most pretrained models expect."""
+_PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
+_INPUT_FILES = (
+    *(_PROCESSOR, _NESTED, "video_preprocessor_config.json", "chat_template.json"),
+    *("sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+"""Files that say how a model's inputs are made, beside those of its tokenizer."""
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file is an image: by its suffix or, where that says nothing, by its contents."""
+    from PIL import Image  # noqa: PLC0415 - for images alone
+
+    if Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
+        return True
+    with suppress(Exception), Image.open(path, formats=FORMATS):
+        return True
+    return False
+
+
+def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
+    """Read an image, upright, in red, green and blue.
+
+    Raises:
+        OSError: it is of none of the formats, or broken.
+        ValueError: it has more pixels than Pillow's limit, or more than 8 bits.
+    """
+    from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
+
+    with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
+            raise ValueError(f"{image.width} x {image.height} is above {most:,} pixels; shrink it")
+        if image.mode[0] in "IF":  # which becomes white beyond 255 in RGB
+            raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it")
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@final
+@dataclass(frozen=True)
+class Pixels:
+    """Makes pixels of an image, `(3, height, width)` float32: by a processor, if there is one."""
+
+    size: tuple[int, int]  # height and width
+    mean: Sequence[float]  # what is subtracted from red, green and blue from 0 to 1
+    std: Sequence[float]  # what is divided by then
+    processor: Any = None  # of transformers
+
+    def __call__(self, image: Any) -> Tensor:  # noqa: ANN401 - as `open_image` gives it
+        """Scale and normalise; without a processor, the centre of the image alone."""
+        from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
+
+        if self.processor is not None:
+            made: Tensor = self.processor(image, return_tensors="pt")["pixel_values"][0]
+            return made
+        fitted = np.array(ImageOps.fit(image, self.size[::-1], Image.Resampling.BILINEAR))
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return ((torch.from_numpy(fitted).float() / 255 - mean) / std).permute(2, 0, 1)
+
+    def describe(self) -> str:
+        """Say how large an image becomes, what is taken off it, and by what."""
+        mean, std = (" ".join(f"{each:.4g}" for each in n) for n in (self.mean, self.std))
+        by = f", by {type(self.processor).__name__}" if self.processor else ""
+        return f"{self.size[0]} x {self.size[1]} pixels, mean {mean}, std {std}{by}"
+
+    def to_json(self) -> str:
+        """Give the preprocessor_config.json of what does the same."""
+        if self.processor is not None:
+            return str(self.processor.to_json_string())
+        settings = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": min(self.size)},
+            "crop_size": dict(zip(("height", "width"), self.size, strict=True)),
+            "resample": 2,  # bilinear
+            "image_mean": [*self.mean],
+            "image_std": [*self.std],
+        }
+        return json.dumps(settings, indent=2)
+
+
+def pixels_of(
+    size: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    processor: str | None = None,
+    model_path: str | None = None,
+    **_: object,  # other arguments of the data
+) -> Pixels:
+    """Take a processor or, where size, mean or std are others than its own, none.
+
+    Raises:
+        ConfigError: the processor cannot be used, or numbers are missing for a channel.
+    """
+    for name, numbers in (("mean", mean), ("std", std)):
+        if numbers and (len(numbers) != len(IMAGENET_MEAN) or (numbers is std and min(std) <= 0)):
+            text = "needs a number each for red, green and blue, of std above 0"
+            raise ConfigError(f"data.{name}={[*numbers]}: {text}")
+    is_asked = processor or None in (size, mean, std)
+    found = processor_pixels(processor, model_path) if is_asked else None
+    own = found or Pixels((64, 64), IMAGENET_MEAN, IMAGENET_STD)
+    typed = Pixels((size, size) if size else own.size, mean or own.mean, std or own.std)
+    is_own = typed.size == own.size and np.allclose([typed.mean, typed.std], [own.mean, own.std])
+    return own if is_own else typed
+
+
+def processor_pixels(processor: str | None, model_path: str | None) -> Pixels | None:
+    """Load an image processor, or else that of the model, if it has one; runs no code of theirs.
+
+    Raises:
+        ConfigError: it cannot be loaded, or its images have several sizes.
+    """
+    source = processor or model_path
+    if source is None or not (processor or model_files(source, _PROCESSOR, _NESTED)):
+        return None
+    from PIL import Image  # noqa: PLC0415 - for images alone
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - seconds, for this alone
+
+    load: Any = AutoImageProcessor.from_pretrained
+    try:
+        found = load(model_folder(source), trust_remote_code=False)
+        make = Pixels((0, 0), (), (), found)
+        # What becomes of black and of white is the normalisation, whatever its settings are.
+        black, white = make(Image.new("RGB", (48, 32))), make(Image.new("RGB", (32, 48), "white"))
+        channels, height, width = black.shape
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"data.processor={source}: cannot be used: {text}") from error
+    if channels != len(IMAGENET_MEAN) or black.shape != white.shape:
+        text = (
+            f"{type(found).__name__} gives images of several sizes; type data.size, data.mean and"
+        )
+        raise ConfigError(f"data.processor={source}: {text} data.std in its place")
+    low, high = (each[:, height // 2, width // 2] for each in (black, white))
+    mean, std = (-low / (high - low)).tolist(), (1 / (high - low)).tolist()
+    return Pixels((height, width), mean, std, found)
+
+
+def write_processor(folder: Path, **settings: Any) -> None:  # noqa: ANN401 - as `pixels_of` has it
+    """Write what makes the pixels into a folder of weights, as transformers reads it."""
+    (folder / _NESTED).unlink(missing_ok=True)  # which would count
+    (folder / _PROCESSOR).write_text(pixels_of(**settings).to_json())
+
+
+def copy_input_files(source: str, folder: Path) -> None:
+    """Copy what says how a model's inputs are made into a folder of its weights."""
+    for file in model_files(source, *_INPUT_FILES):
+        shutil.copyfile(file, folder / file.name)
