@@ -91,7 +91,7 @@ def make_workshop() -> None:
     import numpy as np  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    from tests.lib.picture_toys import draw_pictures  # noqa: PLC0415
+    from tests.lib.picture_toys import draw_pictures, save_vit  # noqa: PLC0415
 
     save_job_files()
     datasets.Dataset.from_json("pairs.jsonl").to_parquet("pairs.parquet")
@@ -110,6 +110,7 @@ def make_workshop() -> None:
     np.arange(20_000, dtype=np.uint16).tofile("tokens.bin")
     for part in ("train", "val"):
         draw_pictures(Path("photos", part))
+    save_vit(Path("vit"))
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 320}
     mixtral = transformers.MixtralConfig(

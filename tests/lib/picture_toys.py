@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 
@@ -25,3 +26,11 @@ def save_processor(folder: Path, side: int = 20, **settings: list[float]) -> Pat
     size = {"height": side, "width": side}
     ViTImageProcessorPil(size=size, **settings).save_pretrained(folder)
     return folder
+
+
+def save_vit(folder: Path, side: int = 20, **settings: list[float]) -> None:
+    """Write a ViT of one layer with random weights, and what processes its images."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = ViTConfig(**small, num_attention_heads=2, image_size=side, patch_size=10)
+    ViTForImageClassification(config).save_pretrained(folder)
+    save_processor(folder, side, **settings)

@@ -8,13 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    GenerationConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    pipeline,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from tests.lib.picture_toys import draw_pictures
+from tests.lib.nightly import nightly
+from tests.lib.picture_toys import draw_pictures, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
 from trainer.assemble.shown_images import draw_images
+from trainer.data.pixels import open_image, pixels_of
+from trainer.data.tokenizers import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 MINE = """
 import torch
@@ -166,3 +181,44 @@ def test_a_mask_over_pairs_of_tokens_is_no_image():
 def test_models_and_data_of_different_kinds_are_one_line(line, fault, capsys):
     assert shell(line) == 2
     assert fault in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["", nightly("data.std=[1,1,1]")])
+def test_an_export_makes_the_pixels_that_were_trained_on(typed):
+    save_vit(Path("vit"), image_mean=[0.5, 0.4, 0.3])
+    draw_pictures(Path("pictures"), 20)
+    line = f"model=hf model.path=vit data=images data.path=pictures batch.global=4 {typed} steps=1"
+    line += " model.ignore_mismatched_sizes=true"
+    run = train([*line.split(), *QUICK])
+    assert shell(f"export run={run.folder} export.to=out") == 0
+    image = open_image(Path("pictures/7/7-7.png"))
+    theirs = pipeline("image-classification", "out").image_processor(image, return_tensors="pt")
+    ours = pixels_of(std=[1, 1, 1] if typed else None, model_path="vit")(image)
+    # Where something is typed it is another processor, which does not round as ours does.
+    assert (theirs["pixel_values"][0] - ours).abs().max() <= (2 / 255 if typed else 0)
+    assert ours.mean() != pytest.approx(float(pixels_of()(image).mean()), abs=0.1)
+
+
+@pytest.mark.nightly
+def test_an_export_of_a_model_of_images_and_text_has_its_processor_and_generation_settings():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    recipe = yaml.safe_load((ROOT / "recipes/image_text.yaml").read_text())
+    config = AutoConfig.for_model(**recipe["model"]["config"])
+    model = LlavaForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(do_sample=True, top_p=0.9, max_new_tokens=5)
+    model.save_pretrained("llava")
+    theirs = CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3]
+    )
+    shape = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+    LlavaProcessor(theirs, tokenizer, **shape).save_pretrained("llava")
+    line = "model=hf model.path=llava data=image_text tokenizer=hf batch.global=4 steps=1"
+    run = train([*line.split(), "data.holdout=0.99", "accum=fixed", "accum.micro=4", *QUICK])
+    assert shell(f"export run={run.folder} export.to=out") == 0
+    for name in ("processor_config.json", "generation_config.json", "chat_template.jinja"):
+        assert Path("out", name).read_text() == Path("llava", name).read_text()
+    found = AutoProcessor.from_pretrained("out")
+    assert isinstance(found, LlavaProcessor)
+    assert found.image_processor.image_mean == (0.1, 0.2, 0.3)

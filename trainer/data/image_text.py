@@ -129,8 +129,10 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def _pixels(self, image: npt.NDArray[np.uint8] | Path) -> Tensor:
         from PIL import Image  # noqa: PLC0415 - for images alone
 
-        is_drawn = isinstance(image, np.ndarray)
-        rgb = Image.fromarray(image).convert("RGB") if is_drawn else open_image(image)
+        if isinstance(image, Path):
+            rgb = open_image(image)
+        else:
+            rgb = Image.fromarray(image).convert("RGB")
         if self._processor is not None:
             return self._processor(rgb)
         scaled = np.asarray(rgb.resize((self._size, self._size)), dtype=np.float32)

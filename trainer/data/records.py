@@ -91,10 +91,10 @@ class RecordSource:
         with _explained(self), quiet():
             opened = self._opened(scratch)
         if self.kind not in {"saved", "hub"}:
-            return {name: opened[name] for name in self.files}, self.others
+            return {name: _without_media(opened[name]) for name in self.files}, self.others
         parts = opened if isinstance(opened, Mapping) else {TRAIN: opened}
         taken, others = _chosen(list(parts), self)
-        return {name: parts[name] for name in taken}, others
+        return {name: _without_media(parts[name]) for name in taken}, others
 
     def _opened(self, scratch: Path) -> Any:  # noqa: ANN401 - a Dataset, or several by name
         read_cache_without_network(self.path)
@@ -129,6 +129,14 @@ class RecordSource:
             file, line = next(islice(rows, row, None))
             return place_of(file, line + before)
         return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
+
+
+def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
+    """Leave out images, sounds and films, whose decoding a file may turn into running programs."""
+    from datasets.features.features import require_decoding  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+
+    names = [name for name, kind in records.features.items() if require_decoding(kind)]
+    return records.remove_columns(names) if names else records
 
 
 def find_records(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
@@ -574,3 +576,21 @@ class Letters:
 def test_a_tokenizer_of_one_s_own_with_other_ids_is_not_taken_for_the_one_before(tmp_path):
     found = [opened(tmp_path, [{"text": "abc"}], Letters(first)) for first in (1, 5)]
     assert [listed(data)[0]["input_ids"] for data in found] == [[1, 2, 3, 0], [5, 6, 7, 0]]
+
+
+def test_images_beside_texts_are_not_decoded(tmp_path, monkeypatch):
+    import datasets  # noqa: PLC0415
+
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, format="EPS")  # for which Pillow starts Ghostscript
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    columns = {"text": ["a b", "c d"], "seen": [[{"bytes": stream.getvalue(), "path": None}]] * 2}
+    kinds = {"text": datasets.Value("string"), "seen": datasets.List(datasets.Image())}
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+    data.to_parquet(tmp_path / "a.parquet")
+    opened = HuggingFaceData(str(tmp_path / "a.parquet"), byte_tokenizer(), holdout=0)
+    assert len(opened.splits()["train"]) == 2
+    assert not (tmp_path / "started").exists()
