@@ -144,7 +144,7 @@ def test_a_plan_draws_images_and_names_the_picture(data, capsys):
     assert shell(f"plan {data} model=resnet model.num_classes=10 batch.global=32 data.show=5") == 0
     (path,) = Path("outputs").glob("*/*/samples.png")
     assert str(path) in capsys.readouterr().out.replace("\n", "")
-    with Image.open(path) as image:
+    with Image.open(path, formats=["PNG"]) as image:
         assert image.size == (3 * 132, 2 * 148)
         tile = np.asarray(image)[:128, :128]
     # A tile is the image itself, scaled by a whole number.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -53,12 +55,21 @@ def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
 
+    _silence_warnings()
     with Image.open(path, formats=FORMATS) as image:
         if image.width * image.height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"{image.width} x {image.height} is above {most:,} pixels; shrink it")
         if image.mode[0] in "IF":  # which becomes white beyond 255 in RGB
             raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it")
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@cache
+def _silence_warnings() -> None:
+    """Leave out Pillow's warning of what is refused; once, as a change of filters shows others."""
+    from PIL import Image  # noqa: PLC0415 - for images alone
+
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 @final

@@ -144,12 +144,10 @@ def test_an_image_of_another_format_starts_no_program(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()].count("started") == 1
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # once a process
 def test_an_image_of_too_many_pixels_is_refused(tmp_path):
     Image.new("1", (13_000, 13_000)).save(tmp_path / "x.png")
-    with (
-        pytest.warns(Image.DecompressionBombWarning),
-        pytest.raises(ValueError, match="13000 x 13000 is above 89,478,485 pixels; shrink it"),
-    ):
+    with pytest.raises(ValueError, match="13000 x 13000 is above 89,478,485 pixels; shrink it"):
         open_image(tmp_path / "x.png")
 
 
@@ -157,7 +155,7 @@ def test_a_model_s_own_processor_makes_the_pixels(tmp_path):
     folder = save_processor(tmp_path / "vit", image_mean=[0.5] * 3, image_std=[0.5, 0.25, 0.5])
     for name in ("cat", "dog"):
         write(tmp_path / "photos" / name / "a.png", value=255)
-    with Image.open(tmp_path / "photos/cat/a.png") as image:
+    with Image.open(tmp_path / "photos/cat/a.png", formats=["PNG"]) as image:
         rgb = image.convert("RGB").resize((13, 7))
         rgb.putpixel((3, 4), (9, 99, 199))
     rgb.save(tmp_path / "photos/dog/a.png")
