@@ -51,6 +51,14 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     assert train(["evaluate", f"run={run.folder}", "trust=[tests]"]).result["step"] == 30
 
 
+def test_patience_of_a_run_that_goes_on_counts_the_evaluations_of_an_uninterrupted_one():
+    line = "eval.every=2 stop.metric=eval_loss stop.patience=3 stop.min_delta=9"
+    whole = go(f"{line} steps=20")
+    parted = on(go(f"{line} steps=5"), "steps=20")
+    assert [entry["step"] for entry in evaluations(parted)] == [2, 4, 5, 6, 8]
+    assert parted.result["step"] == whole.result["step"] == 8
+
+
 @pytest.mark.parametrize("mode", [nightly("ddp"), nightly("fsdp")])
 def test_several_ranks_keep_the_best_and_end_alike(mode):
     line = f"{RISING} checkpoint.best=eval_loss checkpoint.keep=1 stop.metric=eval_loss"

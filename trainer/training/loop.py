@@ -165,10 +165,10 @@ def _continue_prompts(run: Run) -> None:
         run.reporter.generated(run.progress.step, texts)
 
 
-def _take_evaluation(run: Run) -> None:
+def _take_evaluation(run: Run, *, is_counted: bool = True) -> None:
     """Let what follows a metric see the last evaluation, and keep the best one's state."""
     progress = run.progress
-    if run.stopping is not None:
+    if run.stopping is not None and is_counted:
         run.stopping.see(progress.step, progress.evaluation)
     if run.best is not None and run.best.see(progress.step, progress.evaluation):
         if progress.saved_at != progress.step:
@@ -203,7 +203,9 @@ def _recall_best(run: Run) -> None:
     if run.best is not None and run.best.step:  # a kill may have come before it was marked
         run.checkpointer.mark_best(run.best.step)
     if run.progress.evaluated_at == run.progress.step:
-        _take_evaluation(run)
+        # Patience counts evaluations as an uninterrupted run does: one that the former end alone
+        # called for is not among them.
+        _take_evaluation(run, is_counted=_due(run, run.config.eval.every))
 
 
 def record_of(
