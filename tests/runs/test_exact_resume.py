@@ -74,6 +74,20 @@ def test_a_stopped_run_says_how_to_go_on_and_then_where_and_no_more(capsys):
     assert read_json(run / "status.json")["state"] == "completed"
 
 
+def test_a_run_that_was_killed_behind_its_last_checkpoint_ends_with_the_figures_of_all_its_steps():
+    run = go("steps=4 eval.every=2 checkpoint.every=2")
+    before = run.result
+    (run.folder / "result.json").unlink()
+    (run.folder / "status.json").write_text('{"state": "running", "step": 4}')
+    (trash := run.folder / "checkpoints" / ".trash-step-00000002").mkdir()
+    after = on(run).result
+    assert after["loss"] == before["loss"] == curve(run, "loss")[-1]
+    of_process = {"seconds", "time", "advice", "peak_bytes"}
+    same = before.keys() - of_process
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    assert not trash.exists()
+
+
 def test_steps_may_grow_and_the_new_schedule_is_said(capsys):
     short = go("steps=4")
     before = curve(short, "lr")

@@ -57,6 +57,7 @@ def hold(run: Path) -> Iterator[None]:
             holder = {"pid": os.getpid(), "host": socket.gethostname()}
             os.write(handle, json.dumps(holder).encode())
         durable.clean(run)
+        durable.clean(run / "checkpoints")
         yield
     finally:
         _handles.pop(home, None)

@@ -11,7 +11,7 @@ from trainer.assemble.noise import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
-from trainer.report.journal import RESULT_FILE
+from trainer.report.journal import METRICS_FILE, RESULT_FILE, totals
 from trainer.report.page import PAGE
 from trainer.report.records import Record
 from trainer.report.run_status import to_go_on, trusting
@@ -46,17 +46,14 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
     noise = next((p for p in run.context.parts if isinstance(p, NoiseScale)), None)
     result = {
         "step": trained.step,
-        "loss": None if trained.loss is None else float(trained.loss),
         "eval_loss": eval_loss,
-        "tokens_per_second": trained.tokens / trained.seconds if trained.seconds else None,
+        **totals(folder / METRICS_FILE),
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
         "best": run.best and run.best.found,
         "stopped": run.no_better if trained.step < components.total_steps else None,
         "baselines": simple,
         "peak_bytes": max(peaks),
-        "skipped_steps": trained.skipped_steps,
-        "replays": trained.replays,
         "time": table,
         "batch_advice": noise and advice_at(components, noise, run.feed.cursor),
         "advice": (table and advice(split(spendings), table, plan)) or [],

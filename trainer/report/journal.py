@@ -91,6 +91,24 @@ def stream(path: Path) -> Iterator[Entry]:
             yield from filter(None, map(_parse, file))
 
 
+def totals(path: Path) -> dict[str, float | None]:
+    """Add up metrics.jsonl for result.json: of all steps, whichever process took them."""
+    last: Entry = {}
+    seconds, skipped_steps, replays = 0.0, 0, 0
+    for entry in stream(path):
+        if "loss" in entry:
+            last = entry
+            seconds += entry.get("seconds", 0.0)
+            skipped_steps += "skipped" in entry
+            replays += entry.get("replays", 0)
+    return {
+        "loss": last.get("loss"),
+        "tokens_per_second": last.get("tokens", 0) / seconds if seconds else None,
+        "skipped_steps": skipped_steps,
+        "replays": replays,
+    }
+
+
 @final
 class Follower:
     """Reads what a journal, which may not exist yet, holds and gets."""

@@ -64,7 +64,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     report = train_step(run.context, batch, run.feed)
     run.context.world.note("report")
     seconds = time.perf_counter() - started
-    progress.add(report, seconds)
+    progress.add(report)
     progress.epochs = run.feed.source.order.fractional_epoch(batch.samples.before)
     here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from torch import Tensor
-
 from trainer.config.run_config import RunConfig
 from trainer.core.stateful import State, Stateful
 from trainer.report.reporter import Reporter
@@ -70,15 +68,10 @@ class Progress(Stateful):
     step: int = 0  # optimizer steps taken, from the start of the run
     epochs: float = 0.0  # that were over where the last step began
     total_tokens: int = 0  # real input positions consumed, from the start of the run
-    tokens: int = 0  # likewise, in this process
-    seconds: float = 0.0  # spent on steps in this process; evaluation and saving do not count
-    loss: Tensor | None = None  # of the last step, 0-d; None where it had no loss term
     # The last one's metrics by name, made at step `evaluated_at`
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluated_at: int | None = None
     saved_at: int | None = None  # step of the newest checkpoint
-    skipped_steps: int = 0  # steps without an update
-    replays: int = 0  # times a step ran out of memory and was computed again
     failures: int = 0  # steps in a row, up to the last one, that were not finite
     taken: int = 0  # optimizer steps taken in this process
     # Whether a step had a loss term; taken for granted of steps of other processes
@@ -98,15 +91,10 @@ class Progress(Stateful):
         self.total_tokens, self.failures = int(state["tokens"]), int(state["failures"])
         self.epochs = float(state.get("epochs", 0.0))
 
-    def add(self, report: StepReport, seconds: float) -> None:
+    def add(self, report: StepReport) -> None:
         """Count a step."""
         self.step = report.batch.step
         self.total_tokens += report.batch.num_tokens
-        self.tokens += report.batch.num_tokens
-        self.seconds += seconds
-        self.loss = report.loss
-        self.skipped_steps += report.skipped is not None
-        self.replays += report.replays
         self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
         self.taken += 1
         self.has_terms |= report.skipped != NO_LOSS_TERMS
