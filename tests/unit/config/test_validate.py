@@ -38,11 +38,11 @@ FAULTS = {
     "clip_norm=0": ": must be a number above 0 or null, e.g. 1.0",
     "outputs=../x": ": must not lead upwards with .., or begin with ~",
     "wandb.tags=3": ": must be a list, e.g. [a,b]",
-    "eval.every=nan": "eval.every=NaN: must be a whole number of at least 1, a fraction of the run",
-    "checkpoint.every=soon": ": must be a whole number of at least 1, a fraction of the run below "
-    "1, a time such as 10min, epochs such as 1epoch or null, e.g. ",
-    "checkpoint.every=0s": ": must be a whole number of at least 1, a fraction of the run below 1",
-    "checkpoint.every=00.0min": "checkpoint.every=00.0min: must be a whole number of at least 1",
+    "eval.every=nan": "eval.every=NaN: must be a number of steps (1, not 1.0), a fraction of",
+    "checkpoint.every=soon": ": must be a number of steps (1, not 1.0), a fraction of the run "
+    "below 1, a time such as 10min, epochs such as 1epoch or null, e.g. ",
+    "checkpoint.every=0s": ": must be a number of steps (1, not 1.0), a fraction of the run below",
+    "checkpoint.every=00.0min": "checkpoint.every=00.0min: must be a number of steps (1, not 1.0)",
     'optimizer.groups={"a":{"rl":3}}': "optimizer.groups={a: {rl: 3}}: must be a mapping of name",
     "optimizer._target_=trainer.optim.optimizers.SGD optimizer.lr=-1": "optimizer.lr=-1: must be "
     "a number, 0 or more",
@@ -108,6 +108,7 @@ batch.global=true batch.global=0 compile=maybe name=a/b steps=0 device=cuda:1 ho
 num_workers=-1 eval.every=0 eval.samples=0 eval.at_start=1 scheduler.warmup=1.5
 parallel.ranks=two parallel.timeout_s=0
 data.holdout=1 data.max_length=1 model.width=1.5 model.tied=1 optimizer.betas=[0.9,1]
+eval.every=1.0 checkpoint.every=1.0 log.every=1.0 scheduler.warmup=1.0
 optimizer.lr=-1 batch.global=1.5 model.dropout=x hooks=3 trust=[1] precision=bf61
 """
 
@@ -133,6 +134,8 @@ READ = {
     "parallel.timeout_s": (5, 5.0),
     "checkpoint.every": ("90 s", "90 s"),
     "eval.every": (7, 7),
+    "log.every": (1e2, 100),
+    "scheduler.warmup": (1, 1),
     "optimizer.betas": 2 * ([0.8, 0.9],),
     "optimizer.groups": 2 * ({"*.embedding.*": {"lr": 1e-3}},),
     "hooks": (["pkg.A"], [{"_target_": "pkg.A"}]),
