@@ -209,6 +209,20 @@ def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
         prepared("hydra.run.dir=runs/a")
 
 
+def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_refused_where_it_would_not_be() -> None:
+    run = make_run()
+    for typed in (f"resume={run} step=4", f"plan resume={run}", f"verify run={run}"):
+        assert prepared(f"{typed} hydra.run.dir=mine").folder == Path("mine").absolute(), typed
+        with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: holds a run; resume="):
+            prepared(f"{typed} hydra.run.dir={run}")
+    for typed in (f"resume={run}", f"evaluate run={run}", "evaluate run=auto"):
+        with pytest.raises(ConfigError, match=r"^hydra.run.dir=mine: .* has a folder of its own"):
+            prepared(f"{typed} hydra.run.dir=mine")
+        assert prepared(f"{typed} hydra.run.dir={run}").folder == run
+    new = prepared("resume=auto hydra.run.dir=mine")
+    assert (new.folder, new.config.resume) == (Path("mine").absolute(), None)
+
+
 def test_a_run_folder_gives_no_trust() -> None:
     both = "model._target_=net.Net model.width=4 data._target_=net.Data"
     run = make_run(f"{both} {CUT} trust=[net,os]")

@@ -24,6 +24,8 @@ from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
 from trainer.launch.membership import global_rank
 
+_FOLDER = "hydra.run.dir"
+
 
 def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> Job:
     """Prepare one run from overrides as typed, of which some faults were found before.
@@ -74,7 +76,7 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         rest = without(rest, "init", "step")
     job = _check_over(run, rest, composer, "resume" if goes_on else None)
     # `plan` and `verify` look on a run as well, but from folders of their own.
-    return _place(job, job.folder) if command in ("plan", "verify") else _go_on(run, job)
+    return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
 
 
 def _needs_flag(swept: Override) -> str:
@@ -100,21 +102,18 @@ def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
     checkpoint = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
     job = _check_over(run, overrides, composer, "resume")
     note = f"a new run from step {saved_runs.step_of(checkpoint)} of {shown_path(run)}\n"
-    return replace(_place(job, job.folder), forked=checkpoint, note=job.note + note)
+    return replace(_place_new(job), forked=checkpoint, note=job.note + note)
 
 
 def _begin(job: Job, *, begins_again: bool = False) -> Job:
     """Prepare a run that begins; where `resume=auto` found none, its folder may hold records."""
-    # Under torchrun the first rank makes the folder, and other ranks may find it there.
-    if (job.folder / "config.yaml").exists() and global_rank() == 0 and not begins_again:
-        remedy = f"resume={job.folder} goes on with it"
-        raise ConfigError(clip(f"hydra.run.dir={job.folder}: holds a run; {remedy}"))
     name = job.config.name
     called = "without a name" if name is None else f"named {name}"
     hint = " (type name= for one that has one)" if name is None else ""
     there = f"no run {called} below {job.config.outputs} can be resumed{hint}"
     note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
-    return replace(_place(job, job.folder), note=job.note + note)
+    placed = _place(job, job.folder) if begins_again else _place_new(job)
+    return replace(placed, note=job.note + note)
 
 
 def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:
@@ -135,22 +134,23 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
         if (run := saved_runs.newest(outputs, name, is_read=True)) is None:
             called = "run" if name is None else f"run named {name}"
             raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
+    elif saved_runs.can_go_on(folder):
+        run = folder
     else:
-        run = folder if saved_runs.can_go_on(folder) else saved_runs.newest(outputs, name)
+        run = None if word_of(overrides, _FOLDER) else saved_runs.newest(outputs, name)
     if run is not None:
         refuse_odd_files(run)
     return run
 
 
 def _check_over(
-    run: Path, overrides: Sequence[Override], composer: Composer, key: str | None = None
+    run: Path, typed: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
     """Check a run's own overrides, with what is typed now on top, and the run under a key.
 
     Raises:
         ConfigError: one line per fault; what is typed changes the step, or the figures, of the run.
     """
-    typed = without(overrides, "hydra.run.dir")
     saved = saved_runs.saved_overrides(run)
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
         if word_of(typed, size) is not None and word_of(saved, size) is None:
@@ -182,8 +182,25 @@ def _go_on(run: Path, job: Job) -> Job:
     return job
 
 
+def _place_new(job: Job) -> Job:
+    """Give a run a folder of its own.
+
+    Raises:
+        ConfigError: the one that is typed has a run.
+    """
+    # Under torchrun the first rank makes the folder, and other ranks may find it there.
+    if (job.folder / "config.yaml").exists() and global_rank() == 0:
+        remedy = f"resume={job.folder} goes on with it"
+        raise ConfigError(clip(f"{_FOLDER}={job.folder}: holds a run; {remedy}"))
+    return _place(job, job.folder)
+
+
 def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
+    typed = word_of(map(read, job.lines), _FOLDER)
+    if typed is not None and folder.resolve() != job.folder.resolve():
+        text = f"{_FOLDER}={typed}: {shown_path(folder)} has a folder of its own; leave it out"
+        raise ConfigError(clip(text))
     hydra = job.composed.hydra
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
