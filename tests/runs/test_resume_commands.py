@@ -271,6 +271,22 @@ def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder
         prepared(f"resume={run} seed=3")
 
 
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_settings() -> None:
+    line = "accum=fixed accum.micro=8 steps=10 name=late optimizer.lr=0.003"
+    run = make_run(line, state={"state": "running", "step": 4}, has_checkpoint=False)
+    for state in ('{"state": "running"}', '{"state": "failed", "step": 7, "exit_code": 1}', ""):
+        (run / "status.json").write_text(state)
+        for typed in (f"resume={run}", "resume=auto name=late"):
+            ready = prepared(typed)
+            assert (ready.folder, ready.config.resume) == (run, None)
+            assert (ready.config.steps, ready.config.optimizer.params["lr"]) == (10, 0.003)
+            assert "has no checkpoint: it begins again" in ready.note
+    with pytest.raises(ConfigError, match="model._target_=.*: the run has "):
+        prepared("resume=auto name=late model._target_=net.Net")
+    (run / "forked.json").write_text("{}")  # killed while it took over its checkpoint
+    assert prepared("resume=auto name=late").folder != run
+
+
 def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
     tmp_path: Path,
 ) -> None:

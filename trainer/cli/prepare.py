@@ -173,11 +173,13 @@ def _go_on(run: Path, job: Job) -> Job:
     job = _place(job, run, saved_runs.RESUMED)
     if not saved_runs.has_checkpoint(run):
         saved_runs.refuse_other_weights(run, job.config)
-    elif saved_runs.is_finished(run, job.config):
+        note = f"{shown_path(run)} has no checkpoint: it begins again, with its settings\n"
+        return replace(job, note=job.note + note)
+    if saved_runs.is_finished(run, job.config):
         clock = "steps" if job.config.total_epochs is None else "epochs"
         done = f"{run} is done after step {saved_runs.last_step(run)}; {clock}=N trains further"
         return replace(job, done=done)
-    elif why := saved_runs.stopped(run, job.config):
+    if why := saved_runs.stopped(run, job.config):
         return replace(job, done=f"{run} is done: {why}; stop.metric=null trains further")
     return job
 

@@ -153,10 +153,15 @@ def _began(folder: Path) -> tuple[float, str]:
 
 
 def can_go_on(run: Path) -> bool:
-    """Whether a folder holds a training run with a checkpoint, or one stopped before its first."""
-    is_stopped = read_status(run).get("state") == PREEMPTED and not last_step(run)
-    is_training = saved_config(run).get("command") == "train"
-    return is_training and (is_stopped or has_checkpoint(run))
+    """Whether a folder holds a training run with a checkpoint, or one that ended before its first.
+
+    Such a run begins again there with its settings; a fork cannot, without what it began with.
+    """
+    if saved_config(run).get("command") != "train":
+        return False
+    state = read_status(run).get("state")
+    is_saved = state == COMPLETED or (state == PREEMPTED and last_step(run) > 0)
+    return has_checkpoint(run) or not (is_saved or (run / FORKED).exists())
 
 
 def has_checkpoint(run: Path) -> bool:
