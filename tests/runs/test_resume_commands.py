@@ -209,7 +209,7 @@ def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
         prepared("hydra.run.dir=runs/a")
 
 
-def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_refused_where_it_would_not_be() -> None:
+def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused() -> None:
     run = make_run()
     for typed in (f"resume={run} step=4", f"plan resume={run}", f"verify run={run}"):
         assert prepared(f"{typed} hydra.run.dir=mine").folder == Path("mine").absolute(), typed
@@ -281,7 +281,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_s
             assert (ready.folder, ready.config.resume) == (run, None)
             assert (ready.config.steps, ready.config.optimizer.params["lr"]) == (10, 0.003)
             assert "has no checkpoint: it begins again" in ready.note
-    with pytest.raises(ConfigError, match="model._target_=.*: the run has "):
+    with pytest.raises(ConfigError, match=r"model\._target_=.*: the run has "):
         prepared("resume=auto name=late model._target_=net.Net")
     (run / "forked.json").write_text("{}")  # killed while it took over its checkpoint
     assert prepared("resume=auto name=late").folder != run

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,6 +27,12 @@ def print_error(error: TrainError) -> int:
         for line in str(error).splitlines() or [type(error).__name__]:
             _print(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
     return error.exit_code
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print, once for all ranks, what was typed and is read in another way than it may be meant."""
+    if global_rank() == 0:
+        _print("".join(f"train: {note}\n" for note in notes))
 
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:

@@ -1,7 +1,7 @@
 """Parse overrides with Hydra's grammar, sort them by what they set, and check what can be.
 
-Hydra accepts a misspelt key behind a `+`, takes the last of two values for one key, and answers a
-number where an option's name is due with a traceback. Here each of these is a line of text.
+Hydra accepts a misspelt key behind a `+`, takes the last of two values for one key in silence, and
+answers a number where an option's name is due with a traceback. Here each of these is a line.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from trainer.cli.exit_messages import print_notes
 from trainer.config import recipes, torch_optimizers
 from trainer.config.components import COMPONENTS, OWN
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
 from trainer.config.validate import secret_fault
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
 
 TARGET = "_target_"
 
@@ -32,6 +34,8 @@ Groups = Mapping[str, Sequence[str]]
 
 _ARGUMENTS = tuple(f"{path}." for path in COMPONENTS)
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
+_HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")  # in quotes or not
+_PAIR = re.compile(r"[\w.*-]+:(?!//).+")  # of a mapping whose braces a shell has taken
 _WORD = re.compile(r""""([^"]*)"|'([^']*)'|([^\[\](),"']+)""")
 
 
@@ -65,10 +69,23 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
     Keys of a mapping may stand in quotes, which Hydra does not take.
 
     Returns:
-        What could be read, and one fault for each that could not, or whose key was given before.
+        What could be read, of a key that is given twice the last, and one fault for each line that
+        could not.
     """
-    overrides: dict[str, Override] = {}
-    faults: list[str] = []
+    overrides, faults, _ = _parse(lines)
+    return overrides, faults
+
+
+def parse_typed(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
+    """Parse what was just typed; a line on stderr names each key that is typed twice."""
+    overrides, faults, notes = _parse(lines)
+    print_notes(notes)
+    return overrides, faults
+
+
+def _parse(lines: Iterable[str]) -> tuple[list[Override], list[str], list[str]]:
+    typed: dict[str, list[Override]] = {}
+    faults, notes = list[str](), list[str]()
     for line in lines:
         try:
             override = _read_typed(line)
@@ -84,16 +101,15 @@ def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
         key = f"{dotted(override)}@{override.package}" if override.package else dotted(override)
         if not key:
             faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
-        elif key in overrides:
-            both = f"{overrides[key].input_line}, {line}"
-            # What a shell makes of braces that are not quoted.
-            remedy = (
-                f"type '{key}={{...}}' with its quotes" if ":" in text(override) else "type one"
-            )
-            faults.append(clip(f"{key}: given 2 times ({both}); {remedy}"))
         else:
-            overrides[key] = override
-    return list(overrides.values()), faults
+            typed.setdefault(key, []).append(override)
+    for key, same in typed.items():
+        count = f"{key}: typed {len(same)} times"
+        if same[1:] and all(_PAIR.fullmatch(text(each)) for each in same):
+            faults.append(clip(f"{count}, as a shell reads braces; type '{key}={{...}}' in quotes"))
+        elif same[1:]:
+            notes.append(clip(f"{count}; the last one counts"))
+    return [same[-1] for same in typed.values()], faults, notes
 
 
 def distinct(faults: Sequence[str]) -> list[str]:
@@ -108,11 +124,18 @@ def _read_typed(line: str) -> Override:
         path = recipes.locate(name)
         return word[0] if path == name else quote(path)
 
+    def at_home(word: re.Match[str]) -> str:
+        name = word[0].strip(" '\"")
+        path = str(expanded(name))
+        return word[0] if path == name else quote(path)
+
     if "\0" in line:
         raise ConfigError(clip(f"{line}: holds a NUL character; leave it out"))
     key, equals, value = line.partition("=")
     if key.lstrip("+") == recipes.GROUP:
         line = f"{key}{equals}{_WORD.sub(place, value)}"
+    elif "~" in value:  # which a shell expands behind a blank alone
+        line = f"{key}{_HOME.sub(at_home, equals + value)}"
     try:
         return read(line)
     except HydraException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.cli.exit_messages import print_notes
 from trainer.cli.saved_runs import AUTO, remedy_for, runs_below
 from trainer.config.messages import clip, did_you_mean
 from trainer.config.odd_files import refuse_odd_files
@@ -23,7 +24,7 @@ def write_report(settings: Sequence[str]) -> str:
     """Write the page, and say where it is.
 
     Raises:
-        ConfigError: a setting is none of `SETTINGS`, given twice or empty.
+        ConfigError: a setting is none of `SETTINGS`, or empty.
         NoCheckpointError: there is no run in a folder that is named.
     """
     typed, given = dict(SETTINGS), set[str]()
@@ -32,10 +33,10 @@ def write_report(settings: Sequence[str]) -> str:
         if key not in SETTINGS or not equals:
             hint = f".{did_you_mean(key, SETTINGS)} It takes run=RUN[,RUN], to=FILE, outputs=DIR"
             if key == "name":
-                hint = remedy_for(value, "run", Path(typed["outputs"]))
+                hint = remedy_for(value, "run", expanded(typed["outputs"]))
             raise ConfigError(clip(f"{key}: no setting of train report{hint}"))
         if key in given:
-            raise ConfigError(f"{key}: given 2 times; type run=RUN,RUN for several runs")
+            print_notes([f"{key}: typed twice; the last one counts (of several runs: run=RUN,RUN)"])
         given.add(key)
         typed[key] = value.strip("'\"")
     outputs = expanded(typed["outputs"])

@@ -300,7 +300,7 @@ def test_the_command_names_what_is_wrong_and_writes_where_it_says(tmp_path, monk
         "report run=[]": "run=[]: names no run",
         "report run=,": "run=,: names no run",
         "report run=": "run=: names no run",
-        "report run=a run=b": "run: given 2 times",
+        "report run=a run=x": "run: typed twice; the last one counts",
         "reports": "Did you mean report?",
     }.items():
         assert shell(line) != 0

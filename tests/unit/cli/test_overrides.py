@@ -1,0 +1,74 @@
+"""What is typed is read as it is meant: of two values the last, and paths below home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.lib.cli_support import prepared
+from tests.lib.run_support import shell
+from trainer.cli.overrides import parse
+
+
+def test_of_a_key_that_is_typed_twice_the_last_value_counts_and_a_line_says_so(capsys):
+    line = (
+        "optimizer.lr=1 accum=auto +steps=3 optimizer.lr=2 accum=fixed accum/gradient=auto "
+        "accum.gradient=sum accum.micro=2 ++steps=7 eval.every=2 eval.every=null hydra.run.dir=a "
+        "hydra.run.dir=b"
+    )
+    job = prepared(line)
+    config = job.config
+    assert (config.optimizer.params["lr"], config.steps, config.eval.every) == (2.0, 7, None)
+    assert (config.accum.name, config.accum.gradient.name) == ("fixed", "sum")
+    assert job.folder == Path("b").absolute()
+    keys = "optimizer.lr", "accum", "steps", "accum.gradient", "eval.every", "hydra.run.dir"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"train: {key}: typed 2 times; the last one counts" for key in keys]
+
+
+def test_a_sweep_too_takes_the_last_value(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shell("-m seed=1,2 seed=x,y") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train: seed: typed 2 times; the last one counts\n")
+    assert "seed=x" in err
+    assert "seed=1" not in err
+
+
+HOME_LINES = {
+    "data.path=~/c.txt": "HOME/c.txt",
+    "data.path='~/c d.txt'": "HOME/c d.txt",
+    "data.path=~": "HOME",
+    "++data.data_files=[~/a, '~/b','c~']": ["HOME/a", "HOME/b", "c~"],
+    "data.sources={a: {path: ~/a, weight: 2}, b: {path: b}}": {
+        "a": {"path": "HOME/a", "weight": 2},
+        "b": {"path": "b"},
+    },
+    "log.generate=['to ~/c', \"see ~/c\"]": ["to ~/c", "see ~/c"],
+    "data.path='~nobody-of-this-name/c'": "~nobody-of-this-name/c",
+}
+
+
+def of_home(value, home):
+    if isinstance(value, dict):
+        return {key: of_home(each, home) for key, each in value.items()}
+    if isinstance(value, list):
+        return [of_home(each, home) for each in value]
+    return value.replace("HOME", home) if isinstance(value, str) else value
+
+
+def test_a_tilde_is_ones_home_wherever_a_value_begins_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", home := str(tmp_path))
+    for line, value in HOME_LINES.items():
+        (override,), faults = parse([line])
+        assert (override.value(), faults) == (of_home(value, home), []), line
+    (swept,), _ = parse(["data.path=~/a,~/b"])
+    assert [*swept.sweep_string_iterator()] == [f"'{home}/a'", f"'{home}/b'"]
+
+
+def test_commands_take_paths_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.txt").write_text("some text\n" * 40)
+    job = prepared("data=text data.path=~/c.txt outputs=~/runs")
+    assert job.config.data.params["path"] == str(tmp_path / "c.txt")
+    assert job.folder.is_relative_to(tmp_path / "runs")
+    assert prepared("hydra.run.dir=~/run").folder == tmp_path / "run"
