@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from trainer.config.messages import show
@@ -16,6 +17,7 @@ from trainer.core.format import duration, loss, number, plural, short, size
 from trainer.report.page_runs import SavedRun, as_mapping, is_number, numbers_of
 
 _MOST_JOBS = 500
+_MOST_LETTERS = 100_000  # of a traceback
 _NAMES = ("name", "run", "resume", "outputs", "unset")
 
 Rows = Sequence[Sequence[str]]
@@ -37,6 +39,16 @@ def ending(run: SavedRun) -> str | None:
     code, reason = run.status.get("exit_code"), run.status.get("reason")
     reason = reason or run.result.get("stopped")
     return reason and without_secrets(f"exit {code}: {reason}" if code else str(reason), os.environ)
+
+
+def traceback(run: SavedRun) -> str:
+    """Give the traceback, of the first rank that left one, of a run that failed."""
+    files = sorted(run.folder.glob("errors/rank*.txt")) if run.state == "failed" else []
+    with suppress(OSError):
+        for file in filter(Path.is_file, files):
+            with file.open(errors="replace") as lines:
+                return without_secrets(lines.read(_MOST_LETTERS), os.environ)
+    return ""
 
 
 def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
@@ -141,7 +153,10 @@ def settings(run: SavedRun) -> Rows:
 
 
 def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]:
-    """Set runs side by side by their last figures and the keys that differ, the best first."""
+    """Set runs side by side by their last figures and the keys that differ, the best first.
+
+    Figures of other held-out samples, or of other tokens of them, do not tell which is the best.
+    """
     configs = [
         {
             key.removesuffix("._target_"): _class(show(value))
@@ -157,15 +172,21 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     others = (n for n, v in entries if n.startswith("eval_") and is_number(v))
     figures = dict.fromkeys(("loss", "eval_loss", metric, *others))
     figures.pop("eval_seconds", None)
-    ranks = [rank(run.last(metric), run.state, is_max=is_max) for run in runs]
+    order, best = f"the best {metric} first", [*range(len(runs))]
+    held_out = {str(run.terms.get("held_out")) for run in runs}  # fingerprints
+    if metric.startswith("eval_") and len(held_out - {"None"}) > 1:
+        order = f"not ranked: {metric} is of other held-out samples, or other tokens of them"
+    else:
+        ranks = [rank(run.last(metric), run.state, is_max=is_max) for run in runs]
+        best.sort(key=ranks.__getitem__)
     rows = []
-    for n in sorted(range(len(runs)), key=ranks.__getitem__)[:_MOST_JOBS]:
+    for n in best[:_MOST_JOBS]:
         run, config = runs[n], configs[n]
         cells = [number(run.last_step), *(_loss(run.last(name)) or "" for name in figures)]
         cells += [duration(run.seconds), *(config.get(key, "") for key in different)]
         rows.append((n, names[n].partition(": ")[0], run.state, cells))
     head = ["run", "state", "steps done", *map(title_of, figures), "time", *different]
-    return {"head": head, "rows": rows}
+    return {"head": head, "rows": rows, "order": order}
 
 
 def _class(name: str) -> str:

@@ -101,14 +101,19 @@ class SavedRun:
         return sorted(int(digits) for name in found if (digits := name[5:]).isdecimal())
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
-        """Versions, git revision and hardware, as the newest checkpoint has them."""
+    def terms(self) -> dict[str, Any]:
+        """What the steps of the run depend on, as the newest checkpoint has it."""
         for step in reversed(self.checkpoints):
             folder = self.folder / "checkpoints" / f"step-{step:08d}"
-            terms = lookup(read_json(folder / "manifest.json"), "parts.terms.state.environment")
+            terms = lookup(read_json(folder / "manifest.json"), "parts.terms.state")
             if isinstance(terms, dict):
                 return terms
         return {}
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, git revision and hardware."""
+        return as_mapping(self.terms.get("environment"))
 
     @cached_property
     def worst(self) -> list[Entry]:

@@ -286,6 +286,24 @@ def test_what_cannot_be_written_is_one_warning(tmp_path, caplog):
     assert "report.html could not be written" in caplog.text
 
 
+def test_runs_are_ranked_where_they_were_evaluated_on_the_same_tokens_and_else_not(tmp_path):
+    def made(name, loss, held_out):
+        lines = [entry(1), {"step": 1, "eval_loss": loss}]
+        run = saved(tmp_path / name, lines, status={"state": "completed", "exit_code": 0})
+        (checkpoint := run / "checkpoints" / "step-00000001").mkdir(parents=True)
+        parts = {"terms": {"state": {"held_out": held_out}}}
+        (checkpoint / "manifest.json").write_text(json.dumps({"parts": parts}))
+        return run
+
+    runs = [made("worse", 2.0, "a"), made("better", 1.0, "a"), made("unknown", 0.5, None)]
+    text = page_of(*runs).text
+    assert "the best eval_loss first" in text
+    assert text.index("better completed") < text.index("worse completed")
+    text = page_of(*runs, made("other", 0.1, "b")).text
+    assert "not ranked: eval_loss is of other held-out samples, or other tokens of them" in text
+    assert text.index("worse completed") < text.index("better completed")
+
+
 def test_the_command_names_what_is_wrong_and_writes_where_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert shell("report") != 0
