@@ -53,7 +53,7 @@ def run_as_rank(
         with contextlib.ExitStack() as owned, contextlib.redirect_stdout(screen):
             if world.is_main:
                 owned.enter_context(hold(folder))
-                owned.enter_context(recorded(folder))
+                owned.enter_context(recorded(config, folder))
             run_rank(config, folder, world, stop)
     except TrainError as error:
         return {"code": error.exit_code, "error": str(error)}

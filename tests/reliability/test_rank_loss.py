@@ -57,7 +57,8 @@ def assert_ends_in_order(run: RankRun, ended: Ended, about: str, words: Sequence
     """One end, one code, few lines that name all there is to know, and nothing left."""
     assert ended.code == 7, f"{about}: {ended}"
     assert len(ended.errors) <= 3, f"{about}: {ended}"
-    assert all(word in ended.errors[-1] for word in words), f"{about}: {words}, {ended}"
+    named = [line for line in ended.errors if line.startswith("train: error: ")]
+    assert all(word in named[-1] for word in words), f"{about}: {words}, {ended}"
     assert lab.status(run.folder)["exit_code"] == 7, about
     run.assert_none_left(about)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,11 +101,14 @@ class Chains(Net):
 
 
 class Computes(Net):
-    def __init__(self, width=8):
+    def __init__(self, width=8, passes=0):
         super().__init__(width)
-        self.odd = nn.Linear(3, 4)
+        self.odd, self.left = nn.Linear(3, 4), passes
 
     def forward(self, input_ids):
+        self.left -= 1
+        if self.left >= 0:
+            return super().forward(input_ids)
         wide = input_ids.float()[..., :1]
         return self.odd(wide)
 
@@ -153,27 +157,39 @@ def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it() -> N
 
 
 @pytest.mark.usefixtures("own_faults")
-def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_keeps_the_whole(
+def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    line = " ".join(overrides("model._target_=own_faults.Computes hydra.run.dir=run"))
-    assert shell(line) == 1
+    line = "model._target_=own_faults.Computes hydra.run.dir=run checkpoint.every=2"
+    assert shell(" ".join(overrides(line))) == 1
+    err = capsys.readouterr().err
+    assert f"line {line_of('return self.odd')}" in err
+    assert "  with input_ids (" in err
+    assert "the whole traceback shows with HYDRA_FULL_ERROR=1" in err
+    assert not Path("run").exists(), "before its first step"
+    assert shell(" ".join(overrides(f"{line} model.passes=10"))) == 1
     err = capsys.readouterr().err
     place = f'own_faults.py", line {line_of("return self.odd")}, in forward\n'
     assert f"{place}    return self.odd(wide)\n  with input_ids (" in err
     assert ", wide (" in err
     assert "torch/nn" not in err
-    assert "torch/nn" in Path("run/errors/rank0.txt").read_text()
+    assert "torch/nn" in (trace := Path("run/errors/rank0.txt").read_text())
+    assert html.escape(trace.splitlines()[-1]) in Path("run/report.html").read_text()
+    *_, end = err.splitlines()
+    assert end == "train: after step 3; step 2 is saved: go on with: train resume=run"
 
 
 @pytest.mark.usefixtures("own_faults")
 def test_a_fault_in_data_or_a_hook_names_the_users_line(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = " ".join(overrides("data._target_=own_faults.Reads hydra.run.dir=run"))
     assert shell(line) == 3
     assert f"(own_faults.py:{line_of('super().__getitem__')})" in capsys.readouterr().err
-    assert "own_faults.py" in Path("run/errors/rank0.txt").read_text()
+    assert not Path("run").exists()
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert shell(line) == 3
+    assert "super().__getitem__(i)" in capsys.readouterr().err
     go("hooks=[own_faults.Watches] steps=1")
     words = f"failed (reported once): KeyError: 'nothing' (own_faults.py:{line_of('entry[')})"
     assert words in capsys.readouterr().out

@@ -26,6 +26,7 @@ def print_error(error: TrainError) -> int:
     if global_rank() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
             _print(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
+        print_notes(getattr(error, "__notes__", ()))
     return error.exit_code
 
 
@@ -36,16 +37,16 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:
-    """Print a traceback, or its end with the whole in the run folder, and give the exit code."""
-    from trainer.report.run_status import keep_traceback  # noqa: PLC0415 - where it is needed
-
-    is_begun = folder and folder.is_dir()
-    path = keep_traceback(error, folder, global_rank()) if folder and is_begun else None
-    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if path else 0 :]
-    shown = excerpt(error) if path else ""
-    _print(f"train: error: {type(error).__name__}: {error}\n{shown or ''.join(frames)}")
-    if path is not None:
-        _print(f"train: error: the whole traceback is in {path}\n")
+    """Print a traceback, or of one that is kept, or of the user's code, the end; give exit code."""
+    path = folder and folder / "errors" / f"rank{global_rank()}.txt"
+    is_kept = path is not None and path.is_file()
+    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if is_kept else 0 :]
+    own = "" if os.environ.get("HYDRA_FULL_ERROR") == "1" else excerpt(error)
+    _print(f"train: error: {type(error).__name__}: {error}\n{own or ''.join(frames)}")
+    where = f"is in {path}" if is_kept else "shows with HYDRA_FULL_ERROR=1"
+    if is_kept or own:
+        print_notes([f"the whole traceback {where}"])
+    print_notes(getattr(error, "__notes__", ()))
     return 1
 
 

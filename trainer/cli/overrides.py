@@ -63,27 +63,16 @@ def read(line: str) -> Override:
     return OverridesParser.create().parse_overrides([line])[0]
 
 
-def parse(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
+def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Override], list[str]]:
     """Parse overrides; paths of recipes become absolute, so that they mean the same later.
 
-    Keys of a mapping may stand in quotes, which Hydra does not take.
+    Keys of a mapping may stand in quotes, which Hydra does not take. Where the lines were just
+    typed, one on stderr names each key that stands there twice.
 
     Returns:
         What could be read, of a key that is given twice the last, and one fault for each line that
         could not.
     """
-    overrides, faults, _ = _parse(lines)
-    return overrides, faults
-
-
-def parse_typed(lines: Iterable[str]) -> tuple[list[Override], list[str]]:
-    """Parse what was just typed; a line on stderr names each key that is typed twice."""
-    overrides, faults, notes = _parse(lines)
-    print_notes(notes)
-    return overrides, faults
-
-
-def _parse(lines: Iterable[str]) -> tuple[list[Override], list[str], list[str]]:
     typed: dict[str, list[Override]] = {}
     faults, notes = list[str](), list[str]()
     for line in lines:
@@ -109,7 +98,8 @@ def _parse(lines: Iterable[str]) -> tuple[list[Override], list[str], list[str]]:
             faults.append(clip(f"{count}, as a shell reads braces; type '{key}={{...}}' in quotes"))
         elif same[1:]:
             notes.append(clip(f"{count}; the last one counts"))
-    return [same[-1] for same in typed.values()], faults, notes
+    print_notes(notes if is_typed else ())
+    return [same[-1] for same in typed.values()], faults
 
 
 def distinct(faults: Sequence[str]) -> list[str]:

@@ -15,16 +15,7 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.overrides import (
-    classify,
-    distinct,
-    dotted,
-    parse_typed,
-    quote,
-    read,
-    without,
-    word_of,
-)
+from trainer.cli.overrides import classify, distinct, dotted, parse, quote, read, without, word_of
 from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
@@ -43,7 +34,7 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
         ConfigError: one line per fault.
         TrainError: a `NoCheckpointError`: the run to go on with, or to read, is not there.
     """
-    overrides, unread = parse_typed(lines)
+    overrides, unread = parse(lines, is_typed=True)
     swept = [override for override in overrides if override.is_sweep_override()]
     faults = [*faults, *unread, *map(_needs_flag, swept)]
     overrides = [override for override in overrides if override not in swept]

@@ -18,27 +18,22 @@ from trainer.cli.exit_messages import print_crash, print_error, print_out
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
-from trainer.core.errors import ConfigError, TrainError
-from trainer.core.user_code import excerpt
+from trainer.core.errors import ConfigError, NotExactError, Preempted, RankFailedError, TrainError
 from trainer.launch import start as launch
-from trainer.launch.membership import global_rank
-from trainer.report import journal
-from trainer.report.run_status import keep_traceback, staged
+from trainer.report.run_status import has_stepped, staged
 
 
 def run_and_report(config: RunConfig, folder: Path) -> int:
     """Run one command to its end, print how it failed, if it did, and give the exit code.
 
     Raises:
-        ConfigError: for the caller, who may take the folder back.
+        ConfigError: for the caller.
     """
     try:
         return launch.run(config, folder)
     except ConfigError:
         raise
     except TrainError as error:
-        if excerpt(error) and folder.is_dir():
-            keep_traceback(error, folder, global_rank())
         return print_error(error)
     except Exception as error:
         return print_crash(error, folder)
@@ -47,17 +42,27 @@ def run_and_report(config: RunConfig, folder: Path) -> int:
 def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     """Run one job as `hydra.main` would, with the config that is composed already.
 
-    A config error that shows only now, in a class of the user's own say, leaves no folder behind.
-    From Python, errors are raised, and logging stays as it is.
+    What fails before its first step leaves no folder behind. From Python, all errors are raised,
+    and logging stays as it is.
 
     Raises:
-        save_error: a `SaveError`: Hydra could not write its records.
-        result: as raised by the command, or a `RunInUseError`: nothing was written.
+        TrainError: of the command, or where Hydra could not write its records.
     """
-    config, folder, composed = job.config, job.folder, job.composed
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    goes_on = job.makes_folder and must_stage(config, folder)
+    made = [path for path in (job.folder, *job.folder.parents) if not path.exists()]
     print_out(job.note, is_prose=True)
+    try:
+        return _start(job, composer, is_python=is_python)
+    except BaseException as error:
+        _take_back(made, error)
+        if is_python or isinstance(error, TrainError) or not isinstance(error, Exception):
+            raise
+        return print_crash(error, job.folder)
+
+
+def _start(job: Job, composer: Composer, *, is_python: bool) -> int:
+    """Run one job among what Hydra has around it; raises whatever the command does."""
+    config, folder, composed = job.config, job.folder, job.composed
+    goes_on = job.makes_folder and must_stage(config, folder)
 
     def task(_: DictConfig) -> int | Exception:
         return _run(job, records, is_python=is_python)
@@ -85,10 +90,6 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
             raise durable.save_error(failure, folder) from failure
         callbacks.on_run_end(config=composed, config_name=CONFIG_NAME, job_return=ended)
     result = ended.return_value
-    if isinstance(result, ConfigError):
-        _take_back(made)
-        if folder.is_dir() and result.__cause__ is not None:  # in a run that was there before
-            keep_traceback(result, folder, 0)
     if isinstance(result, Exception):
         raise result
     return int(result)
@@ -103,17 +104,21 @@ def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
             write_config(job.config, records, job.folder)
         if job.forked is not None:
             saved_runs.fork(job.forked, job.folder)
-        return (launch.run if is_python else run_and_report)(job.config, job.folder)
+        return launch.run(job.config, job.folder)
     except Exception as error:
         return error
 
 
-def _take_back(made: Sequence[Path]) -> None:
-    """Delete a folder of a run without a step, and those above it that were made with it."""
-    if made and not (
-        any((made[0] / name).exists() for name in ("checkpoints", "errors"))
-        or journal.read(made[0] / journal.METRICS_FILE)
-    ):
+def _take_back(made: Sequence[Path], error: BaseException) -> None:
+    """Delete the folder of a command that failed, and those above it that were made with it.
+
+    It stays where it has a step, a verdict, what ranks left or the error names, or may be gone
+    on with.
+    """
+    stays = isinstance(error, Preempted | NotExactError | RankFailedError)
+    if not made or stays or has_stepped(made[0]):
+        return
+    if str(made[0] / "errors") not in str(error):
         durable.discard(made[0])
         with suppress(OSError):
             for parent in made[1:]:

@@ -45,7 +45,6 @@ from trainer.cli.overrides import (
     dotted,
     expand,
     parse,
-    parse_typed,
     quote,
     read,
     without,
@@ -82,7 +81,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
     """
     if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
-    overrides, wrong = parse_typed(lines)
+    overrides, wrong = parse(lines, is_typed=True)
     interrupted = failed = False
     with composer.open(overrides) as hydra:
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)

@@ -80,7 +80,7 @@ def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     world = replace(_prepare(config), size=size, local_size=size)
     if config.command in READING:
         return run_rank(config, folder, world, stop)
-    with hold(folder), recorded(folder):
+    with hold(folder), recorded(config, folder):
         return run_rank(config, folder, world, stop)
 
 

@@ -57,7 +57,7 @@ def supervise(
     with ExitStack() as opened:
         if members[0].rank == 0 and config.command not in READING:
             opened.enter_context(lock.hold(folder))
-            opened.enter_context(recorded(folder))
+            opened.enter_context(recorded(config, folder))
         while True:
             try:
                 _attempt(config, folder, members, stop)
@@ -65,9 +65,6 @@ def supervise(
             except RankFailedError as error:
                 step = saved_step(folder) if trains and is_ours else 0
                 if restarts == most or stop():
-                    command = to_go_on(config, folder)
-                    saved = f"; saved up to step {step}: go on with: {command}" if step else ""
-                    error.args = (f"{error}{saved}",)
                     raise
                 restarts += 1
                 counted = f"({restarts} of {most} restarts)"

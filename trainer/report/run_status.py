@@ -23,6 +23,7 @@ from trainer.core.errors import (
     TrainError,
 )
 from trainer.core.format import shown_path
+from trainer.core.user_code import excerpt
 from trainer.report import journal
 from trainer.report.page import write_own_page
 
@@ -51,17 +52,21 @@ def staged(folder: Path) -> Iterator[Path]:
 def publish(folder: Path) -> None:
     """Let staged records be the run's, now that it goes on; `SaveError` if the disk refuses."""
     with durable.as_save_error(folder):
-        for path in _files(folder / STAGED):
+        files = _files(folder / STAGED)
+        if files:  # what the run failed by before
+            durable.discard(folder / "errors")
+        for path in files:
             target = folder / path.relative_to(folder / STAGED)
             durable.make_folders(target.parent)
             durable.rename(path, target)
 
 
 @contextmanager
-def recorded(folder: Path) -> Iterator[None]:
+def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     """Write into status.json that a run, held by this process, goes on, and how it ended.
 
-    With its page, report.html, where it failed; of one that completed the reporter writes it.
+    With its traceback and its page, report.html, where it failed; of one that completed the
+    reporter writes it. A note of the error says how to go on.
 
     A resumption that is refused leaves it as it was: the run did not go on.
     """
@@ -71,6 +76,8 @@ def recorded(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if excerpt(error) or not isinstance(error, TrainError | KeyboardInterrupt):
+            keep_traceback(error, folder, 0)
         if before is not None and isinstance(error, _REFUSALS) and _files(folder / STAGED):
             with suppress(OSError):
                 durable.write_file_atomic(path, before)
@@ -82,6 +89,10 @@ def recorded(folder: Path) -> Iterator[None]:
         step = saved_step(folder) if is_saved else last_step(folder)
         state: State = "preempted" if is_saved else "failed"
         write_status(folder, state, step, code, reason.splitlines()[0])
+        if config.command == "train" and not is_saved and has_stepped(folder):
+            saved = saved_step(folder)
+            text = f"step {saved} is saved" if saved else "nothing is saved, so it begins again"
+            error.add_note(f"after step {step}; {text}: go on with: {to_go_on(config, folder)}")
         write_own_page(folder)
         raise
     write_status(folder, "completed", last_step(folder), 0)
@@ -143,6 +154,12 @@ def saved_step(folder: Path) -> int:
     """Read the step of the newest checkpoint from its name; 0 where there is none."""
     names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
     return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def has_stepped(folder: Path) -> bool:
+    """Whether a run took a step; those that a fork begins with are another's."""
+    begun = durable.read_json(folder / "forked.json").get("step", 0)
+    return bool(max(saved_step(folder), last_step(folder)) > begun)
 
 
 def last_step(folder: Path) -> int:
