@@ -35,6 +35,12 @@ def broken(width=8):
     raise RuntimeError("a fault in the user's own class")
 
 
+class Exits:
+    def on_step(self, entry):
+        if entry["step"] == 2:
+            raise SystemExit(3)
+
+
 def interrupted(width=8):
     raise KeyboardInterrupt
 

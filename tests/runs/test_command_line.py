@@ -264,6 +264,31 @@ def test_a_run_that_fails_says_so_in_its_own_way(
     assert not [*tmp_path.glob("outputs/*"), *tmp_path.glob("broken")], "nothing of a step"
 
 
+def test_a_command_that_fails_before_its_first_step_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 \xff")
+    text = "data=text data.path=latin.txt model=gpt_tiny device=cpu"
+    for command, code in {
+        **{f"{command} {text}": 3 for command in ("train", "plan", "verify")},
+        f"plan {OWN_RUN.replace('net.Net', 'net.broken')}": 1,
+        f"plan {OWN_RUN.replace('net.Net', 'net.interrupted')}": 130,
+        f"{OWN_RUN} model.width=x": 2,
+    }.items():
+        assert shell(command) == code, command
+        assert not list(tmp_path.glob("outputs")), command
+    assert shell(f"{OWN_RUN} model.depth=1 name=first checkpoint.every=1") == 0
+    first, fork = only_run(), f"resume={only_run()} step=1 trust=[net] name=fork"
+    assert shell(f"{fork} hooks=[net.broken]") != 0
+    assert only_run() == first, "nor does a fork, of which all steps are another's"
+    # One that fails later says how to go on, and does.
+    capsys.readouterr()
+    assert shell(f"{OWN_RUN} steps=4 name=late hooks=[net.Exits] checkpoint.every=null") == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("train: after step 1; nothing is saved: begin again with: train resume=")
+    assert shell(f"resume={last.rpartition('=')[2]} 'trust=[net]' hooks=[]") == 0
+
+
 def test_a_reader_that_leaves_ends_in_silence(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

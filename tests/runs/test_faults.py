@@ -177,6 +177,9 @@ def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
     assert html.escape(trace.splitlines()[-1]) in Path("run/report.html").read_text()
     *_, end = err.splitlines()
     assert end == "train: after step 3; step 2 is saved: go on with: train resume=run"
+    typed = ["model.passes=99", "resume_allow=[model.passes]", "trust=[tests,own_faults]"]
+    assert train(["resume=run", *typed]).exit_code == 0
+    assert not Path("run/errors").exists(), "of the last time that it failed, and it did not"
 
 
 @pytest.mark.usefixtures("own_faults")

@@ -91,8 +91,8 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
         write_status(folder, state, step, code, reason.splitlines()[0])
         if config.command == "train" and not is_saved and has_stepped(folder):
             saved = saved_step(folder)
-            text = f"step {saved} is saved" if saved else "nothing is saved, so it begins again"
-            error.add_note(f"after step {step}; {text}: go on with: {to_go_on(config, folder)}")
+            how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
+            error.add_note(f"after step {step}; {how} with: {to_go_on(config, folder)}")
         write_own_page(folder)
         raise
     write_status(folder, "completed", last_step(folder), 0)
