@@ -66,21 +66,10 @@ NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and below 1")]
 Decay = Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1, e.g. 0.999")]
 Part = Annotated[float, Field(ge=0, le=1, description="a fraction from 0 to 1")]
-
-
-def _refuse_one(value: object) -> object:
-    """Refuse 1.0 where 1 is one step, and 0.9 nine tenths of the run."""
-    if type(value) is float and value == 1:
-        raise ValueError
-    return value
-
-
-_STEPS_OR_SHARE = BeforeValidator(_refuse_one)
-_STEPS = "a number of steps (1, not 1.0)"
-Cadence = (
-    Annotated[Count, _STEPS_OR_SHARE, Field(description=_STEPS)]
-    | Annotated[float, Field(gt=0, lt=1, description="a fraction of the run below 1")]
-)
+_NOT_1_0 = BeforeValidator(lambda value: None if repr(value) == "1.0" else value)  # 0.9: a share
+_STEPS = Field(description="a number of steps (1, not 1.0)")
+_RUN_SHARE = Annotated[float, Field(gt=0, lt=1, description="a fraction of the run below 1")]
+Cadence = Annotated[Count, _NOT_1_0, _STEPS] | _RUN_SHARE
 Time = Annotated[  # above 0
     str,
     Field(
@@ -88,7 +77,7 @@ Time = Annotated[  # above 0
         description="a time such as 10min",
     ),
 ]
-Warmup = Annotated[Natural, _STEPS_OR_SHARE, Field(description=_STEPS)] | Share
+Warmup = Annotated[Natural, _NOT_1_0, _STEPS] | Share
 _ABOVE_0 = r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?"
 AMOUNT = re.compile(_ABOVE_0 + "([kMG])?(samples|tokens|epochs?)")
 Amount = Annotated[
