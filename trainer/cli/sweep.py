@@ -65,6 +65,7 @@ from trainer.core.durable import read_json, write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.signals import raise_on_interrupt
 from trainer.report.page import write_own_page
+from trainer.report.page_runs import SavedRun, is_comparable
 
 _LOGGING = "hydra/hydra_logging"
 _AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
@@ -257,6 +258,8 @@ def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     yield from (f"job {row['job']}: {row['reason']}" for row in rows if row["reason"])
     if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
         yield "to go on with the sweep, type the same command with resume=auto"
+    if not is_comparable(metric, [SavedRun(row["folder"]) for row in rows if row["folder"]]):
+        yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
     completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
     if completed and rows[0]["rank"] is None:
         given = [name for name, value in completed[0].items() if "eval_" in name and value]

@@ -14,7 +14,7 @@ from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
-from trainer.report.page_runs import SavedRun, as_mapping, is_number, numbers_of
+from trainer.report.page_runs import SavedRun, as_mapping, is_comparable, is_number, numbers_of
 
 _MOST_JOBS = 500
 _MOST_LETTERS = 100_000  # of a traceback
@@ -173,8 +173,7 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     figures = dict.fromkeys(("loss", "eval_loss", metric, *others))
     figures.pop("eval_seconds", None)
     order, best = f"the best {metric} first", [*range(len(runs))]
-    held_out = {str(run.terms.get("held_out")) for run in runs}  # fingerprints
-    if metric.startswith("eval_") and len(held_out - {"None"}) > 1:
+    if not is_comparable(metric, runs):
         order = f"not ranked: {metric} is of other held-out samples, or other tokens of them"
     else:
         ranks = [rank(run.last(metric), run.state, is_max=is_max) for run in runs]

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -214,6 +214,12 @@ def is_number(value: object) -> TypeGuard[float]:
 def numbers_of(record: object) -> dict[str, float]:
     """Give the finite numbers of a mapping in a record; none where it is no mapping."""
     return {name: value for name, value in as_mapping(record).items() if is_number(value)}
+
+
+def is_comparable(metric: str, runs: Sequence[SavedRun]) -> bool:
+    """Whether a metric of runs is of the same held-out tokens, as far as their checkpoints know."""
+    held_out = {str(run.terms.get("held_out")) for run in runs}  # fingerprints
+    return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1
 
 
 def is_run(folder: Path) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from trainer.cli.sweep import _print_table
+from trainer.cli.sweep import _notes, _print_table
 
 KEYS = ["optimizer.lr", "batch.global"]
 FIGURES = ("step", "loss", "eval_loss", "eval_f1_macro", "eval_top_2", "tokens_per_second")
@@ -36,3 +38,18 @@ def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they
         assert first.split()[:6] == ["1", "0", "0.003", "128", "0.0947075", "completed"]
         assert len(head) == 2
     assert all(len(line.rstrip()) <= width for line in file.getvalue().splitlines())
+
+
+def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_path: Path) -> None:
+    rows = []
+    for number, held_out in enumerate("aab"):
+        folder = tmp_path / str(number) / "checkpoints" / "step-00000001"
+        folder.mkdir(parents=True)
+        parts = {"terms": {"state": {"held_out": held_out}}}
+        (folder / "manifest.json").write_text(json.dumps({"parts": parts}))
+        rows.append({**ROWS[number], "reason": None, "folder": tmp_path / str(number)})
+    rows.append({**ROWS[3], "reason": None, "folder": None})
+    assert [*_notes([*rows[:2], rows[3]], "eval_loss")] == []
+    (note,) = _notes(rows, "eval_loss")
+    assert note.startswith("eval_loss is of other held-out samples or tokens in some jobs")
+    assert [*_notes(rows, "loss")] == []
