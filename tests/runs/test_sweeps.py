@@ -107,7 +107,8 @@ def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(
     capsys.readouterr()
     assert shell(f"{line} hydra.sweeper.storage=sqlite:///x.db resume=auto") == 2
     assert "goes on by itself" in capsys.readouterr().err
-    assert shell(f"{line} sweep.metric=eval_mine") == 2  # given twice
+    assert shell(f"{line} sweep.metric=eval_mine") == 2  # the last counts
+    assert "sweep.metric=eval_mine: no such metric" in capsys.readouterr().err
     assert shell(f"{line.replace('1e-3,1', '-1,1')}") == 2
     assert any("optimizer.lr=-1" in fault for fault in faults(capsys.readouterr().err))
 
