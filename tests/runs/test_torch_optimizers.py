@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, go, on, overrides, shell, state
+from tests.lib.run_support import TOYS, go, on, overrides, read_json, shell, state
+from tests.lib.run_toys import VOCABULARY, Net
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.torch_optimizers import names
 from trainer.core.errors import ConfigError
@@ -66,6 +68,24 @@ def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
 def test_a_mistake_is_one_line_before_torch_is_needed(typed, line, capsys):
     assert shell(typed) == 2
     assert line in capsys.readouterr().err
+
+
+class HeadFirst(Net):
+    """Registers its output layer ahead of its hidden ones."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.head, self.embed = nn.Linear(8, VOCABULARY), nn.Embedding(VOCABULARY, 8)
+        self.norm, self.dropout = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def test_muon_leaves_out_the_layer_that_gives_the_output_and_the_plan_names_the_rest(capsys):
+    typed = overrides(f"model._target_={__name__}.HeadFirst optimizer=muon steps=1")
+    assert shell(f"plan {shlex.join(typed)}") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "2 hidden matrices (dropout.*.weight); adamw for all else" in text
+    (plan,) = Path().glob("outputs/*/*/plan.json")
+    assert read_json(plan)["muon"] == ["dropout.0.weight", "dropout.1.weight"]
 
 
 def test_decay_in_groups_is_refused_where_the_class_has_none():

@@ -64,7 +64,7 @@ def group_rows(components: Components) -> list[Row]:
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
     labels = ["groups", *[""] * len(lines)]
     rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
-    return [row(groups=lines), *rows, *_depth_row(components)]
+    return [row(groups=lines), *rows, *_depth_row(components), *spec.rows(components.module)]
 
 
 def _depth_row(components: Components) -> list[Row]:

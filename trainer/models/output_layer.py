@@ -6,7 +6,7 @@ on their way out, as in Cohere, Granite and Gemma 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,6 +16,8 @@ from trainer.core.micro_batch import Fields
 from trainer.models.attention import computed_in
 from trainer.models.compilation import COMPILED
 
+_OUTPUT = "output_matrices"
+"""Attribute of a layer: names of its own matrices that give the output, as a trial found."""
 IS_LAST = "gives_logits"
 """Attribute of an output layer whose outputs are the logits of its model, as a trial found."""
 
@@ -71,17 +73,59 @@ def declares_logits(module: nn.Module) -> bool:
     return is_declared and not module._forward_hooks
 
 
-def candidate(module: nn.Module) -> nn.Module | None:
-    """Find the output layer, where it is a plain matrix that nobody hooks onto.
-
-    Models tell it by `get_output_embeddings`, as Hugging Face's do. A layer that is no `nn.Linear`
-    says by `is_matrix_product` that it gives `x @ weight.T + bias`.
-    """
+def declared_output(module: nn.Module) -> nn.Module | None:
+    """Give the layer that a model names by `get_output_embeddings`, as Hugging Face's do."""
     try:
         layer = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
-    if not isinstance(layer, nn.Module):  # heads that give no logits of words have None
+    return layer if isinstance(layer, nn.Module) else None  # heads without words have None
+
+
+def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
+    """Note on layers which of their matrices a loss depends on through no other matrix.
+
+    Of two that both do, one through which the other acts as well, as beside a residual, is hidden.
+    """
+    last, inner = set[int](), set[int]()
+    seen, todo = set[tuple[Any, bool]](), [(loss.grad_fn, False) for loss in losses]
+    while todo:
+        node, is_behind = step = todo.pop()
+        if node is None or step in seen:
+            continue
+        seen.add(step)
+        operands = [(each, _matrix(each)) for each, _ in node.next_functions]
+        found = {id(matrix) for _, matrix in operands if matrix is not None}
+        (inner if is_behind else last).update(found)
+        todo += [(each, is_behind or bool(found)) for each, matrix in operands if matrix is None]
+    for part in module.modules():
+        named = part.named_parameters(recurse=False)
+        if names := [name for name, p in named if id(p) in last - inner]:
+            setattr(part, _OUTPUT, names)
+
+
+def _matrix(node: Any) -> Tensor | None:  # noqa: ANN401 - of autograd's graph
+    """Give the matrix that is an operand as it is, or transposed or cast."""
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    weight: Tensor | None = getattr(node, "variable", None)
+    return weight if weight is not None and weight.ndim > 1 else None
+
+
+def output_matrices(module: nn.Module) -> list[Tensor]:
+    """Give the matrices of the output layer, as the model names it, or as `note_...` found it."""
+    if (layer := declared_output(module)) is not None:
+        return [*layer.parameters()]
+    parts = ((part, vars(part).get(_OUTPUT, ())) for part in module.modules())
+    return [part.get_parameter(name) for part, names in parts for name in names]
+
+
+def candidate(module: nn.Module) -> nn.Module | None:
+    """Find the output layer, where it is a plain matrix that nobody hooks onto.
+
+    A layer that is no `nn.Linear` says by `is_matrix_product` that it gives `x @ weight.T + bias`.
+    """
+    if (layer := declared_output(module)) is None:
         return None
     is_plain = type(layer).forward is nn.Linear.forward
     is_plain |= vars(type(layer)).get("is_matrix_product", False)

@@ -6,8 +6,8 @@ nothing for vectors, tables of embeddings and the layer that gives the output.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, final
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from trainer.config.components import Betas, Count, NonNegative, Share
 from trainer.core.errors import ConfigError
-from trainer.core.rows import Row, RunFacts, row
+from trainer.core.rows import Row, row
+from trainer.models.output_layer import output_matrices
 from trainer.optim.optimizers import (
     AdamW,
     Job,
@@ -48,6 +49,7 @@ class Muon(OptimizerSpec):
     betas: Betas = (0.9, 0.95)  # of AdamW
     eps: NonNegative = 1e-8  # of AdamW
 
+    asks_for_output: ClassVar[bool] = True
     by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = AdamW.by_job
     decay_rates: ClassVar[tuple[str, ...]] = ("betas", "momentum")
 
@@ -89,10 +91,13 @@ class Muon(OptimizerSpec):
         )
         return without_compiler(MuonWithAdamW)(params, muon=muon, adamw=adamw)
 
-    def describe(self, facts: RunFacts) -> Sequence[Row]:
+    def rows(self, model: nn.Module) -> Sequence[Row]:
         """See the base class."""
-        text = "hidden matrices; adamw for embeddings, the output layer, vectors and other shapes"
-        return [row("muon", text)]
+        hidden = _hidden_matrices(model)
+        names = [name for name, p in model.named_parameters() if id(p) in hidden]
+        of_all_blocks = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+        text = f"{len(names)} hidden matrices ({', '.join(of_all_blocks)}); adamw for all else"
+        return [row("muon", text, muon=names)]
 
 
 @final
@@ -129,12 +134,7 @@ class MuonWithAdamW(Optimizer):
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
     """Give the ids of matrices that are neither looked up nor give the output."""
-    layers: list[nn.Module] = [m for m in model.modules() if isinstance(m, _TABLES)]
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    output = None
-    with suppress(AttributeError, NotImplementedError):  # a model need not say
-        output = model.get_output_embeddings()  # type: ignore[operator]
-    # The last layer of a classifier, whose model names none.
-    layers += linears[-1:] if output is None else [output]
-    others = {id(p) for layer in layers for p in layer.parameters()}
+    tables = (part for part in model.modules() if isinstance(part, _TABLES))
+    others = {id(p) for table in tables for p in table.parameters()}
+    others |= {id(p) for p in output_matrices(model)}
     return {id(p) for p in model.parameters() if p.ndim == 2} - others  # noqa: PLR2004 - a matrix

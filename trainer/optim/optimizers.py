@@ -25,7 +25,7 @@ from trainer.config.components import Betas, Decay, NonNegative
 from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
-from trainer.core.rows import Described
+from trainer.core.rows import Described, Row
 from trainer.optim.bias_correction import follow_betas
 from trainer.optim.depth import depth_scales
 from trainer.optim.masters import MasterWeights, widen_gradients
@@ -55,6 +55,8 @@ class OptimizerSpec(Described, ABC):
 
     # What a job gives the arguments that the config leaves out or null
     by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {}
+    # Whether it treats the matrices of the output layer in another way than hidden ones
+    asks_for_output: ClassVar[bool] = False
     # Arguments that say what a running mean keeps of itself from step to step
     decay_rates: ClassVar[tuple[str, ...]] = ()
 
@@ -117,6 +119,10 @@ class OptimizerSpec(Described, ABC):
     def split(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split groups by what their parameters are in the model, where an optimizer asks."""
         return groups
+
+    def rows(self, model: nn.Module) -> Sequence[Row]:
+        """Describe what it does with the parameters of a model, where that is to be seen."""
+        return ()
 
     @abstractmethod
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:

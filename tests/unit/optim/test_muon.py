@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
+from trainer.models.output_layer import note_output_matrices
 from trainer.optim.muon import Muon
 
 TINY = {"vocab_size": 11, "width": 12, "num_layers": 2, "num_heads": 2, "max_length": 8}
@@ -33,8 +34,32 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(tied):
     inner = {n for n, p in model.named_parameters() if n.startswith("blocks") and p.ndim == 2}
     assert len(inner) >= 8
     assert matrices(model) == inner
-    classifier = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2))
-    assert matrices(classifier) == {"2.weight"}
+
+
+class Heads(nn.Module):
+    """A user's own, which registers its heads first and names no output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.policy = nn.Linear(6, 1), nn.Linear(6, 3, bias=False)
+        self.table, self.inner = nn.Embedding(5, 6), nn.Linear(6, 6)
+        self.gate = nn.Linear(6, 2)
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        x = self.table(ids).mean(1)
+        gate = self.gate(x).softmax(-1)  # which the loss sees too, as that of a router
+        x = x + gate[:, :1] * self.inner(x).relu()
+        return [self.value(x), self.policy(x)[:, [1, 2]].logsumexp(-1), gate.square()]
+
+
+def test_the_output_layer_is_known_by_its_use_and_not_by_its_place():
+    model = Heads()
+    losses = [each.mean() for each in model(torch.zeros(4, 3, dtype=torch.long))]
+    for found in (losses, [sum(losses)]):
+        note_output_matrices(model, found)
+        assert matrices(model) == {"inner.weight", "gate.weight"}
+    (row,) = Muon(lr=0.1).rows(model)
+    assert row.values == {"muon": ["inner.weight", "gate.weight"]}
 
 
 def test_a_step_is_that_of_both_optimizers_of_pytorch_also_from_a_saved_state():
@@ -81,5 +106,7 @@ def test_matrices_in_shards_are_refused():
 
 
 def test_a_model_without_a_hidden_matrix_is_refused():
+    model = nn.Linear(3, 2)
+    note_output_matrices(model, [model(torch.ones(1, 3)).sum()])
     with pytest.raises(ConfigError, match=r"^optimizer=muon: no hidden matrix .*optimizer=adamw"):
-        Muon(lr=0.1).build(nn.Linear(3, 2))
+        Muon(lr=0.1).build(model)
