@@ -109,7 +109,9 @@ def test_a_run_goes_on_bit_for_bit_and_not_with_another_rank(made):
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_and_little_else():
-    run = go(f"{GPT} adapter=lora adapter.r=128 model.width=64 steps=1")
+    size = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256}
+    Head("LlamaForCausalLM", "LlamaConfig", "causal", size).build().save_pretrained("large")
+    run = go(f"{LLAMA} model.path=large adapter.r=128 steps=1")
     plan = read_json(run.folder / "plan.json")
     (folder,) = run.folder.glob("checkpoints/step-*")
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -138,8 +140,9 @@ OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 st
     ],
 )
 def test_two_ranks_take_the_same_steps(line, mode, bound, ranks):
-    one, two = go(f"{line} adapter=lora"), Path(f"{mode}{len(line)}").absolute()
-    typed = overrides(f"{line} adapter=lora parallel={mode} parallel.ranks=2")
+    line = f"{line} adapter=lora" + f" init={go(line).folder}" * (line == GPT)
+    one, two = go(line), Path(f"{mode}{len(line)}").absolute()
+    typed = overrides(f"{line} parallel={mode} parallel.ranks=2")
     assert (
         ranks.run(2, run_as_rank, prepared(shlex.join(typed)).config, two, {}) == [{"code": 0}] * 2
     )
@@ -230,6 +233,16 @@ def test_what_cannot_be_adapted_is_one_line(typed, fault):
     with pytest.raises(ConfigError, match=fault) as caught:
         go(f"{LLAMA} {typed}")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_adapter_beside_weights_that_nobody_trained_is_refused():
+    """Unless a plan or a proof is asked for, or they are read from somewhere."""
+    fault = r"^adapter=lora: would stand beside random weights, .*model\.path=FOLDER, or init=RUN"
+    random = LLAMA.replace("model.path=", "model.config=")
+    for typed in (random, f"{GPT} adapter=lora"):
+        with pytest.raises(ConfigError, match=fault):
+            go(typed)
+    train(["plan", *overrides(random)])
 
 
 @pytest.mark.nightly

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
-from tests.lib.run_support import go, read_json, shell, state
+from tests.lib.nightly import nightly
+from tests.lib.run_support import go, overrides, read_json, shell, state
 from trainer.core.errors import ConfigError
 from trainer.models.hugging_face import hugging_face
+from trainer.models.transformers_classes import new_weights
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -48,6 +52,47 @@ def test_a_body_under_a_new_head_says_what_is_new(capsys):
     assert "2 new (classifier.bias, classifier.weight)" in shown
     assert "unused (cls.predictions" in shown
     assert "token_classify, as BertForTokenClassification" in shown
+
+
+class Wrapper(nn.Module):
+    """A user's own, around a model that is loaded."""
+
+    def __init__(self, inner: nn.Module, num_more: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.more = nn.Linear(num_more, num_more) if num_more else None
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+def wrap(model: nn.Module, num_more: int) -> nn.Module:
+    return Wrapper(model, num_more)
+
+
+@pytest.mark.parametrize("num_more", [0, nightly(3)])
+def test_what_was_loaded_stays_loaded_when_a_transform_wraps_it(num_more, capsys):
+    save_causal_model(Path("model"))
+    save_tokens(Path("data"))
+    own = f"'transforms=[{{_target_: {__name__}.wrap, num_more: {num_more}}}]'"
+    typed = overrides(f"{LINE} model.path=model {own} objective=next_token steps=1")
+    typed = [each for each in typed if not each.startswith("optimizer.lr")]
+    assert shell(f"plan {shlex.join(typed)}") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "weights of model, " in shown
+    (plan,) = Path().glob("outputs/*/*/plan.json")
+    found = read_json(plan)["optimizer_defaults"]
+    lr = 5e-5 if num_more else 2e-5
+    assert found == {"lr": lr, "betas": [0.9, 0.999], "weight_decay": 0.01}
+    assert ("2 new (more.bias, more.weight)" in shown) == bool(num_more)
+
+
+def test_a_pooler_that_no_pooling_reads_is_no_new_head(capsys):
+    config = Head("BertModel", "BertConfig", "masked").build().config
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained("model")
+    assert new_weights(hugging_face("model", task="embedding")) == []
+    classifier = hugging_face("model", task="sequence_classification")
+    assert "bert.pooler.dense.weight" in new_weights(classifier), "which reads it"
 
 
 def test_a_head_has_as_many_classes_as_are_typed_and_the_report_is_a_row(capfd):

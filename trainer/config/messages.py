@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from trainer.config.components import Stages, alternatives
 from trainer.config.secrets import without_secrets
+from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
 
 LINE_LIMIT = 200
@@ -150,3 +151,12 @@ def lookup(tree: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - a config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def refusals(compute: Callable[..., object], *sizes: Any) -> list[str]:  # noqa: ANN401 - any
+    """Give what a function refuses its arguments for, a line for each fault."""
+    try:
+        compute(*sizes)
+    except ConfigError as error:
+        return [*map(clip, error.faults)]
+    return []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.components import METRICS
+from trainer.config.messages import line, refusals
 from trainer.core.errors import ConfigError
 
 Mode = Literal["auto", "min", "max"]
@@ -44,6 +46,25 @@ def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", 
 def stop_mode(best: str | None, metric: str | None, mode: Mode) -> Mode:
     """Give the mode of `stop.metric`: that of `checkpoint.best`, where both are one metric."""
     return mode if best in (None, metric) else "auto"
+
+
+def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
+    """Name metrics of no known direction, and settings of one that is followed, where none is."""
+    for key in ("checkpoint.best", "stop.metric", "sweep.metric"):
+        mode_key = "sweep.mode" if key == "sweep.metric" else "checkpoint.mode"
+        mode = view[mode_key]
+        if key == "stop.metric":
+            mode = stop_mode(view["checkpoint.best"], view[key], mode)
+        if isinstance(view[key], str):
+            yield from refusals(mode_of, key, view[key], mode, mode_key)
+    if view["stop.metric"] or view["resume"] or view["run"]:  # a run's own stay
+        return
+    for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
+        if view[key] not in (default, None):
+            yield line(key, view[key], "needs a metric: type stop.metric=eval_loss")
+    if view["checkpoint.best"] is None and view["checkpoint.mode"] in ("min", "max"):
+        text = "needs a metric: type checkpoint.best=eval_loss, or stop.metric=eval_loss"
+        yield line("checkpoint.mode", view["checkpoint.mode"], text)
 
 
 def title_of(metric: str) -> str:

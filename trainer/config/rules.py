@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, final
 
@@ -18,8 +18,8 @@ from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
 from trainer.config.mesh import num_replicas
-from trainer.config.messages import clip, flat, line, lookup
-from trainer.config.metric_mode import mode_of, stop_mode
+from trainer.config.messages import clip, flat, line, lookup, refusals
+from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
 
 DEFAULT_GLOBAL = 512
@@ -60,13 +60,7 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
     ("batch.normalizer", ("micro_batches",), _CHOOSES, (True,), _BY_SIZE),
     ("batchnorm", ("micro", "pooled", "sync"), _CHOOSES, (True,), _WHOLE_STEP),
-    (
-        "deterministic",
-        ("layout",),
-        "accum.chooses_sizes",
-        (True,),
-        f"needs fixed micro-batches; {_FIXED}",
-    ),
+    ("deterministic", ("layout",), _CHOOSES, (True,), f"needs fixed micro-batches; {_FIXED}"),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
     ("activation_checkpointing", ("auto",), "accum.is_tunable", (False,), "needs accum=auto"),
@@ -119,8 +113,9 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
             is_typed = _is_count(view["accum.micro"])
             yield line(key, view[key], text.replace(_N, "add accum=fixed") if is_typed else text)
+    yield from _weight_faults(view)
     yield from _place_faults(view)
-    yield from _metric_faults(view)
+    yield from metric_faults(view)
     yield from _size_faults(view)
     run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
     for path in COMPONENTS:
@@ -139,23 +134,19 @@ def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFL
     return _is_count(value) if values is int else value in values
 
 
-def _metric_faults(view: Tree) -> Iterator[str]:
-    """Name metrics of no known direction, and settings of one that is followed, where none is."""
-    for key in ("checkpoint.best", "stop.metric", "sweep.metric"):
-        mode_key = "sweep.mode" if key == "sweep.metric" else "checkpoint.mode"
-        mode = view[mode_key]
-        if key == "stop.metric":
-            mode = stop_mode(view["checkpoint.best"], view[key], mode)
-        if isinstance(view[key], str):
-            yield from _refusals(mode_of, key, view[key], mode, mode_key)
-    if view["stop.metric"] or view["resume"] or view["run"]:  # a run's own stay
+def _weight_faults(view: Tree) -> Iterator[str]:
+    """Name contradictions about where weights come from."""
+    if view["init"] or view["run"] or view["resume"]:
         return
-    for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
-        if view[key] not in (default, None):
-            yield line(key, view[key], "needs a metric: type stop.metric=eval_loss")
-    if view["checkpoint.best"] is None and view["checkpoint.mode"] in ("min", "max"):
-        text = "needs a metric: type checkpoint.best=eval_loss, or stop.metric=eval_loss"
-        yield line("checkpoint.mode", view["checkpoint.mode"], text)
+    if view["step"] != "last":
+        text = (
+            "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
+        )
+        yield line("step", view["step"], text)
+    is_random = view["model.draws_on_meta"] or view["model.config"] is not None
+    if view["command"] == "train" and view["adapter.is_adapter"] and is_random:
+        text = "would stand beside random weights, which stay frozen; type model=hf model.path="
+        yield line("adapter", view["adapter"], f"{text}FOLDER, or init=RUN")
 
 
 def _place_faults(view: Tree) -> Iterator[str]:
@@ -166,12 +157,6 @@ def _place_faults(view: Tree) -> Iterator[str]:
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     yield from _device_faults(view)
-    has_run = view["init"] or view["run"] or view["resume"]
-    if view["step"] != "last" and not has_run:
-        text = (
-            "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
-        )
-        yield line("step", view["step"], text)
     if view["data.eval_path"] is not None and view["data.path"] is None:
         text = "takes the place of data.path, which these data lack; see eval.sets"
         yield line("data.eval_path", view["data.eval_path"], text)
@@ -230,18 +215,10 @@ def _size_faults(view: Tree) -> Iterator[str]:
     elif is_fixed and world_size and all(s is None or _is_count(s) for s in [*sizes, *stages]):
         for size in stages or ([] if gives_sizes else [global_batch]):
             named = "a stage of " if stages else "batch.global="
-            yield from _refusals(complete_sizes, size, micro, steps, world_size, named)
+            yield from refusals(complete_sizes, size, micro, steps, world_size, named)
     is_mesh = view["parallel.mode"] == "hsdp" and all(s == "auto" or _is_count(s) for s in mesh)
     if is_mesh and world_size not in (None, 1):
-        yield from _refusals(num_replicas, world_size, world_size, *mesh)
-
-
-def _refusals(compute: Callable[..., object], *sizes: Any) -> list[str]:  # noqa: ANN401 - of the view
-    try:
-        compute(*sizes)
-    except ConfigError as error:
-        return [*map(clip, error.faults)]
-    return []
+        yield from refusals(num_replicas, world_size, world_size, *mesh)
 
 
 def counts_samples(view: Tree) -> bool:
@@ -328,7 +305,7 @@ def warmup_fault(steps: object, warmup: float) -> str | None:
 def schedule_fault(steps: object, warmup: float, decay: float | str) -> str | None:
     """Say the same of a warm-up and the steps, or the share, that decay at the end of a run."""
     decay = 0.0 if isinstance(decay, str) else decay  # of samples: checked once they are counted
-    faults = _refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
+    faults = refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
     return next(iter(faults), None)
 
 

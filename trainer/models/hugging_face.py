@@ -217,6 +217,9 @@ def _load(
             "model; where its classes are others, type model.ignore_mismatched_sizes=true, with "
             "which it begins new"
         )
+    if kind.__name__ == _CLASSES["embedding"]:  # no way of pooling takes what a pooler gives
+        missing = [name for name in told["missing_keys"] if not name.startswith("pooler.")]
+        told = {**told, "missing_keys": missing}
     note_loaded(module, path, told)
     return module
 

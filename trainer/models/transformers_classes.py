@@ -140,21 +140,35 @@ def note_loaded(module: nn.Module, source: str, told: Mapping[str, Any]) -> None
 
 
 def loaded_from(module: nn.Module, params: Mapping[str, Any]) -> str | None:
-    """Name what a model was loaded from, as it says itself or as its arguments do."""
-    name: str | None = getattr(module, LOADED_FROM, None) or pretrained_of(params)
-    return name
+    """Name what a model, or a part that it wraps, was loaded from, by its mark or its arguments."""
+    names: Iterator[str] = (vars(part)[LOADED_FROM] for _, part in _loaded_parts(module))
+    return next(names, None) or pretrained_of(params)
 
 
 def new_weights(module: nn.Module) -> list[str]:
-    """Name the parameters of a loaded model that its files did not hold."""
-    found: list[str] = getattr(module, _LOADED_BUT, {}).get("new", [])
-    return found
+    """Name the parameters of a loaded model that no file holds, beside a part that it wraps too."""
+    parts = _loaded_parts(module)
+    loaded = tuple(prefix for prefix, _ in parts)
+    names = (name for name, _ in module.named_parameters() if parts)
+    beside = sorted(name for name in names if not name.startswith(loaded))
+    return [*_names(parts, "new"), *beside]
 
 
 def loaded_but(module: nn.Module) -> str:
     """Say which weights of a model are new, and which of its files were not used."""
-    groups = getattr(module, _LOADED_BUT, {}).items()
-    return ", ".join(_few(what, names) for what, names in groups if names)
+    groups = {"new": new_weights(module), "unused": _names(_loaded_parts(module), "unused")}
+    return ", ".join(_few(what, names) for what, names in groups.items() if names)
+
+
+def _loaded_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List what was loaded, as a whole, with what the names of its parameters begin with."""
+    named = module.named_modules()
+    return [(n and f"{n}.", part) for n, part in named if LOADED_FROM in vars(part)]
+
+
+def _names(parts: list[tuple[str, nn.Module]], what: str) -> list[str]:
+    found = ((prefix, vars(part).get(_LOADED_BUT, {})) for prefix, part in parts)
+    return [f"{prefix}{name}" for prefix, groups in found for name in groups.get(what, ())]
 
 
 def _few(what: str, names: list[str]) -> str:

@@ -61,6 +61,7 @@ OPTIONS = {
 NEEDS = {
     "accum=budget": {"accum.max_tokens": 4096},
     "accum=fixed": {"accum.micro": 8},
+    "adapter=lora": {"init": "outputs/base"},
     "batch=noise_ramp": {"batch.max": 1024},
     "batch=ramp": {"batch.stages": {0: 64, 20000: 256}},
     "data=hf": {"data.path": "notes.jsonl"},
