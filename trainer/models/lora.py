@@ -199,7 +199,7 @@ class Lora(ModelTransform):
         """Add the matrices to the weights that they stand beside; the model has its own names then.
 
         Raises:
-            ConfigError: a weight belongs to another layer, too.
+            ConfigError: a weight belongs to another layer, too, or peft refuses to merge it.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - see above
         from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: PLC0415 - see above
@@ -219,7 +219,11 @@ class Lora(ModelTransform):
             if isinstance(layer, AuxiliaryTrainingWrapper):
                 plain = layer.unload_and_optionally_merge_module(True, True, None)
             else:
-                layer.merge(safe_merge=True)
+                try:
+                    layer.merge(safe_merge=True)
+                except (RuntimeError, ValueError, NotImplementedError) as error:  # as of a bias
+                    text = f"peft cannot merge {name}: {' '.join(str(error).split())}"
+                    raise ConfigError(f"export.merge=true: {text} Leave it out") from error
                 plain = layer.get_base_layer()
             model.set_submodule(name, plain)
         del model.peft_config
