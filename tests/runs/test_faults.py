@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -220,3 +221,11 @@ def test_all_that_can_be_looked_up_is_looked_up_before_data_are_read() -> None:
     with pytest.raises(ConfigError) as caught:
         go("model.wdith=8 hooks=[tests.lib.run_toys.No] sync._target_=torch.No")
     assert len(caught.value.faults) == 3, "all at once"
+
+
+def test_a_daemon_process_loads_by_itself_or_says_that_it_has_to(monkeypatch):
+    """It may start no other; by default it starts none."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(ConfigError, match=r"^num_workers=1: a daemon process.*type num_workers=0"):
+        go("num_workers=1 steps=1")
+    assert go("num_workers=auto steps=1").exit_code == 0

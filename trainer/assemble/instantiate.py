@@ -106,6 +106,8 @@ def _is_option(component: Component, key: str) -> bool:
 
 def _meant(error: BaseException) -> str:
     """Offer the nearest name that a module, or class, has."""
+    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "__main__":
+        return "; ranks are programs of their own: put the class into a file of its own"
     known = vars(error.obj) if isinstance(error, AttributeError) and error.obj else ()
     near = difflib.get_close_matches(str(getattr(error, "name", "")), known, n=1)
     return f". Did you mean {near[0]}?" if near else ""

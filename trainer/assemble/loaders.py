@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from multiprocessing import current_process
+
 from torch import nn
 
 from trainer.assemble.layout import longest
@@ -27,10 +29,16 @@ def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module
     """Load what is trained on, for a model.
 
     Raises:
-        ConfigError: samples are longer than the model has positions.
+        ConfigError: samples are longer than the model has positions, or a daemon process would have
+            to start others.
     """
-    auto_workers = 0 if planned_device(config, world).type == "cpu" else GPU_WORKERS
+    is_daemon = current_process().daemon
+    on_gpu = planned_device(config, world).type != "cpu"
+    auto_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
     num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    if num_workers and is_daemon:
+        text = "a daemon process, as this one, may start none; type num_workers=0"
+        raise ConfigError(f"num_workers={num_workers}: {text}")
     has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
     loader = Loader(
         data,

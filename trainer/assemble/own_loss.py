@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError, DataError
-from trainer.core.micro_batch import Fields, to_device
+from trainer.core.micro_batch import Fields, output_part, to_device
 from trainer.core.user_code import described
 from trainer.models.bind import bind
 from trainer.models.output_layer import declared_output, note_output_matrices
@@ -52,7 +52,7 @@ def compare_losses(
             refusal = error
         else:
             ours = sum(float(loss) / weights[name] for name, loss in losses.items())
-            own = float(call(given).loss)
+            own = float(output_part(call(given), "loss"))
     if refusal is not None:
         raise DataError(
             f"data: {type(module).__name__} does not take the longest sample: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -30,3 +30,8 @@ class MicroBatch:
 def to_device(fields: Fields, device: torch.device) -> Fields:
     """Move collated fields without waiting; on a CPU they are the same."""
     return {name: field.to(device, non_blocking=True) for name, field in fields.items()}
+
+
+def output_part(output: Any, name: str) -> Any:  # noqa: ANN401 - models return what they like
+    """Take a part of a model's output, an entry of a mapping or an attribute; None without it."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import current_process
 from typing import Any, final
 
 import numpy as np
@@ -97,6 +98,7 @@ class RecordEncoder:
         from datasets.utils import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
 
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        num_cores = 1 if current_process().daemon else num_cores  # it may start none
         size = len(records)
         batches = [range(first, min(first + BATCH, size)) for first in range(0, size, BATCH)]
         loader = DataLoader(

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.models.attention import computed_in
 from trainer.models.compilation import COMPILED
 
@@ -140,7 +140,7 @@ def watch_last(model: nn.Module, layer: nn.Module) -> Callable[[], bool]:
     layer.register_forward_hook(lambda _, __, out: given.append((out, out._version)))
 
     def note(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
-        logits = getattr(output, "logits", output)
+        logits = output if isinstance(output, Tensor) else output_part(output, "logits")
         outputs.append(
             (logits, getattr(logits, "_version", -1))
         )  # later, where it was written into

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.config.components import Count, NonNegative
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.objectives.base import IGNORED, ModelCall, Sums, at_least_single, logits_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.next_token import shifted_labels
@@ -113,7 +113,7 @@ def _real(fields: Fields) -> Tensor:
 
 def _routers(output: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - models return what they like
     """Take the router's logits of each layer, `(samples * time, experts)`."""
-    found = getattr(output, "router_logits", None)
+    found = output_part(output, "router_logits")
     if not found:
         raise ConfigError(
             "model: forward gives no router_logits, which BalancedNextToken needs: set "

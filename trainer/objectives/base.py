@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS
@@ -308,14 +308,14 @@ def logits_from(model: ModelCall, fields: Fields) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
-    """Take the logits out of the output of a model: the output itself or its `.logits`."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    """Take the logits out of the output of a model: the output itself or its part `logits`."""
+    logits = output if isinstance(output, Tensor) else output_part(output, "logits")
     if isinstance(logits, Tensor) and logits.ndim > 1:
         return logits
     raise ConfigError(
         f"model: forward returned a {type(output).__name__} without logits; return logits, or an "
-        "object with .logits, and leave the loss to the objective, which sums it so that every "
-        "split gives the same step"
+        "object or dict with logits, and leave the loss to the objective, which sums it so that "
+        "every split gives the same step"
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config.components import Positive
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.text_pairs import embed
@@ -75,7 +75,7 @@ class Contrastive(CoupledObjective):
             for name, side in zip(SIDES[0], sides, strict=True)
         }
         for name in (SCALE, BIAS):
-            value = _get(output, name)
+            value = output_part(output, name)
             if value is None:  # a root's own parameters are there after its forward, sharded or not
                 value = getattr(getattr(model, "module", None), name, None)
             if value is not None:
@@ -127,13 +127,15 @@ def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - model
         ConfigError: there are none, or one alone.
     """
     for names in SIDES:
-        found = [_get(output, name) for name in names]
+        found = [output_part(output, name) for name in names]
         one, other = (each if isinstance(each, Tensor) else None for each in found)
         if one is not None and other is not None and one.shape == other.shape and one.ndim == 2:  # noqa: PLR2004
             return one, other
-    given = [name for names in SIDES for name in names if isinstance(_get(output, name), Tensor)]
+    given = [
+        name for names in SIDES for name in names if isinstance(output_part(output, name), Tensor)
+    ]
     kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
-    shapes = ", ".join(f"{name} {tuple(_get(output, name).shape)}" for name in given)
+    shapes = ", ".join(f"{name} {tuple(output_part(output, name).shape)}" for name in given)
     raise ConfigError(
         f"model: forward gives {shapes or 'no embeddings'} in a {kind}: "
         "objective=contrastive needs two of one shape (samples, width); return a mapping with "
@@ -149,10 +151,6 @@ def _one(name: str, value: Any) -> Tensor:  # noqa: ANN401 - models have what th
         f"model.{name}: has {found}, and objective=contrastive takes a parameter of one number: "
         "make it nn.Parameter(torch.tensor([2.66])), or give it another name"
     )
-
-
-def _get(output: Any, name: str) -> Any:  # noqa: ANN401 - models return what they like
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _by_chunks(

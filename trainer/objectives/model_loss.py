@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.config.components import Reduction
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
 
 NUM_ITEMS = "num_items_in_batch"
@@ -87,11 +87,9 @@ class ModelLoss(Objective):
 
 
 def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
-    """Take the loss, one number: `.loss`, the first of a tuple, or the output itself."""
+    """Take the loss, one number: the part `loss`, the first of a tuple, or the output itself."""
     loss = output[0] if isinstance(output, tuple) and output else output
-    loss = getattr(loss, "loss", loss)
-    if isinstance(loss, Mapping):
-        loss = loss.get("loss")
+    loss = loss if isinstance(loss, Tensor) else output_part(loss, "loss")
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
         return loss
     raise ConfigError(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
 
 ENDS = ("start", "end")
@@ -38,7 +38,7 @@ class QuestionAnswering(Objective):
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the first and the last token of each answer."""
-        logits = (_without_padding(getattr(output, f"{end}_logits"), fields) for end in ENDS)
+        logits = (_without_padding(output_part(output, f"{end}_logits"), fields) for end in ENDS)
         found = torch.stack([each.argmax(-1) for each in logits], dim=-1)
         labels = torch.stack(_targets(fields), dim=-1)
         return [*zip(labels.tolist(), found.tolist(), strict=True)]
@@ -53,7 +53,7 @@ class QuestionAnswering(Objective):
         output = model({n: f for n, f in fields.items() if not n.endswith("_positions")})
         losses, hits = {}, []
         for end, target in zip(ENDS, targets, strict=True):
-            logits = getattr(output, f"{end}_logits", None)
+            logits = output_part(output, f"{end}_logits")
             if not isinstance(logits, Tensor) or logits.shape != fields["input_ids"].shape:
                 raise ConfigError(
                     f"model: forward returned a {type(output).__name__} without {end}_logits of "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.components import Pooling
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import ATTENTION_MASK
 from trainer.data.samples import INPUT_IDS
 from trainer.models.task import POOLING
@@ -31,7 +31,7 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
         return model(fields)
     is_of_text = {name: field.shape == ids.shape for name, field in fields.items()}
     rows = {n: f.flatten(0, 1) if is_of_text[n] else f for n, f in fields.items()}
-    hidden = model(rows).last_hidden_state
+    hidden = output_part(model(rows), "last_hidden_state")
     query, document = pooled(hidden, rows[ATTENTION_MASK], pooling).view(len(ids), 2, -1).unbind(1)
     return {"query": query, "document": document}
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trainer.config.cards import CARDS, USUAL, Card, reported_as
 from trainer.core import gpu
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import LABELS, Limits
 from trainer.data.samples import INPUT_IDS
 from trainer.models.output_layer import IS_LAST, candidate, declares_logits, watch_last
@@ -106,7 +106,7 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
             limits[INPUT_IDS] = min(table.num_embeddings, limits.get(INPUT_IDS, sys.maxsize))
 
     def note_classes(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
-        logits = getattr(output, "logits", output)
+        logits = output if isinstance(output, Tensor) else output_part(output, "logits")
         if axis is not None and layer is not None:
             limits[LABELS] = len(layer.weight)  # the objective may ask for no logits
         elif axis is not None and isinstance(logits, Tensor):

@@ -65,6 +65,14 @@ def test_a_constructor_that_leaves_gradients_off_changes_no_training() -> None:
         torch.set_grad_enabled(True)
 
 
+def test_a_class_of_the_program_itself_that_a_rank_does_not_have_says_what_to_do() -> None:
+    line = (
+        r"^model\._target_=__main__\.Mine: .*no attribute 'Mine'; ranks are programs of their own"
+    )
+    with pytest.raises(ConfigError, match=line):
+        construct(component("__main__.Mine", typed=True), "model", nn.Module)
+
+
 def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
     small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
     described = component("transformers.GPT2LMHeadModel", **small)

@@ -40,6 +40,21 @@ def weight(seed: int = 0) -> Tensor:
     return torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=generator, requires_grad=True)
 
 
+@pytest.mark.parametrize("form", [dict, SimpleNamespace])
+def test_a_model_may_give_its_logits_or_its_loss_as_a_part_of_an_object_or_of_a_dict(form):
+    fields, theta = ragged_fields([6, 3, 1], seed=3), weight()
+    expected = NextToken().sums(linear(theta), fields).losses
+    found = NextToken().sums(lambda given: form(logits=linear(theta)(given)), fields).losses
+    assert {n: float(loss) for n, loss in found.items()} == {
+        n: float(x) for n, x in expected.items()
+    }
+    own = ModelLoss(reduction="sum", causal=False)
+    (loss,) = own.sums(lambda _: form(loss=theta.sum()), fields).losses.values()
+    assert loss == theta.sum()
+    with pytest.raises(ConfigError, match=r"without logits; return logits, or an object or dict"):
+        NextToken().sums(lambda _: form(scores=theta), fields)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_next_token_shifts_labels_itself_and_ignores_minus_100(smoothing):
     fields = ragged_fields([6, 3, 1], seed=3)
