@@ -144,10 +144,21 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("odd", {"architectures": None}),
         ("kernel", {"attn_implementation": "someone/kernel"}),
         ("bad", {"n_embd": "abc"}),
+        ("deep", {"n_layer": 1_000_000_000}),
+        ("nameless", {"architectures": [5]}),
+        ("labels", {"id2label": 5}),
+        ("elsewhere", {"transformers_weights": "other.safetensors"}),
+        ("adapter", {}),
+        ("pickle", {}),
+        ("outside", {}),
         ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
     ):
         (here / folder).mkdir()
         (here / folder / "config.json").write_text(json.dumps(config | changes))
+    (here / "adapter" / "adapter_config.json").write_text("{}")
+    for folder, file in (("pickle", "pytorch_model.bin"), ("outside", "../model.safetensors")):
+        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": file}}
+        (here / folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copytree(here / "model", here / "cut")
     file = here / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:500])
@@ -170,6 +181,17 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("'model.config={model_type:gpt2,n_embd:abc}'", "config=gpt2: transformers cannot build"),
         ("model.config=bad", "bad: transformers cannot build it: Validation error for field"),
+        ("model.path=deep", "deep: n_layer=1000000000 in its config: above 10,000"),
+        (
+            "'model.config={model_type:gpt2,n_layer:1000000000}' model.task=causal_lm",
+            "gpt2: n_layer=1000000000 in its config: above 10,000",
+        ),
+        ("model.path=nameless", "nameless: architectures=[5] in its config"),
+        ("model.path=labels", "labels: transformers cannot build it"),
+        ("model.path=elsewhere", "elsewhere: transformers_weights in its config names a file"),
+        ("model.path=adapter", "adapter: holds an adapter; type the model under it"),
+        ("model.path=pickle", "model.safetensors.index.json names 'pytorch_model.bin'; weights"),
+        ("model.path=outside", "model.safetensors.index.json names '../model.safetensors'; w"),
         ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
     ],
 )

@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, final
 
+from trainer.core.limits import limited
+
 Message = dict[str, Any]
 Encoded = tuple[list[int], list[bool]]
 """Ids, and which of them are loss terms; both `(tokens,)`."""
 
 ASSISTANT = "assistant"
+_LONGEST = 10_000_000  # characters of a conversation
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool", "function")},
     **{"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"},  # ShareGPT
@@ -188,6 +191,7 @@ class _Chat:
 
     def encode_marked(self, messages: Sequence[Message], first: int) -> Encoded:
         """Mark the tokens that the template's own mask marks, from message `first` on."""
+        text = self.render(messages)  # within its limits, before it is tokenised
         encoded = self.apply(
             messages,
             return_dict=True,
@@ -196,7 +200,7 @@ class _Chat:
         )
         ids, counts = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
         if first:  # answers in a prompt are given, and not learned
-            begin = len(self.prefix(messages, first, self.render(messages), ids)[1])
+            begin = len(self.prefix(messages, first, text, ids)[1])
             counts = [False] * begin + counts[begin:]
         if not any(counts):
             raise ValueError(
@@ -227,7 +231,11 @@ class _Chat:
 
     def render(self, messages: Sequence[Message], *, has_header: bool = False) -> str:
         """Give the text of some messages; with the header of the answer that is to come."""
-        return self.apply(messages, tokenize=False, add_generation_prompt=has_header)  # type: ignore[no-any-return]
+        with limited("the chat template"):
+            text: str = self.apply(messages, tokenize=False, add_generation_prompt=has_header)
+        if len(text) > _LONGEST:
+            raise ValueError(f"the chat template gives more than {_LONGEST:,} characters")
+        return text
 
     def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Give the ids of a rendered text, and the characters that each stands for."""

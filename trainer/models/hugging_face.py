@@ -25,6 +25,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.models.check import UNUSED
 from trainer.models.lazy_loading import load_unread
+from trainer.models.model_folder import read_config, refuse_files, refuse_sizes
 from trainer.models.task import task_of, task_of_class
 from trainer.models.text_pooling import set_pooling
 from trainer.models.transformers_classes import described, note_loaded, quiet
@@ -92,6 +93,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
     faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+    faults += (TypeError, AttributeError)  # of a config with values of another kind
     key = "model.config" if path is None else "model.path"
     given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in given.items() if value is not None}
@@ -132,7 +134,8 @@ def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN4
     from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
 
     if not settings:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return read_config(source)
+    refuse_sizes(settings, source)
     found: Any = AutoConfig.for_model(**settings)
     kind = type(found)
     known = inspect.signature(described(kind, settings, typed=True)).parameters
@@ -205,6 +208,7 @@ def _load(
         ConfigError: weights in the files have other sizes than the model's, which does not begin
             new with these.
     """
+    refuse_files(path)
     options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if torch.get_default_device().type == "meta":
         module, told = load_unread(kind, found, path, **options)

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer.config.components import Task
 from trainer.core.hub_cache import read_cache_without_network
+from trainer.models.model_folder import read_config
 
 # Ends of class names in transformers and peft; the first that fits counts.
 _TASKS: Mapping[str, Task] = {
@@ -58,11 +59,10 @@ def stated_purpose(source: str, task: Task | None) -> Purpose:
         task: what it is to be made for; a head for another has no labels.
     """
     read_cache_without_network(source)
-    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the next
-    from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - seconds, and only for this
 
     try:
-        config: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config: Any = read_config(source)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError):
         return Purpose(task)
     is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))

@@ -1,6 +1,8 @@
 """Conversations are encoded as the chat template writes them, and the answers alone are learned."""
 
 import json
+import resource
+import signal
 
 import pytest
 
@@ -259,3 +261,22 @@ def test_pairs_of_two_kinds_and_empty_completions_are_refused(tokenizer):
         encode_completion(tokenizer, "why?", " ")
     with pytest.raises(ValueError, match="no message is of the assistant"):
         encode_completion(tokenizer, TALK, [USER], chat_template=CHATML)
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
+        ("{{ 'x' * 10 ** 9 * 20 }}", "512 MiB"),
+        ("{{ 'x' * 10 ** 7 }}{% generation %}{% endgeneration %}x", "10,000,000 characters"),
+    ],
+)
+def test_a_template_that_would_never_end_or_fill_the_memory_is_a_fault(
+    template, fault, tokenizer, monkeypatch
+):
+    monkeypatch.setattr("trainer.core.limits.SECONDS", 1)
+    limits, timer = resource.getrlimit(resource.RLIMIT_AS), signal.getitimer(signal.ITIMER_REAL)
+    with pytest.raises(ValueError, match=f"^the chat template .* more than {fault}"):
+        encode_completion(tokenizer, (), TALK, chat_template=template)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "pytest's own goes on"

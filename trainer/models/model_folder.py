@@ -1,0 +1,67 @@
+"""Read what a folder of a model says, a stranger's perhaps: no pickle, and no size without a bound.
+
+A source is a folder, a config.json, or a name on the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.core.errors import ConfigError
+from trainer.core.hub_cache import model_files
+
+MOST_PARTS = 10_000
+"""Layers, or experts of one, that a model may have: each is built as an object of its own."""
+
+_PARTS = re.compile(r"layers?$|depths?$|experts$|blocks$")
+_INDEX = "model.safetensors.index.json"
+
+
+def read_config(source: str) -> Any:  # noqa: ANN401 - any config
+    """Read a config of transformers.
+
+    Raises:
+        ConfigError: it has more layers than a model may, or names no classes.
+    """
+    from transformers import AutoConfig, PreTrainedConfig  # noqa: PLC0415 - seconds
+
+    settings, _ = PreTrainedConfig.get_config_dict(source)
+    refuse_sizes(settings, source)  # transformers may make a list of layers as it reads
+    names = settings.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{source}: architectures={names} in its config: no names of classes")
+    if "transformers_weights" in settings:
+        text = "names a file for the weights, and only model.safetensors is read; take it out"
+        raise ConfigError(f"{source}: transformers_weights in its config {text}")
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
+    """Refuse a config that describes more layers than a model may have, or more experts."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            refuse_sizes(value, source)
+        numbers = value if isinstance(value, list) else [value]
+        most = max((each for each in numbers if isinstance(each, int)), default=0)
+        if _PARTS.search(name) and most > MOST_PARTS:
+            raise ConfigError(f"{source}: {name}={most} in its config: above {MOST_PARTS:,}")
+
+
+def refuse_files(path: str) -> None:
+    """Refuse weights that are not in safetensors files beside their index, or an adapter's.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if model_files(path, "adapter_config.json"):
+        text = "holds an adapter; type the model under it, with adapter=lora init="
+        raise ConfigError(f"model.path={path}: {text}{path}")
+    for index in model_files(path, _INDEX):
+        for name in json.loads(index.read_text())["weight_map"].values():
+            if Path(str(name)).name != name or not name.endswith(".safetensors"):
+                text = f"{_INDEX} names {name!r}; weights are read from safetensors files beside it"
+                raise ConfigError(f"model.path={path}: {text}")
