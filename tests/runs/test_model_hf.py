@@ -188,7 +188,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("model.path=nameless", "nameless: architectures=[5] in its config"),
         ("model.path=labels", "labels: transformers cannot build it"),
-        ("model.path=elsewhere", "elsewhere: transformers_weights in its config names a file"),
+        ("model.path=elsewhere", "elsewhere: transformers_weights in its config is not read"),
         ("model.path=adapter", "adapter: holds an adapter; type the model under it"),
         ("model.path=pickle", "model.safetensors.index.json names 'pytorch_model.bin'; weights"),
         ("model.path=outside", "model.safetensors.index.json names '../model.safetensors'; w"),

@@ -76,17 +76,9 @@ def note_output_layer(
     is_named = declared_output(module) is not None
     if is_named or not spec.asks_for_output or isinstance(objective, CoupledObjective):
         return
-    parameters = [p for p in module.parameters() if p.is_floating_point()]
-    if any(p.is_meta for p in parameters):
-        return
-    frozen = [p for p in parameters if not p.requires_grad]  # whose products are in the graph, too
-    with restoring(module, objective):
-        try:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-            given = to_device(fields, parameters[0].device)
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        given = to_device(fields, device)
+        with restoring(module, objective):
             losses = sums_of(objective, call, given, weights_of(objective, given)).losses
             note_output_matrices(module, losses.values())
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)

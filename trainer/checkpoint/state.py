@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from trainer.checkpoint.codec import decode, encode, read_whole
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.tensor_files import StoredTensor
-from trainer.config.messages import clip, first_of, show
+from trainer.config.messages import clip, first_of
 from trainer.core import gpu
-from trainer.core.errors import ConfigError, NoCheckpointError, NonFiniteError, TrainError
+from trainer.core.errors import NoCheckpointError, NonFiniteError, TrainError
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import fill, is_sharded, local_part, rows_of
 from trainer.core.user_code import described
-from trainer.optim.bias_correction import STEP, step_factor
+from trainer.optim.bias_correction import change_betas
 from trainer.optim.masters import masters_of
 
 # Settings of a group that say how an update is computed, and not what it is; "params" are indices.
@@ -219,8 +219,6 @@ class OptimizerPart(Stateful):
             for name, values in state["state"].items()
             if name not in frozen_since
         }
-        if self._keeps_settings:
-            self._follow_betas(states, groups)
         for group in live:
             if group.get("fused"):
                 _refuse_misfits({n: states[n] for n in group["params"] if n in states}, parameters)
@@ -230,26 +228,12 @@ class OptimizerPart(Stateful):
         for name, copy in self._masters().items():
             local_part(copy).copy_(local_part(_read(state["masters"][name], copy)))
         self._load_bits(states, parameters)
-
-    def _follow_betas(self, states: Mapping[str, Any], groups: Sequence[Any]) -> None:
-        """Change counts of steps so that bias corrections are right by the betas of this run."""
-        own = {
-            id(p): group.get("betas")
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-        }
-        before = {name: group.get("betas") for group in groups for name in group["params"]}
-        for name, parameter in self._named().items():
-            state, old, new = states.get(name, {}), before.get(name), own[id(parameter)]
-            if STEP not in state or not old or not new or [*old] == [*new]:
-                continue
-            factor = step_factor(float(state[STEP]), old, new)
-            if factor is None:
-                steps = f"after {float(state[STEP]):g} steps with {show(old)}"
-                text = f"{steps} no bias correction is right for both"
-                remedy = f"type optimizer.betas={show(old)}"
-                raise ConfigError(f"optimizer.betas={show(new)}: {text}; {remedy}")
-            state[STEP] = state[STEP] * factor
+        betas = {name: group.get("betas") for group in groups for name in group["params"]}
+        for group, own_names in zip(self._optimizer.param_groups, live, strict=True):
+            before, own_betas = betas.get(own_names["params"][0]), group.get("betas")
+            if self._keeps_settings and before and own_betas:
+                group["betas"] = before  # by which steps were counted
+                change_betas(self._optimizer, group, own_betas)
 
     def _load_bits(self, states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
         """Put back what was cast to a parameter's dtype, which loses bits of moments in fp32."""

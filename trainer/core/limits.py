@@ -7,27 +7,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 SECONDS, MEBIBYTES = 10, 512
 
 
 @contextmanager
 def limited(what: str) -> Iterator[None]:
-    """Give a block 10 s, in the main thread, and 512 MiB, on Linux.
-
-    Of C, it can end what asks for memory, and not what takes long.
-
-    Raises:
-        ValueError: it takes more.
-    """
+    """Give a block 10 s, in the main thread, and 512 MiB, on Linux; `ValueError` beyond these."""
 
     def refuse(*_: object) -> None:
         raise ValueError(f"{what} takes more than {SECONDS} s")
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # The file is not there on a Mac, and less may be allowed already.
-    with suppress(OSError, ValueError), open("/proc/self/statm", "rb", 0) as file:  # noqa: PTH123 - 5 us
-        pages = int(file.read().split()[0])
+    with suppress(OSError, ValueError):  # no such file, or less is allowed already
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEBIBYTES * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     is_main = threading.current_thread() is threading.main_thread()

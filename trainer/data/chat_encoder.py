@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from trainer.config.components import Overlong
-from trainer.core.limits import limited
 from trainer.data.chat import Message, encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
 from trainer.data.encode import (
@@ -113,11 +112,10 @@ def prompt_tokens(
     if form in {"chat", "instruction"} and has_template(tokenizer, template):
         messages = [{"role": "user", "content": text}]
         whole = [*messages, {"role": "assistant", "content": _ANSWER}]
-        with limited("the chat template"):
-            rendered, answered = (
-                str(tokenizer.apply_chat_template(each, tokenize=False, **template, **more))
-                for each, more in ((messages, {"add_generation_prompt": True}), (whole, {}))
-            )
+        rendered, answered = (
+            str(tokenizer.apply_chat_template(each, tokenize=False, **template, **more))
+            for each, more in ((messages, {"add_generation_prompt": True}), (whole, {}))
+        )
         ids, after = (
             tokenizer(each, add_special_tokens=False, verbose=False)[INPUT_IDS]
             for each in (rendered, answered.rpartition(_ANSWER)[2].lstrip())

@@ -1,7 +1,4 @@
-"""Read what a folder of a model says, a stranger's perhaps: no pickle, and no size without a bound.
-
-A source is a folder, a config.json, or a name on the hub.
-"""
+"""Read what the folder of a model says: no pickle, and no size without a bound."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from trainer.core.hub_cache import model_files
 MOST_PARTS = 10_000
 """Layers, or experts of one, that a model may have: each is built as an object of its own."""
 
-_PARTS = re.compile(r"layers?$|depths?$|experts$|blocks$")
+_PARTS = re.compile(r"(layers?|depths?|experts|blocks)$")
 _INDEX = "model.safetensors.index.json"
 
 
 def read_config(source: str) -> Any:  # noqa: ANN401 - any config
-    """Read a config of transformers.
+    """Read a config of transformers, by its path or a name on the hub.
 
     Raises:
-        ConfigError: it has more layers than a model may, or names no classes.
+        ConfigError: it has too many layers, names no classes, or names a file for the weights.
     """
     from transformers import AutoConfig, PreTrainedConfig  # noqa: PLC0415 - seconds
 
@@ -35,13 +32,12 @@ def read_config(source: str) -> Any:  # noqa: ANN401 - any config
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{source}: architectures={names} in its config: no names of classes")
     if "transformers_weights" in settings:
-        text = "names a file for the weights, and only model.safetensors is read; take it out"
-        raise ConfigError(f"{source}: transformers_weights in its config {text}")
+        raise ConfigError(f"{source}: transformers_weights in its config is not read; take it out")
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
-    """Refuse a config that describes more layers than a model may have, or more experts."""
+    """Refuse a config that describes more layers, or experts, than a model may have."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             refuse_sizes(value, source)
@@ -52,11 +48,7 @@ def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
 
 
 def refuse_files(path: str) -> None:
-    """Refuse weights that are not in safetensors files beside their index, or an adapter's.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Refuse an adapter's weights, and an index that names other files than safetensors by it."""
     if model_files(path, "adapter_config.json"):
         text = "holds an adapter; type the model under it, with adapter=lora init="
         raise ConfigError(f"model.path={path}: {text}{path}")

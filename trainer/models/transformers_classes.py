@@ -147,16 +147,14 @@ def loaded_from(module: nn.Module, params: Mapping[str, Any]) -> str | None:
 
 def new_weights(module: nn.Module) -> list[str]:
     """Name the parameters of a loaded model that no file holds, beside a part that it wraps too."""
-    parts = _loaded_parts(module)
-    loaded = tuple(prefix for prefix, _ in parts)
-    names = (name for name, _ in module.named_parameters() if parts)
-    beside = sorted(name for name in names if not name.startswith(loaded))
-    return [*_names(parts, "new"), *beside]
+    loaded = tuple(prefix for prefix, _ in _loaded_parts(module))
+    names = sorted(name for name, _ in module.named_parameters()) if loaded else []
+    return [*_noted(module, "new"), *(name for name in names if not name.startswith(loaded))]
 
 
 def loaded_but(module: nn.Module) -> str:
     """Say which weights of a model are new, and which of its files were not used."""
-    groups = {"new": new_weights(module), "unused": _names(_loaded_parts(module), "unused")}
+    groups = {"new": new_weights(module), "unused": _noted(module, "unused")}
     return ", ".join(_few(what, names) for what, names in groups.items() if names)
 
 
@@ -166,8 +164,8 @@ def _loaded_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n and f"{n}.", part) for n, part in named if LOADED_FROM in vars(part)]
 
 
-def _names(parts: list[tuple[str, nn.Module]], what: str) -> list[str]:
-    found = ((prefix, vars(part).get(_LOADED_BUT, {})) for prefix, part in parts)
+def _noted(module: nn.Module, what: str) -> list[str]:
+    found = ((p, vars(part).get(_LOADED_BUT, {})) for p, part in _loaded_parts(module))
     return [f"{prefix}{name}" for prefix, groups in found for name in groups.get(what, ())]
 
 

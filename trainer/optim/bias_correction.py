@@ -13,42 +13,33 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-STEP = "step"
-"""Where PyTorch's optimizers count the steps of a parameter, in its state."""
-
-_TOLERANCE = 1e-6  # of a divisor, relative
+from trainer.config.messages import show
+from trainer.core.errors import ConfigError
 
 
-def follow_betas(optimizer: Optimizer, group: dict[str, Any], betas: Sequence[float]) -> None:
-    """Give a group betas that are those of before, each raised to the same power.
+def change_betas(optimizer: Optimizer, group: dict[str, Any], betas: Sequence[float]) -> None:
+    """Give a group other betas, and count its steps as PyTorch's optimizers do, under `step`.
 
-    All counts of steps change by one factor, so nothing is read from a device.
+    Raises:
+        ConfigError: no one count of steps gives all means their divisors.
     """
     before, group["betas"] = group["betas"], betas
-    factor = next(iter(_factors(before, betas)), 1.0)
     for counts in (group, *(optimizer.state.get(p, {}) for p in group["params"])):
-        if STEP in counts and factor != 1.0:
-            counts[STEP] = counts[STEP] * factor
+        if "step" in counts and [*before] != [*betas]:
+            counts["step"] = counts["step"] * step_factor(counts["step"], before, betas)
 
 
-def step_factor(step: float, before: Sequence[float], after: Sequence[float]) -> float | None:
-    """Give what a count of steps is multiplied by where betas change in any way.
-
-    None where no one count gives all means their divisors: each mean would need its own.
-    """
+def step_factor(step: Any, before: Sequence[float], after: Sequence[float]) -> float:  # noqa: ANN401 - a number
+    """Give what a count of steps is multiplied by; `ConfigError` as above."""
     pairs = [*zip(before, after, strict=True)]
-    for factor in [*_factors(before, after), 1.0]:
-        errors = [abs(new ** (step * factor) - old**step) for old, new in pairs]
-        if all(e <= _TOLERANCE * (1 - old**step) for e, old in zip(errors, before, strict=True)):
+    factors = [math.log(a) / math.log(b) for a, b in pairs if 0.0 < a < 1.0 and 0.0 < b < 1.0]
+    if all(math.isclose(each, factors[0], rel_tol=1e-6) for each in factors):
+        return next(iter(factors), 1.0)  # one power of all; nothing is read from the device
+    steps = float(step)
+    for factor in factors:
+        divisors = [(1 - a**steps, 1 - b ** (steps * factor)) for a, b in pairs]
+        if all(math.isclose(old, new, rel_tol=1e-6) for old, new in divisors):
             return factor
-    return None
-
-
-def _factors(before: Sequence[float], after: Sequence[float]) -> list[float]:
-    """Give for each beta the factor that keeps its own product; one at zero needs none."""
-    pairs = [*zip(before, after, strict=True)]
-    return [
-        1.0 if old == new else math.log(old) / math.log(new)
-        for old, new in pairs
-        if 0.0 < old < 1.0 and 0.0 < new < 1.0
-    ]
+    text = f"after {steps:g} steps with {show(before)} no bias correction is right for both"
+    remedy = f"type optimizer.betas={show(before)}"
+    raise ConfigError(f"optimizer.betas={show(after)}: {text}; {remedy}")

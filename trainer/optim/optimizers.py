@@ -26,7 +26,7 @@ from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
 from trainer.core.rows import Described, Row
-from trainer.optim.bias_correction import follow_betas
+from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
 from trainer.optim.masters import MasterWeights, widen_gradients
 
@@ -250,9 +250,9 @@ class HalfLives:
         known = vars(self.spec.for_batch(ratio, lr_factor))
         known = {**known, **known.get("options", {})}
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
-            for name in {"betas", *self.spec.decay_rates} & known.keys() & group.keys():
-                if name == "betas":
-                    follow_betas(self.optimizer, group, known[name])
+            if "betas" in known.keys() & group.keys():
+                change_betas(self.optimizer, group, known["betas"])
+            for name in self.spec.decay_rates & known.keys() & group.keys():
                 group[name] = known[name]
             group["weight_decay"] = decay * ratio / lr_factor
 

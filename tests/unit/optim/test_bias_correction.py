@@ -98,13 +98,13 @@ def test_betas_that_follow_the_batch_give_the_update_of_a_plain_loop(name):
         (7, (0.0, 0.999), (0.0, 0.999**2), 0.5),
         (5000, (0.9, 0.95), (0.9, 0.999), math.log(0.95) / math.log(0.999)),  # both are at zero
         (2000, (0.9, 0.999), (0.9, 0.99), math.log(0.999) / math.log(0.99)),  # the first is
-        (7, (0.9, 0.95), (0.9, 0.999), None),
         (0, (0.9, 0.95), (0.9, 0.95), 1.0),
     ],
 )
 def test_one_count_of_steps_suits_all_betas_or_none_does(steps, before, after, factor):
-    found = step_factor(steps, before, after)
-    assert found is factor or found == pytest.approx(factor, rel=1e-9)
+    assert step_factor(steps, before, after) == pytest.approx(factor, rel=1e-9)
+    with pytest.raises(ConfigError, match=r"after 7 steps with .* no bias correction is right"):
+        step_factor(7, (0.9, 0.95), (0.9, 0.999))
 
 
 def test_a_resumed_run_with_other_betas_keeps_its_corrections_or_is_refused(tmp_path):
