@@ -25,7 +25,6 @@ from trainer.assemble.optimizer import (
     typed_optimizer,
     with_half_lives,
 )
-from trainer.assemble.own_loss import note_output_layer
 from trainer.assemble.parallel import (
     auto_mode,
     may_shard,
@@ -229,9 +228,6 @@ def assemble(
         batch_norm.check(config, module, order, total_steps)
         coupling = couple(config, batch_norm, module, chosen.objective.coupling)
         layout, example = find_layout(config, world, loader, coupling, module, precision)
-        note_output_layer(
-            spec, module, bind_run(module, precision, world), chosen.objective, example
-        )
     setup = parallel_setup(
         *(config, world, module, mode, precision),
         single_backward=strategy.single_backward,

@@ -7,16 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.assemble.components import Components
+from trainer.core.micro_batch import to_device
 from trainer.data.collate import LABELS
 from trainer.data.loader import Request
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.first_weights import is_on_meta
-from trainer.models.output_layer import IS_LAST, candidate
+from trainer.models.output_layer import (
+    IS_LAST,
+    candidate,
+    declared_output,
+    note_output_matrices,
+)
+from trainer.objectives.base import sums_of, weights_of
+from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import check_classes
 from trainer.tune.flops import ComputeCounts, count_compute
 from trainer.tune.packing import unpacked
 from trainer.tune.predict import CannotRunFake
-from trainer.tune.workload import Tiled, Workload
+from trainer.tune.workload import Tiled, Workload, restoring
 
 
 def count_run(
@@ -31,6 +39,8 @@ def count_run(
         CannotRunFake: the model was built without weights.
         TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
     """
+    if components.spec.asks_for_output:
+        _note_output_layer(components)
     if main is None:
         counts = _counted(components, work)
     else:
@@ -38,6 +48,17 @@ def count_run(
     if counts is not None:
         _heed(components, counts)
     return counts
+
+
+def _note_output_layer(components: Components) -> None:
+    """Find the output layer of a model that does not name it, by the loss of a sample."""
+    module, objective = components.module, components.objective
+    is_coupled = isinstance(objective, CoupledObjective)
+    if declared_output(module) is None and not is_on_meta(module) and not is_coupled:
+        fields = to_device(components.example, components.world.device)
+        with restoring(module, objective):
+            sums = sums_of(objective, components.call, fields, weights_of(objective, fields))
+            note_output_matrices(module, sums.losses.values())
 
 
 def _counted(components: Components, work: Workload) -> ComputeCounts | None:

@@ -1,4 +1,4 @@
-"""Run a sample ahead of training: for the loss that a model computes, or for its output layer."""
+"""Compare an objective with the loss that a model computes itself, where it takes labels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.micro_batch import Fields, output_part, to_device
 from trainer.core.user_code import described
 from trainer.models.bind import bind
-from trainer.models.output_layer import declared_output, note_output_matrices
 from trainer.models.transformers_classes import quiet
-from trainer.objectives.base import ModelCall, Objective, sums_of, weights_of
-from trainer.objectives.coupled import CoupledObjective
-from trainer.optim.optimizers import OptimizerSpec
+from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.tune.workload import restoring
 
 _TARGETS = {"labels", "start_positions"}
@@ -67,18 +64,3 @@ def compare_losses(
             f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
             f"or objective={option}"
         )
-
-
-def note_output_layer(
-    spec: OptimizerSpec, module: nn.Module, call: ModelCall, objective: Objective, fields: Fields
-) -> None:
-    """Find the output layer, for an optimizer that asks, of a model that does not name it."""
-    is_named = declared_output(module) is not None
-    if is_named or not spec.asks_for_output or isinstance(objective, CoupledObjective):
-        return
-    device = next(module.parameters()).device
-    if device.type != "meta":
-        given = to_device(fields, device)
-        with restoring(module, objective):
-            losses = sums_of(objective, call, given, weights_of(objective, given)).losses
-            note_output_matrices(module, losses.values())

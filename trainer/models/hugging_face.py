@@ -92,8 +92,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     import transformers  # noqa: PLC0415 - seconds, and only for this option
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
-    faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
-    faults += (TypeError, AttributeError)  # of a config with values of another kind
+    faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, TypeError)
     key = "model.config" if path is None else "model.path"
     given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in given.items() if value is not None}
@@ -104,7 +103,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
         kind = getattr(transformers, _CLASSES[made_for])
         with quiet():
             module = _build(kind, found, path, options, begins_new=ignore_mismatched_sizes)
-    except (*faults, StrictDataclassError) as error:
+    except (*faults, AttributeError, StrictDataclassError) as error:
         is_missing = isinstance(error, OSError) and not (settings or Path(source).exists())
         raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
     if num_classes is not None and made_for not in _CLASSIFIES:
