@@ -199,7 +199,10 @@ class Loader(Dataset[Any]):
         """Say how loading processes ended that were to go on."""
         running = self._running
         workers = () if running is None else running._workers
-        wait([worker.sentinel for worker in workers], DYING_S)
+        ended = wait([worker.sentinel for worker in workers], DYING_S)
+        for worker in workers:
+            if worker.sentinel in ended:
+                worker.join()  # its pipe closes a moment before it has an exit code
         codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
         if -signal.SIGKILL in codes:
             return "it was killed (SIGKILL), as happens when the host's memory runs out"
