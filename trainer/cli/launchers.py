@@ -102,7 +102,8 @@ def settings_of(
         found["hydra.launcher.n_jobs"] = slots.count
     if "n_jobs" in hydra.sweeper:
         found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
-    if "seed" in (hydra.sweeper.get("sampler") or ()):
+    in_storage = hydra.sweeper.get("storage") is not None  # a study would begin with the same values
+    if "seed" in (hydra.sweeper.get("sampler") or ()) and not in_storage:
         found["hydra.sweeper.sampler.seed"] = seed % 2**32
     keys = {line.lstrip("+").partition("=")[0] for line in typed}
     if _DIRECTION in keys:
@@ -111,13 +112,16 @@ def settings_of(
     yield from (f"{key}={value}" for key, value in found.items() if key not in keys)
 
 
-def begin_search(sweeper: str, folder: Path, lines: Sequence[str]) -> None:
+def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: object) -> None:
     """Write what was typed into a search's folder, as Hydra does for its own sweeper."""
     if sweeper == OPTUNA:
         with warnings.catch_warnings():  # of the libraries that it uses
             warnings.simplefilter("ignore")
             optuna = import_module("optuna")
-        optuna.logging.set_verbosity(logging.WARNING)  # it prints a line for each study
+            optuna.logging.set_verbosity(logging.WARNING)  # it prints a line for each study
+            if isinstance(storage, str):
+                # Of tables that Optuna 2 makes, the version is committed by SQLAlchemy 1 alone.
+                optuna.storages.RDBStorage(storage, engine_kwargs={"isolation_level": "AUTOCOMMIT"})
     make_folders(folder)
     content: dict[str, Any] = {"hydra": {"overrides": {"task": [*lines]}}}
     write_file_atomic(folder / record_of(OPTUNA), yaml.safe_dump(content).encode())

@@ -87,9 +87,9 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
     with composer.open(overrides) as hydra:
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
-        if not sweep.jobs:
-            begin_search(sweep.sweeper, sweep.folder, sweep.typed)
         try:
+            if not sweep.jobs:
+                begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
             # Launchers start Python with `-m`, which has the current folder first.
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"), **_AT_USR1}
             passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
@@ -160,6 +160,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         metric=metric,
         mode=direction,
         sweeper=sweeper,
+        storage=record.sweeper.get("storage"),
         typed=lines,
         slots=slots,
         is_parallel=record.launcher._target_ != BASIC_LAUNCHER,

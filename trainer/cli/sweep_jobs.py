@@ -97,6 +97,7 @@ class Sweep:
     metric: str  # that the jobs are ranked by
     mode: Literal["min", "max"]  # which value of it is better
     sweeper: str  # its class
+    storage: object  # of the study of a search, where it has one
     typed: Sequence[str]  # `lines` without settings of Hydra
     slots: Slots | None  # of jobs that run at once on this machine
     is_parallel: bool  # jobs run in other processes
