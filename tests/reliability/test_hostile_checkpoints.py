@@ -272,6 +272,24 @@ def test_a_bad_run_id_or_another_server_turns_the_mirror_off_with_a_warning(tmp_
         assert why in " ".join(warnings)
 
 
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_the_current_folder_does_not_say_where_the_key_of_wandb_is_sent(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / folder / "settings"
+    settings.parent.mkdir()
+    settings.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    (tmp_path / "run").mkdir()
+    warnings: list[str] = []
+    mirror = mirror_of("wandb", WandbTracker(mode="online"), tmp_path / "run", warnings.append)
+    mirror.start()
+    close_all([mirror], None)
+    (warning,) = warnings
+    assert f"{settings}: settings of W&B are not taken from" in warning
+    assert "~/.config/wandb/settings; delete it" in warning
+
+
 NOWHERE: list[tuple[type[Stateful], dict[str, Any]]] = [
     *((SavedCut, {"evaluation_tokens": n}) for n in (0, -1, "many")),
     *((SavedCut, each) for each in ({"tuning": -1}, {"cost": None})),

@@ -102,7 +102,9 @@ def settings_of(
         found["hydra.launcher.n_jobs"] = slots.count
     if "n_jobs" in hydra.sweeper:
         found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
-    in_storage = hydra.sweeper.get("storage") is not None  # a study would begin with the same values
+    in_storage = (
+        hydra.sweeper.get("storage") is not None
+    )  # a study would begin with the same values
     if "seed" in (hydra.sweeper.get("sampler") or ()) and not in_storage:
         found["hydra.sweeper.sampler.seed"] = seed % 2**32
     keys = {line.lstrip("+").partition("=")[0] for line in typed}

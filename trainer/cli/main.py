@@ -19,6 +19,7 @@ from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
+from trainer.core.reports import switch_off_reports
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
@@ -39,6 +40,7 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, and give the exit code; one line per fault is printed on stderr."""
+    switch_off_reports()
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -72,6 +74,7 @@ def train(
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start  # noqa: PLC0415
 
+    switch_off_reports()
     composer = composer_of({} if config_dir is None else {"--config-dir": config_dir})
     job = prepare_run(overrides_of(config, composer), composer)
     code = start(job, composer, is_python=True) if job.done is None else 0

@@ -45,17 +45,16 @@ class WandbTracker(Tracker):
         self.is_on, self._mode = mode != "disabled", mode
         self._labels = {"project": project, "entity": entity, "tags": [*tags]}
         self._group = group
-        if mode == "offline":
-            # Error reports are the only thing an offline run would send.
-            os.environ["WANDB_ERROR_REPORTING"] = "false"
         # `git status` would start what the repository of the current folder, anyone's, names.
         os.environ["WANDB_DISABLE_GIT"] = "true"
 
     def start(self, run: TrackedRun) -> int | None:
         """See the base class."""
-        for settings in (run.folder / "settings", run.run_folder / ".wandb" / "settings"):
-            if settings.exists():  # they would say where the key of W&B is sent
-                raise OSError(f"{settings}: settings of W&B are not taken from a run; delete it")
+        # Wherever a run is started, and in its folder, W&B looks for where to send the user's key.
+        for folder in (run.folder, run.run_folder / ".wandb", Path("wandb"), Path(".wandb")):
+            if (settings := folder.absolute() / "settings").exists():
+                where = "a run or the current folder, but from ~/.config/wandb/settings"
+                raise OSError(f"{settings}: settings of W&B are not taken from {where}; delete it")
         self._there = dict(_logged(run.folder, run.id))
         self._run, is_online = self._begin(run)
         self._begun = self._run.starting_step - 1 if is_online else -1  # that the server has
