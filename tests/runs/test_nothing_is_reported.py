@@ -80,7 +80,7 @@ def test_a_run_asks_for_no_host(
     seen = tmp_path / "seen"
     environ = {name: value for name, value in os.environ.items() if not QUIET.fullmatch(name)}
     with create_server(("127.0.0.1", 0)) as proxy:  # for programs that are not in Python
-        address = "http://127.0.0.1:{}".format(proxy.getsockname()[1])
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         environ |= {"HTTPS_PROXY": address, "HTTP_PROXY": address, "SEEN": str(seen)}
         environ |= {"PYTHONPATH": f"{tmp_path / 'hook'}:{CHECKOUT}", "HOME": str(tmp_path)}
         words = shlex.split(typed)

@@ -47,8 +47,7 @@ class MlflowTracker(Tracker):
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", module=r"(mlflow|alembic|sqlalchemy)\b")
         self._client = MlflowClient(self._uri or f"sqlite:///{_local(run.outputs)}")
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else self._create(run.outputs)
+        experiment = self._find_or_create(run.outputs)
         runs = self._client.search_runs([experiment], f"tags.{ID_TAG} = '{run.id}'")
         tags = {ID_TAG: run.id, **({"group": run.group} if run.group else {})}
         self._run = (
@@ -90,11 +89,20 @@ class MlflowTracker(Tracker):
             self._client.log_dict(self._id, dict(summary), "result.json")
         self._client.set_terminated(self._id, "FAILED" if summary is None else "FINISHED")
 
-    def _create(self, outputs: Path) -> str:
-        """Create the experiment; files of a local one lie beside the SQLite file."""
+    def _find_or_create(self, outputs: Path) -> str:
+        """Give the experiment's id; files of a local one lie beside the SQLite file."""
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415 - seconds
+
+        if found := self._client.get_experiment_by_name(self._experiment):
+            return str(found.experiment_id)
         local = None if self._uri else (outputs / "mlflow").absolute().as_uri()
-        created: str = self._client.create_experiment(self._experiment, artifact_location=local)
-        return created
+        try:
+            return str(self._client.create_experiment(self._experiment, artifact_location=local))
+        except MlflowException:
+            # Created in the meantime, by a job that started at the same time?
+            if found := self._client.get_experiment_by_name(self._experiment):
+                return str(found.experiment_id)
+            raise
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param  # noqa: PLC0415 - seconds
