@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -28,8 +31,10 @@ BROWSER = next(
 # Tells what the page is like by its title, once it was drawn over another axis.
 PROBE = """
 <script>
-  const faults = [], wide = document.documentElement;
+  let injected = 0;
+  const faults = [], refused = [], wide = document.documentElement;
   addEventListener("error", (event) => faults.push(event.message));
+  addEventListener("securitypolicyviolation", (event) => refused.push(event.violatedDirective));
   addEventListener("load", () => {
     const path = () => document.querySelector("figure path").getAttribute("d");
     const before = path();
@@ -47,11 +52,16 @@ PROBE = """
     document.getElementById("theme").click();
     const theme = wide.dataset.theme;
     const seen = { width: innerWidth, scroll: wide.scrollWidth, before, after };
-    Object.assign(seen, { changed, read, theme, faults });
+    Object.assign(seen, { changed, read, theme, faults, refused, injected });
     document.body.insertAdjacentHTML("beforeend", `<pre id="probe">${JSON.stringify(seen)}</pre>`);
   });
 </script>
 """
+INJECTED = "<script>injected = 1</script><img src='data:,' onerror='injected = 2'>"
+
+
+def hash_of(script):
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def test_a_run_ends_with_its_page_and_two_are_compared(capsys, monkeypatch):
@@ -65,6 +75,10 @@ def test_a_run_ends_with_its_page_and_two_are_compared(capsys, monkeypatch):
     second = go("steps=4 eval.every=2 optimizer.lr=0.003")
     page = (first.folder / "report.html").read_text()
     assert "completed</span>" in page
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]+)"', page)[1])
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert f"default-src 'none'; script-src {hash_of(script)}; " in policy
+    assert "http" not in policy
     assert f"{first.result['eval_loss']:.4f}" in page
     assert page.count('class="rank"') == 1
     shown = [line for line in capsys.readouterr().out.splitlines() if "report.html" in line]
@@ -129,7 +143,9 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     text = (run.folder / "report.html").read_text()
     # A window has a least width; a frame has not.
     inner = tmp_path / "inner.html"
-    inner.write_text(text.replace("<script type", f"{PROBE}<script type", 1))
+    own = hash_of(PROBE.strip().removeprefix("<script>").removesuffix("</script>"))
+    text = text.replace("script-src ", f"script-src {own} ", 1)
+    inner.write_text(text.replace("<script type", f"{PROBE}{INJECTED}<script type", 1))
     outer = f'<iframe src="inner.html" width="{width}" height="900"></iframe>'
     outer += "<script>addEventListener('load', () => { document.body.textContent ="
     outer += " frames[0].document.getElementById('probe').textContent; });</script>"
@@ -151,6 +167,7 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     )
     seen = json.loads(re.search(r"\{.*\}", done.stdout, re.DOTALL)[0])
     assert seen["faults"] == []
+    assert (seen["injected"], seen["refused"]) == (0, ["script-src-elem", "script-src-attr"])
     assert seen["width"] == width
     assert seen["scroll"] <= width
     assert seen["before"].startswith("M")
