@@ -205,15 +205,15 @@ def test_hydras_flags_work(
     }.items():
         assert shell(line) == 0
         assert shown in capsys.readouterr().out
-    for typed, offered in {"train pl": "plan ", "train plan accum=": "accum=fixed"}.items():
+    for typed, offered in {"train pl": "plan\n", "train plan accum=": "accum=fixed"}.items():
         monkeypatch.setenv("COMP_LINE", typed)
         assert shell("--shell-completion query=bash") == 0
         assert offered in capsys.readouterr().out
     monkeypatch.delenv("COMP_LINE")
     assert shell("--shell-completion install=bash") == 0
-    before, export, _ = capsys.readouterr().out.partition("export _HYDRA_OLD_COMP")
-    assert export
-    assert "verify" not in before
+    assert "\n_train_complete() {\n" in f"\n{capsys.readouterr().out}"
+    assert shell("--shell-completion install=csh") == 2
+    assert "type install=, uninstall= or query= with bash, zsh or fish" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
 
 

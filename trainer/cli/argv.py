@@ -103,22 +103,6 @@ def split(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def to_complete(line: str) -> tuple[str, list[str]]:
-    """Take the command word out of a line that a shell completes, since Hydra knows none.
-
-    Returns:
-        The line, empty where no setting of a run may follow, and the words that its last word
-        may become: commands, or what `report` takes.
-    """
-    program, *words = line.split()
-    last = "" if line.endswith(" ") or not words else words.pop()
-    found = {*words} & COMMANDS.keys()
-    rest = " ".join([program, *(word for word in words if word not in found), last])
-    if "report" in found and "=" not in last:
-        return "", [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
-    return rest, [] if found else [word for word in COMMANDS if word.startswith(last)]
-
-
 def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
 

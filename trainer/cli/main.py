@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
-from trainer.cli.argv import PAGES, split, to_complete
+from trainer.cli.argv import PAGES, split
 from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, print_error, print_out
 from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
@@ -130,11 +130,9 @@ def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) ->
         elif "--info" in flags:
             hydra.show_info(flags["--info"], CONFIG_NAME, overrides)
         else:
-            if (typed := os.environ.get("COMP_LINE")) is not None:
-                os.environ["COMP_LINE"], words = to_complete(typed)
-                print_out(" ".join([*words, ""]))
-            if typed is None or os.environ["COMP_LINE"]:
-                hydra.shell_completion(CONFIG_NAME, overrides)
+            from trainer.cli.completion import completion  # noqa: PLC0415
+
+            print_out(completion(overrides, hydra))
     return 0
 
 

@@ -1,0 +1,140 @@
+"""What TAB makes of a line in bash, zsh and fish: the words that a program then gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import nightly
+from trainer.cli.completion import offers, quoted, split_line
+from trainer.cli.main import composer_of
+
+SHELLS = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"], "fish": ["--no-config"]}
+INSTALL = {
+    "bash": 'eval "$({} -m trainer --shell-completion install=bash)"',
+    "zsh": 'eval "$({} -m trainer --shell-completion install=zsh)"',
+    "fish": "{} -m trainer --shell-completion install=fish | source",
+}
+TYPED = {
+    "./x": "./x$(touch PWN).jsonl",
+    "./y": "./y`touch PWN`;touch PWN",
+    "./fo": "./folder $(touch PWN)/",
+    "./s": "./say 'a' \"b\" & c.txt",
+    "./é": "./é*.txt",
+}
+"""What is typed behind `data.path=`, and the name that there is."""
+PATIENCE_S = 60
+
+
+def completed(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
+    """Give the words of each line, typed with a TAB at its end, as a program gets them."""
+    program, got = folder / "bin" / "train", folder / "got"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nopen('{got}', 'a').write(repr(sys.argv) + '\\n')\n"
+    )
+    program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "xterm"}
+    environ |= {"PYTHONPATH": str(CHECKOUT), "TRAIN_RECIPES": str(folder / "recipes")}
+    environ |= {"HOME": str(folder / "bin"), "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+    child = pexpect.spawn(shell, SHELLS[shell], env=environ, cwd=str(folder / "work"))
+    try:
+        child.sendline(INSTALL[shell].format(sys.executable))
+        for number, line in enumerate(lines, start=1):
+            child.send(f"train {line}\t")
+            child.send("\r")
+            until = time.monotonic() + PATIENCE_S
+            while not got.exists() or got.read_text().count("\n") < number:
+                assert time.monotonic() < until, child.read_nonblocking(100_000, 1)
+                time.sleep(0.05)
+    finally:
+        child.close(force=True)
+    return [eval(line)[1:] for line in got.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "others"),
+    [
+        ("train pl", ["plan"], False),
+        ("train -m pl", ["plan"], False),
+        ("train batch.global=4  pl", ["plan"], False),
+        ("train  plan accum=", ["accum=auto", "accum=fixed"], True),
+        ("train steps=5 plan ", ["steps=", "data="], True),
+        ("train plan data.path='a b' st", ["steps="], True),
+        ("train report ", ["run=", "to=", "outputs="], False),
+        ("train report run=./a t", ["to="], False),
+        ("train report run=./", ["run=./folder/", "run=./file"], False),
+        ("train report run=./fo", ["run=./folder/"], False),
+        ("train data.path=.", ["data.path=./"], False),
+        ("train data.path=./none/", [], False),
+    ],
+)
+def test_a_command_is_offered_anywhere_and_report_what_it_takes(
+    line: str, found: list[str], others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    with composer_of({}).open() as hydra:
+        given = offers(split_line(line)[0][1:], hydra)
+    assert {*found} <= {*given} if others else {*found} == {*given}
+    assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found})
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_bash_reads_back_what_is_offered(quote: str) -> None:
+    names = [*TYPED.values(), "a\\b", "~x", "[a]", "{0: 64}", "a=b c"]
+    typed = [f"{quote}{quoted(name, quote)}{quote}" for name in names]
+    script = " ".join(["printf", r"'%s\n'", *typed])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == names
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "quote"),
+    [
+        ("train ", ["train", ""], ""),
+        ("train a=./b\\ c", ["train", "a=./b c"], ""),
+        ("train a=./b\\ ", ["train", "a=./b "], ""),
+        ("train 'a b' c=\"d 'e", ["train", "a b", "c=d 'e"], '"'),
+        ("train c='d \"e", ["train", 'c=d "e'], "'"),
+    ],
+)
+def test_a_line_is_split_as_a_shell_does_it(line: str, words: list[str], quote: str) -> None:
+    assert split_line(line) == (words, quote)
+
+
+@pytest.mark.parametrize(
+    ("shell", "typed"),
+    [
+        ("bash", ["./x"]),
+        nightly("bash", [*TYPED]),
+        nightly("zsh", [*TYPED]),
+        nightly("fish", [*TYPED]),
+    ],
+)
+def test_no_name_of_a_file_is_run(shell: str, typed: list[str], tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    work = tmp_path / "work"
+    for name in TYPED.values():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).mkdir() if name.endswith("/") else (work / name).touch()
+    recipe = "mine$(touch PWN)"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / f"{recipe}.yaml").write_text("steps: 1\n")
+    lines = [f"plan steps=1 data.path={each}" for each in typed]
+    found = completed(shell, [*lines, "recipe=min"], tmp_path)
+    assert found == [
+        *(["plan", "steps=1", f"data.path={TYPED[each]}"] for each in typed),
+        [f"recipe={recipe}"],
+    ]
+    assert not [*tmp_path.rglob("PWN")]

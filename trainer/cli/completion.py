@@ -1,0 +1,123 @@
+"""Complete a line in bash, zsh and fish, where the name of a file is never read as code.
+
+Hydra's own script lets the shell expand what is offered. Here each offer is a line of plain text,
+and the shell quotes the one that it inserts. What answers is the program that installed this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
+
+from trainer.cli.argv import COMMANDS
+from trainer.cli.compose import CONFIG_NAME
+from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
+
+_BASH_AND_ZSH = """\
+_train_complete() {
+    local offer
+    COMPREPLY=()
+    while IFS= read -r offer; do COMPREPLY+=("$offer"); done < <(
+        COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORD="$2" PROGRAM query=bash 2> /dev/null
+    )
+}
+_train_complete_zsh() {
+    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    local -a offers=("${(@f)$(COMP_LINE="$line" PROGRAM query=zsh 2> /dev/null)}")
+    compadd -S '' -- "${offers[@]}"
+}
+if [ -n "$ZSH_VERSION" ]; then
+    whence compdef > /dev/null || { autoload -Uz compinit && compinit; }
+    compdef _train_complete_zsh train
+else
+    complete -o nospace -o default -F _train_complete train
+fi
+"""
+_FISH = """\
+function _train_complete
+    COMP_LINE=(commandline -cp | string collect) PROGRAM query=fish 2> /dev/null
+end
+complete -c train -f -a '(_train_complete)'
+"""
+_END_OF_BOTH = '[ -n "$ZSH_VERSION" ] && compdef -d train || complete -r train\n'
+_SCRIPTS = {
+    "install": {"bash": _BASH_AND_ZSH, "zsh": _BASH_AND_ZSH, "fish": _FISH},
+    "uninstall": {"bash": _END_OF_BOTH, "zsh": _END_OF_BOTH, "fish": "complete -e -c train\n"},
+}
+
+
+def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra's own class
+    """Give the text that `--shell-completion` prints: what a shell evaluates, or offers.
+
+    Raises:
+        ConfigError: another shell, or something else than install, uninstall and query.
+    """
+    action, _, shell = (lines[0] if lines else "").partition("=")
+    if action not in (*_SCRIPTS, "query") or shell not in _SCRIPTS["install"]:
+        choices = "install=, uninstall= or query= with bash, zsh or fish"
+        raise ConfigError(f"--shell-completion {' '.join(lines)}: type {choices}")
+    if action != "query":
+        program = shlex.join([sys.executable, "-P", "-m", "trainer", "--shell-completion"])
+        return _SCRIPTS[action][shell].replace("PROGRAM", program)
+    line = os.environ.get("COMP_LINE", "train ")
+    (_, *words), quote = split_line(line)
+    found = [each for each in offers(words, hydra) if each.isprintable()]
+    if shell == "bash" and (word := os.environ.get("COMP_WORD")) is not None:
+        # Bash replaces what is behind the last `=`, `:` or open quote alone, and quotes no `$`.
+        before = len(split_line(line.removesuffix(word))[0][-1])
+        found = [quoted(each[before:], quote) for each in found]
+    return "".join(f"{each}\n" for each in found)
+
+
+def split_line(line: str) -> tuple[list[str], str]:
+    """Split a line into words as a shell does, the last unfinished or empty; and its open quote."""
+    for quote in ("", "'", '"'):
+        with suppress(ValueError):  # another one is open
+            *words, last = shlex.split(f"{line}\0{quote}")
+            return [*words, last.removesuffix("\0")], quote
+    return [line], ""
+
+
+def quoted(text: str, quote: str) -> str:
+    """Write a text as bash reads it back, behind an open quote or none."""
+    if quote == "'":
+        return text.replace("'", r"'\''")
+    return re.sub(r'[$`"\\]' if quote else r"[^\w@%+=:,./~-]", r"\\\g<0>", text)
+
+
+def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
+    """List what the last word may become; Hydra knows no commands, nor what `report` takes."""
+    *before, last = words or [""]
+    typed = {*before} & COMMANDS.keys()
+    if "report" in typed and "=" not in last:
+        return [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
+    key, equals, value = last.rpartition("=")
+    if equals and value.startswith((".", "/", "~")):
+        return sorted(f"{key}={path}" for path in _paths(value))
+    if any(map(str.isspace, last)):  # Hydra would take it for two
+        return []
+    rest = [each for each in before if each not in typed and not any(map(str.isspace, each))]
+    found = DefaultCompletionPlugin(hydra.config_loader)._query(
+        CONFIG_NAME, " ".join([*rest, last])
+    )
+    return [*(each for each in COMMANDS if not typed and each.startswith(last)), *found]
+
+
+def _paths(typed: str) -> Iterator[str]:
+    """List the files and folders whose path begins as typed; folders end with a slash."""
+    folder, slash, prefix = typed.rpartition("/")
+    if not slash:
+        yield f"{typed}/"
+        return
+    with suppress(OSError), os.scandir(expanded(f"{folder}/")) as found:
+        for each in found:
+            if each.name.startswith(prefix):
+                yield f"{folder}/{each.name}{'/' if each.is_dir() else ''}"
