@@ -1,0 +1,40 @@
+"""MLflow behind the seam: jobs that start at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lib.tracked import mirror_of, mlflow_steps
+from trainer.report.journal import METRICS_FILE
+from trainer.report.mirror import close_all
+from trainer.report.trackers.mlflow import MlflowTracker
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
+
+
+def test_an_experiment_that_another_job_creates_in_the_meantime_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient  # noqa: PLC0415 - seconds
+
+    find, num_asked = MlflowClient.get_experiment_by_name, 0
+
+    def found_too_late(client: MlflowClient, name: str) -> object:
+        nonlocal num_asked
+        num_asked += 1
+        found = find(client, name)
+        if num_asked == 1:
+            client.create_experiment(name, artifact_location=(tmp_path / "files").as_uri())
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", found_too_late)
+    run, warnings = tmp_path / "run", list[str]()
+    run.mkdir()
+    (run / METRICS_FILE).write_text('{"step": 1, "loss": 1.0}\n')
+    mirror = mirror_of("mlflow", MlflowTracker(), run, warnings.append)
+    mirror.start()
+    close_all([mirror], {})
+    assert (warnings, num_asked) == ([], 2)
+    assert mlflow_steps(tmp_path / "mlflow.db") == {"train/loss": [1]}
