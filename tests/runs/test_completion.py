@@ -26,7 +26,7 @@ INSTALL = {
 TYPED = {
     "./x": "./x$(touch PWN).jsonl",
     "./y": "./y`touch PWN`;touch PWN",
-    "./fo": "./folder $(touch PWN)/",
+    "./fo": "./folder $(touch PWN)",
     "./s": "./say 'a' \"b\" & c.txt",
     "./é": "./é*.txt",
 }
@@ -71,9 +71,9 @@ def completed(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
         ("train plan data.path='a b' st", ["steps="], True),
         ("train report ", ["run=", "to=", "outputs="], False),
         ("train report run=./a t", ["to="], False),
-        ("train report run=./", ["run=./folder/", "run=./file"], False),
-        ("train report run=./fo", ["run=./folder/"], False),
-        ("train data.path=.", ["data.path=./"], False),
+        ("train report run=./", ["run=./folder", "run=./file"], False),
+        ("train report run=./fo", ["run=./folder"], False),
+        ("train data.path=.", ["data.path=./folder", "data.path=./file"], False),
         ("train data.path=./none/", [], False),
     ],
 )
@@ -127,7 +127,7 @@ def test_no_name_of_a_file_is_run(shell: str, typed: list[str], tmp_path: Path) 
     work = tmp_path / "work"
     for name in TYPED.values():
         (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).mkdir() if name.endswith("/") else (work / name).touch()
+        (work / name).mkdir() if "folder" in name else (work / name).touch()
     recipe = "mine$(touch PWN)"
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / f"{recipe}.yaml").write_text("steps: 1\n")

@@ -10,8 +10,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
@@ -19,39 +20,13 @@ from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from trainer.cli.argv import COMMANDS
 from trainer.cli.compose import CONFIG_NAME
 from trainer.core.errors import ConfigError
-from trainer.core.format import expanded
 
-_BASH_AND_ZSH = """\
-_train_complete() {
-    local offer
-    COMPREPLY=()
-    while IFS= read -r offer; do COMPREPLY+=("$offer"); done < <(
-        COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORD="$2" PROGRAM query=bash 2> /dev/null
-    )
+_END = {
+    "bash": "complete -r train\n",
+    "zsh": "compdef -d train\n",
+    "fish": "complete -e -c train\n",
 }
-_train_complete_zsh() {
-    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
-    local -a offers=("${(@f)$(COMP_LINE="$line" PROGRAM query=zsh 2> /dev/null)}")
-    compadd -S '' -- "${offers[@]}"
-}
-if [ -n "$ZSH_VERSION" ]; then
-    whence compdef > /dev/null || { autoload -Uz compinit && compinit; }
-    compdef _train_complete_zsh train
-else
-    complete -o nospace -o default -F _train_complete train
-fi
-"""
-_FISH = """\
-function _train_complete
-    COMP_LINE=(commandline -cp | string collect) PROGRAM query=fish 2> /dev/null
-end
-complete -c train -f -a '(_train_complete)'
-"""
-_END_OF_BOTH = '[ -n "$ZSH_VERSION" ] && compdef -d train || complete -r train\n'
-_SCRIPTS = {
-    "install": {"bash": _BASH_AND_ZSH, "zsh": _BASH_AND_ZSH, "fish": _FISH},
-    "uninstall": {"bash": _END_OF_BOTH, "zsh": _END_OF_BOTH, "fish": "complete -e -c train\n"},
-}
+"""What ends completion in each shell."""
 
 
 def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra's own class
@@ -61,12 +36,15 @@ def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra
         ConfigError: another shell, or something else than install, uninstall and query.
     """
     action, _, shell = (lines[0] if lines else "").partition("=")
-    if action not in (*_SCRIPTS, "query") or shell not in _SCRIPTS["install"]:
+    if action not in ("install", "uninstall", "query") or shell not in _END:
         choices = "install=, uninstall= or query= with bash, zsh or fish"
         raise ConfigError(f"--shell-completion {' '.join(lines)}: type {choices}")
-    if action != "query":
+    if action == "uninstall":
+        return _END[shell]
+    if action == "install":
         program = shlex.join([sys.executable, "-P", "-m", "trainer", "--shell-completion"])
-        return _SCRIPTS[action][shell].replace("PROGRAM", program)
+        script = Path(__file__).with_suffix(".fish" if shell == "fish" else ".sh").read_text()
+        return script.replace("PROGRAM", program)
     line = os.environ.get("COMP_LINE", "train ")
     (_, *words), quote = split_line(line)
     found = [each for each in offers(words, hydra) if each.isprintable()]
@@ -100,24 +78,10 @@ def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
     if "report" in typed and "=" not in last:
         return [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
     key, equals, value = last.rpartition("=")
-    if equals and value.startswith((".", "/", "~")):
-        return sorted(f"{key}={path}" for path in _paths(value))
-    if any(map(str.isspace, last)):  # Hydra would take it for two
-        return []
+    plugin = DefaultCompletionPlugin(hydra.config_loader)
+    if equals and value.startswith((".", "/")):
+        return sorted(f"{key}={path}" for path in plugin.complete_files(value))
+    # Hydra would take a word with a space for two.
     rest = [each for each in before if each not in typed and not any(map(str.isspace, each))]
-    found = DefaultCompletionPlugin(hydra.config_loader)._query(
-        CONFIG_NAME, " ".join([*rest, last])
-    )
+    found = plugin._query(CONFIG_NAME, " ".join([*rest, last]))
     return [*(each for each in COMMANDS if not typed and each.startswith(last)), *found]
-
-
-def _paths(typed: str) -> Iterator[str]:
-    """List the files and folders whose path begins as typed; folders end with a slash."""
-    folder, slash, prefix = typed.rpartition("/")
-    if not slash:
-        yield f"{typed}/"
-        return
-    with suppress(OSError), os.scandir(expanded(f"{folder}/")) as found:
-        for each in found:
-            if each.name.startswith(prefix):
-                yield f"{folder}/{each.name}{'/' if each.is_dir() else ''}"

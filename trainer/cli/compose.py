@@ -51,6 +51,7 @@ from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 from trainer.core.own_code import OWN_CODE
+from trainer.core.reports import switch_off_reports
 
 CONFIG_NAME = "config"
 
@@ -101,6 +102,7 @@ class Composer:
         own = self.own_folder
         if own is not None and not os.path.isdir(own):  # noqa: PTH112 - see `exists`
             raise ConfigError(clip(f"--config-dir={own}: no such folder"))
+        switch_off_reports()
         without_plugins()
         recipes.register(own)
         overrides = [*overrides]

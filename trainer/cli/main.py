@@ -19,7 +19,6 @@ from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
-from trainer.core.reports import switch_off_reports
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
@@ -40,7 +39,6 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, and give the exit code; one line per fault is printed on stderr."""
-    switch_off_reports()
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -74,7 +72,6 @@ def train(
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start  # noqa: PLC0415
 
-    switch_off_reports()
     composer = composer_of({} if config_dir is None else {"--config-dir": config_dir})
     job = prepare_run(overrides_of(config, composer), composer)
     code = start(job, composer, is_python=True) if job.done is None else 0
@@ -85,9 +82,9 @@ def _run(argv: Sequence[str]) -> int:
     request = split(argv)
     flags = request.flags
     page = "help" if "--help" in flags else request.command
-    if page in PAGES:
-        from trainer.cli.pages import show_page  # noqa: PLC0415
+    from trainer.cli.pages import show_by_hydra, show_page  # noqa: PLC0415
 
+    if page in PAGES:
         with piped():
             show_page(page, request.overrides, flags.get("--config-dir"))
         return 0
@@ -97,7 +94,9 @@ def _run(argv: Sequence[str]) -> int:
     composer = composer_of(flags)
     lines = request.lines
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
-        return _show(flags, request.overrides, composer)
+        with piped(), composer.open() as hydra:
+            show_by_hydra(flags, request.overrides, hydra)
+        return 0
     if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
         from trainer.cli.sweep import run_sweep  # noqa: PLC0415
 
@@ -108,7 +107,9 @@ def _run(argv: Sequence[str]) -> int:
     job = prepare_run(lines, composer, request.faults)
     raise_on_interrupt()
     if "--cfg" in flags:
-        return _show(flags, job.typed, composer)
+        with piped(), composer.open() as hydra:
+            show_by_hydra(flags, job.typed, hydra)
+        return 0
     if job.done is not None:
         print_out(f"{job.done}\n", is_prose=True)
         return 0
@@ -116,24 +117,6 @@ def _run(argv: Sequence[str]) -> int:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
     return start(job, composer)
-
-
-def _show(flags: Mapping[str, str], lines: Sequence[str], composer: Composer) -> int:
-    """Let Hydra show what it knows: the config, itself, or how a shell completes a line."""
-    from trainer.cli.compose import CONFIG_NAME  # noqa: PLC0415
-
-    overrides = list(lines)
-    with piped(), composer.open() as hydra:
-        if "--cfg" in flags:
-            package, is_resolved = flags.get("--package"), "--resolve" in flags
-            hydra.show_cfg(CONFIG_NAME, overrides, flags["--cfg"], package, resolve=is_resolved)
-        elif "--info" in flags:
-            hydra.show_info(flags["--info"], CONFIG_NAME, overrides)
-        else:
-            from trainer.cli.completion import completion  # noqa: PLC0415
-
-            print_out(completion(overrides, hydra))
-    return 0
 
 
 def composer_of(flags: Mapping[str, str]) -> Composer:

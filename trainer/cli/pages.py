@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from trainer.cli.exit_messages import print_out
 from trainer.config import trackers
 from trainer.config.keys import options_of
 from trainer.config.messages import clip
@@ -25,6 +27,20 @@ _VARIABLES = (
     "HF_",
     "SLURM_",
 )
+
+
+def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) -> None:  # noqa: ANN401
+    """Print a config, what Hydra knows of itself, or what a shell completes a line with."""
+    from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
+
+    name, overrides = "config", list(lines)
+    if "--cfg" in flags:
+        package, is_resolved = flags.get("--package"), "--resolve" in flags
+        hydra.show_cfg(name, overrides, flags["--cfg"], package, resolve=is_resolved)
+    elif "--info" in flags:
+        hydra.show_info(flags["--info"], name, overrides)
+    else:
+        print_out(completion(overrides, hydra))
 
 
 def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> None:
