@@ -1,6 +1,6 @@
 """Accuracy on held-out digits by what BatchNorm normalises over, and how its statistics move.
 
-    python benchmarks/batchnorm.py [--epochs 6] [--seeds 3] [--json FILE]
+    python benchmarks/batchnorm.py [--epochs 6] [--seeds 3] [--cells 'micro, 8'] [--json FILE]
 
 A ResNet of 8 channels learns scikit-learn's digits with `batch.global=128`, 12 steps an epoch. Only
 what is normalised over what changes: the whole batch, groups (`ghost`), and micro-batches of 32 to
@@ -58,10 +58,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--json", type=Path, default=FOLDER / "batchnorm.json")
     given = parser.parse_args()
     root, rows = given.json.absolute().parent / "batchnorm", list[list[str]]()
-    for cell in CELLS:
+    for cell in given.cells:
         pairs = [accuracies(cell, seed, given.epochs, root) for seed in range(given.seeds)]
         columns = zip(*pairs, strict=True)
         texts = [f"{fmean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in columns]

@@ -1,6 +1,6 @@
 """What our step costs beside a hand-written loop on the same model, data and split.
 
-    python benchmarks/loop.py [--rounds 60] [--steps 5] [--threads 2] [--json FILE]
+    python benchmarks/loop.py [--micro 1 8 32] [--rounds 60] [--steps 5] [--threads 2] [--json FILE]
 
 A guard against regressions: at 8 micro-batches of about 2 ms each, ours should stay within 1.05 of
 the hand loop. Ours is all a run does in a step: the feed, which plans and loads the next batches
@@ -170,7 +170,7 @@ def our_loop(
                 report = train_step(context, batch, feed)
                 tokens += batch.num_tokens
                 seconds = time.perf_counter() - started
-                reporter.step(record_of(order, report, tokens, seconds), batch.samples.ids.tolist())
+                reporter.step(record_of(feed, report, tokens, seconds), batch.samples.ids.tolist())
                 yield float(report.loss)
         finally:
             feed.close()
@@ -238,12 +238,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--micro", type=int, nargs="+", default=[1, 8, 32], help="micro-batches")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=FOLDER / "loop.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     data = Rows(4096)
-    results = {num_micro: compare(data, num_micro, arguments) for num_micro in (1, 8, 32)}
+    results = {num_micro: compare(data, num_micro, arguments) for num_micro in arguments.micro}
     header = ("micro-batches", "hand ms", "ours ms", "ratio", "best", "step", "cpu", "foreign")
     rows = [
         (

@@ -1,6 +1,6 @@
 """Steps and samples to a fixed loss by global batch, beside what the noise scale predicts.
 
-    python benchmarks/noise.py [--tasks digits stdlib] [--json FILE]
+    python benchmarks/noise.py [--tasks digits stdlib] [--batches 8 64] [--rates 1 2] [--json FILE]
 
 A small GPT learns Python source (`stdlib`), a small vision transformer scikit-learn's digits, each
 at six global batches until the held-out loss is at a target. Every batch has three learning rates:
@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -92,15 +93,15 @@ def predicted(entries: list[dict[str, Any]], end: float, batch: int) -> float:
     return total
 
 
-def table(name: str, root: Path) -> list[list[str]]:
+def table(name: str, batches: Sequence[int], rates: Sequence[float], root: Path) -> list[list[str]]:
     """Run a task at all batches and rates, and set what was measured beside the prediction."""
     best = dict[int, tuple[float, float]]()  # steps and rate by batch
-    for batch in sorted(BATCHES, key=lambda size: size != REFERENCE):
-        steps = ((crossing(curve(name, batch, r, root), TASKS[name].target), r) for r in RATES)
+    for batch in sorted({*batches, REFERENCE}, key=lambda size: size != REFERENCE):
+        steps = ((crossing(curve(name, batch, r, root), TASKS[name].target), r) for r in rates)
         best[batch] = min(steps)
     end, rate = best[REFERENCE]
     entries, rows = curve(name, REFERENCE, rate, root), list[list[str]]()
-    for batch in BATCHES:
+    for batch in batches:
         steps, expected = best[batch][0], predicted(entries, end, batch)
         figures = [f"{n:.0f}" for n in (steps, expected, steps * batch, expected * batch)]
         rows.append([name, str(batch), f"{best[batch][1]:g}", *figures, f"{expected / steps:.2f}"])
@@ -111,11 +112,13 @@ def main() -> None:
     """Run what is asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--json", type=Path, default=FOLDER / "noise.json")
     given = parser.parse_args()
     root, rows = given.json.absolute().parent / "noise", list[list[str]]()
     for name in given.tasks:
-        rows += table(name, root)
+        rows += table(name, given.batches, given.rates, root)
     head = ["task", "batch", "lr x", "steps", "predicted", "samples", "predicted", "ratio"]
     print_table(head, rows)
     write_results(given.json, {"tasks": given.tasks, "reference": REFERENCE}, rows)

@@ -1,0 +1,84 @@
+"""Each benchmark runs, tiny, and its table has the rows and figures that it should."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cli_support import CHECKOUT
+from tests.lib.nightly import LIMIT_S, nightly
+
+SMALL = "--width 32 --layers 1"
+# Of each: what is typed, how rows begin, and how many figures are in each.
+DEFAULT = [
+    ("balance", "ranks=2 per_rank=4 batches=2 json=x.json", ("ours", "dealt by cost"), 6),
+    ("loop", "--micro 1 --rounds 1 --steps 1 --threads 1", ("1",), 6),
+]
+NIGHTLY = [
+    ("auto", f"--rounds 1 --global-batch 4 --max-length 64 {SMALL}", ("in order, 2 a piece",), 4),
+    ("balance", "planning=64 ranks=1,2 batches=1 json=x.json", ("1 ranks", "2 ranks"), 2),
+    ("batchnorm", "--epochs 1 --seeds 1 --cells 'micro, 32'", ("micro, 32",), 6),
+    ("buffers", "", ("float32   native", "bfloat16  native", "bfloat16  fp32"), 3),
+    ("contrastive", "--batches 4", ("4 .*one pass", "4 .*two passes"), 3),
+    (
+        "cpu",
+        f"precision --global-batch 4 --max-length 64 {SMALL} --rounds 1",
+        ("precision=bf16 {2}",),
+        3,
+    ),
+    ("loop", "--rounds 1 --steps 1 --threads 1", ("1", "8", "32"), 6),
+    ("noise", "--tasks digits --batches 64 256 --rates 2", ("digits +64", "digits +256"), 6),
+    (
+        "ragged",
+        f"--lengths 64 --exact 64 --trained 1 --steps 1 --rounds 1 {SMALL}",
+        *(("ours {2}", "no padding {2}", "hand loop {2}"), 4),
+    ),
+    ("scale", "--sizes 1e4 --ragged 1e4", ("vectors", "ragged", "ragged, tokens"), 10),
+    (
+        "sft",
+        "--steps 1 --rounds 1 --records 64 --hidden 128 --layers 1 --vocab 300 --length 64",
+        *(("ours {2}",), 3),
+    ),
+    ("startup", "--rounds 1", ("train --help", "config error", "first step, no W&B"), 1),
+    (
+        "sync",
+        "--width 64 --depth 4 --rows 4 --steps 2 --repeats 1",
+        *(("none", "ddp +deferred", "fsdp +immediate"), 1),
+    ),
+    (
+        "verify",
+        "--kinds causal_lm --only GPT2",
+        ("truths: .*exact.: 1", "refused: 0", "crashed: 0"),
+        1,
+    ),
+]
+ELSEWHERE = {path.stem for path in (CHECKOUT / "benchmarks").glob("gpu*.py")}
+PARTS = {"common", "peers", "verify_models", "verify_samples", "verify_truth"}
+
+
+def test_every_benchmark_is_run() -> None:
+    files = {path.stem for path in (CHECKOUT / "benchmarks").glob("*.py")}
+    assert files == {*(name for name, *_ in (*DEFAULT, *NIGHTLY)), *ELSEWHERE, *PARTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "rows", "num_figures"), [*DEFAULT, *(nightly(*case) for case in NIGHTLY)]
+)
+def test_a_benchmark_prints_its_table(
+    name: str, typed: str, rows: tuple[str, ...], num_figures: int, tmp_path: Path
+) -> None:
+    argv = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py"), *shlex.split(typed)]
+    done = subprocess.run(
+        argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nan" not in done.stdout
+    for begin in rows:
+        row = re.search(rf"^ *{begin}(?=\W)(.*)$", done.stdout, re.MULTILINE)
+        assert row, done.stdout
+        assert len(re.findall(r"\d[\d.,]*", row[0])) >= num_figures, row[0]
