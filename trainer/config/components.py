@@ -153,7 +153,7 @@ Words = Annotated[
     Field(strict=False, description="a list, e.g. [a,b]"),
 ]
 ColumnNames = Annotated[
-    dict[str, str],
+    dict[str, str | None],
     Field(description="a mapping of roles to names of columns, e.g. {text: body}"),
 ]
 TemplateVariables = Annotated[

@@ -9,6 +9,7 @@ Faults are a ValueError that says in plain words what is wrong and what to do.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,11 @@ Encoded = tuple[list[int], list[bool]]
 
 ASSISTANT = "assistant"
 _LONGEST = 10_000_000  # characters of a conversation
+WEIGHT = "weight"
+"""Of an answer: 0 or False where it is given and not learned, as OpenAI writes it."""
+_WEIGHTS = (WEIGHT, "train", "loss_mask", "loss")  # how files call it
+READ_KEYS = ("role", "content", "from", "value", *_WEIGHTS)
+"""Of a message, whatever the template is."""
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", ASSISTANT, "tool", "function")},
     **{"human": "user", "gpt": ASSISTANT, "model": ASSISTANT, "observation": "tool"},  # ShareGPT
@@ -66,7 +72,8 @@ def _normalized(message: object, name: str) -> Message:
         raise ValueError(f"{name} is of type {type(message).__name__}; write an object")
     fields = {name: value for name, value in message.items() if value is not None}
     if "role" not in fields and "from" in fields:
-        fields = {"role": fields["from"], "content": fields.get("value")}
+        role, content = fields.pop("from"), fields.pop("value", None)
+        fields |= {"role": role, "content": content}
     role = fields.get("role")
     if role not in _ROLES:
         raise ValueError(f"{name} has the unknown role {role!r}; known are {', '.join(_ROLES)}")
@@ -75,7 +82,22 @@ def _normalized(message: object, name: str) -> Message:
         fields["content"] = _text(fields["content"], name)
     elif not fields.get("tool_calls"):
         raise ValueError(f"{name} has no content")
-    return {**fields, "role": _ROLES[role]}
+    return _weighted({**fields, "role": _ROLES[role]}, name)
+
+
+def _weighted(message: Message, name: str) -> Message:
+    """Read whether a message is learned, by whatever key says so."""
+    for key in _WEIGHTS:
+        value = message.pop(key, None)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise ValueError(f"{name} has the {key} {value!r}; write 0 or 1, or leave it out")
+        if value and message["role"] != ASSISTANT:
+            text = "answers of the assistant alone are learned; leave it out"
+            raise ValueError(f"{name} has the {key} {value!r}, and {text}")
+        message[WEIGHT] = min(value, message.get(WEIGHT, 1))
+    return message
 
 
 def _text(content: Any, name: str) -> str:  # noqa: ANN401 - any JSON value
@@ -109,6 +131,8 @@ def encode_completion(
     an answer begins behind the header that the template puts before it, and ends with its
     end-of-turn token; white space behind that is no loss term.
 
+    An answer of the weight 0 is given, and not learned.
+
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
     holds a part of both is a loss term.
 
@@ -133,6 +157,8 @@ def encode_completion(
     chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
     whole = [*prompt, *completion]
     if learns_all:
+        if any(message.get(WEIGHT, 1) == 0 for message in completion):
+            raise ValueError("a message has the weight 0, and every token is to be learned")
         ids, _ = chat.tokenize(chat.render(whole))
         return ids, [True] * len(ids)
     return chat.encode_answers(whole, first=len(prompt))
@@ -144,6 +170,22 @@ def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError("tools is not a list of JSON schemas")
     return [*tools] if tools else None
+
+
+def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[int]) -> list[bool]:
+    """Take out of a template's mask, a run of tokens for each answer, those not learned.
+
+    Raises:
+        ValueError: there are not as many runs as answers.
+    """
+    begins = [c and not before for before, c in zip([False, *counts], counts, strict=False)]
+    if sum(begins) != len(answers):
+        raise ValueError(
+            f"the chat template marks {sum(begins)} parts of {len(answers)} answers, so that the "
+            f"one of weight 0 cannot be found; {_TEMPLATE}"
+        )
+    runs = itertools.accumulate(begins)  # 1 from the first run on
+    return [c and answers[run - 1] in learned for c, run in zip(counts, runs, strict=True)]
 
 
 def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> Encoded:  # noqa: ANN401
@@ -179,12 +221,14 @@ class _Chat:
         answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == ASSISTANT]
         if not answers:
             raise ValueError("no message is of the assistant, so that there is nothing to learn")
+        learned = [i for i in answers if messages[i].get(WEIGHT, 1)]
         if _GENERATION.search(self.template()):
-            return self.encode_marked(messages, answers[0] if first else 0)
+            ids, counts = self.encode_marked(messages, answers[0] if first else 0)
+            return ids, counts if learned == answers else _without(counts, answers, learned)
         text = self.render(messages)
         ids, offsets = self.tokenize(text)
         counts = [False] * len(ids)
-        for i in answers:
+        for i in learned:
             for place in self.answer_tokens(messages, i, text, (ids, offsets)):
                 counts[place] = True
         return ids, counts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from trainer.config.components import Overlong
-from trainer.data.chat import Message, encode_completion, normalize_messages
+from trainer.data.chat import READ_KEYS, Message, encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
 from trainer.data.encode import (
     LONGER,
@@ -19,6 +21,7 @@ from trainer.data.encode import (
     ends_of,
     text_of,
 )
+from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
 
 _BEGIN = "Below is an instruction that describes a task"
@@ -29,12 +32,33 @@ _WITH_INPUT = (
     "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
 )
 """What Alpaca was trained on: for tokenizers without a chat template."""
+_REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing to transformers
 _ANSWER = "answer"  # stands for one in a rendered conversation
 
 
 def has_template(tokenizer: Any, options: Mapping[str, Any]) -> bool:  # noqa: ANN401
     """Whether a chat template was typed, or the tokenizer has one."""
     return bool(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
+
+
+def unread_by_template(
+    form: Format,
+    records: Iterable[Any],
+    tokenizer: Any,  # noqa: ANN401
+    options: Mapping[str, Any],
+) -> list[str]:
+    """Name keys of the messages of some records, and tools, that the chat template never names."""
+    template = str(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
+    found = {"tools": form.columns["tools"]} if "tools" in form.columns else {}
+    columns = [form.columns.get(role, "") for role in ("messages", "prompt", "completion")]
+    for record, column in product(records, columns):
+        messages = record.get(column) if isinstance(record, Mapping) else None
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, Mapping):
+                found |= {key: f"{column}.{key}" for key in message if key not in READ_KEYS}
+    words = {*re.findall(r"\w+", template)}
+    words |= _REASONING if words & _REASONING else set()
+    return [name for key, name in found.items() if key not in words]
 
 
 def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
@@ -77,17 +101,25 @@ def answer_fields(encoder: RecordEncoder, record: Record, options: Mapping[str, 
 
 def _parts(record: Record, *, is_chat: bool) -> tuple[str | list[Message], str | list[Message]]:
     """Give what is given and what is learned; a conversation is learned as a whole."""
+    system = record.get("system")
+    begin = [{"role": "system", "content": text_of(record, "system")}] if system else []
     if "messages" in record:
-        return [], normalize_messages(record["messages"])
+        messages = normalize_messages(record["messages"])
+        if begin and messages[0]["role"] in {"system", "developer"}:
+            raise ValueError("its system stands in a column and in a message; leave one out")
+        return [], [*begin, *messages]
     if "completion" in record:
         return _side(record["prompt"]), _side(record["completion"])
     # An instruction is one turn of a chat, or as Alpaca wrote it.
     asked, answer = text_of(record, "instruction"), text_of(record, "output")
     more = record.get("input") or ""
     if not is_chat:
+        if begin:
+            raise ValueError("its system needs a chat template; type data.chat_template=FILE")
         return (_WITH_INPUT if more else _WITHOUT_INPUT).format(asked, more), answer
     asked = f"{asked}\n\n{more}" if more else asked
-    return [], [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    turns = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
+    return [], [*begin, *turns]
 
 
 def _side(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value

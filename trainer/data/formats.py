@@ -29,8 +29,6 @@ _NEAR = (
     *(("anchor", "positive"), ("query", "positive"), ("query", "document"), ("query", "passage")),
     *(("question", "answer"), ("sentence1", "sentence2")),
 )
-NEGATIVE = "negative"
-"""What columns begin with that hold texts which are not near; they are not read."""
 ENDINGS = ("ending0", "ending1", "ending2", "ending3")
 """Columns of the choices of a record that begins with `sent1` and `sent2`."""
 
@@ -58,11 +56,19 @@ _CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "pair": [{"anchor": first, "positive": second} for first, second in _NEAR],
 }
 _OPTIONAL: Mapping[str, Mapping[str, str]] = {
-    "chat": {"tools": "tools"},
+    "chat": {"tools": "tools", "system": "system"},
     "prompt and completion": {"tools": "tools"},
-    "instruction": {"input": "input"},
+    "instruction": {"input": "input", "system": "system"},
 }
 """Columns that are used where they are there, by format."""
+_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
+_DECISIVE: Mapping[str, Collection[str]] = {
+    "chat": ("train", "loss_mask"),
+    "prompt and completion": ("label", "system", "history", "loss_mask"),
+    "instruction": ("history", "loss_mask"),
+    "pair": ("label", "labels", "score", "scores", "similarity", "similarity_score"),
+}
+"""Columns that nothing reads and without which a record means something else, by format."""
 
 _FORMATS: Mapping[Task, Sequence[str]] = {
     "causal_lm": ["chat", "prompt and completion", "instruction", "text"],
@@ -84,7 +90,7 @@ class Format:
 
     name: str
     columns: Mapping[str, str]  # by role
-    unread: Sequence[str] = ()  # columns that one might think are read
+    unread: Sequence[str] = ()  # the other columns
 
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Give the values of a record by role.
@@ -100,7 +106,10 @@ class Format:
 
 
 def recognise(
-    place: str, columns: Collection[str], task: Task, typed: Mapping[str, str] | None = None
+    place: str,
+    columns: Collection[str],
+    task: Task,
+    typed: Mapping[str, str | None] | None = None,
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
@@ -108,13 +117,18 @@ def recognise(
         place: what the records are read from, for messages.
         columns: of the records.
         task: what the model is made for.
-        typed: names of columns by role, in place of the usual ones.
+        typed: names of columns by role, in place of the usual ones; None under the name of a
+            column leaves it out.
 
     Raises:
         ConfigError: a role is none, or no record has a typed column.
-        DataError: the columns are those of no format that fits the task.
+        DataError: the columns are those of no format that fits the task, or one that nothing reads
+            changes what a record means.
     """
-    typed = typed or {}
+    left_out = {column for column, name in (typed or {}).items() if name is None}
+    typed = {role: column for role, column in (typed or {}).items() if column is not None}
+    for column in left_out.difference(columns):
+        raise ConfigError(f"data.columns={{{column}:null}}: {_no_column(columns)}")
     if {"chosen", "rejected"} <= {*columns} and not typed:
         roles = "{prompt: prompt, completion: chosen}"
         roles = roles if "prompt" in columns else "{messages: chosen}"
@@ -123,13 +137,14 @@ def recognise(
             f"answers alone, type data.columns={roles}"
         )
     _check_typed(typed, columns, task)
+    readable = [column for column in columns if column not in left_out]
     for name, usual in _usual(task):
         names = {**usual, **{role: typed[role] for role in typed if role in usual}}
-        found = {role: column for role, column in names.items() if column in columns}
+        found = {role: column for role, column in names.items() if column in readable}
         needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
         if found.keys() >= needed | typed.keys():
-            unread = [c for c in columns if name == "pair" and c.startswith(NEGATIVE)]
-            return Format(name, found, unread)
+            _check_unread(place, name, {*readable}.difference(found.values()))
+            return Format(name, found, [c for c in columns if c not in found.values()])
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
@@ -154,4 +169,18 @@ def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task)
         if role not in roles:
             raise ConfigError(f"{text}: no such role; for {task} there are {', '.join(roles)}")
         if column not in columns:
-            raise ConfigError(f"{text}: no such column; there are {', '.join(columns)}")
+            raise ConfigError(f"{text}: {_no_column(columns)}")
+
+
+def _no_column(columns: Collection[str]) -> str:
+    return f"no such column; there are {', '.join(columns)}"
+
+
+def _check_unread(place: str, name: str, unread: Collection[str]) -> None:
+    """Refuse a column that nothing reads and that changes what a record means."""
+    for column in (*_DECISIVE.get(name, ()), *_WEIGHTS):
+        if column in unread:
+            raise DataError(
+                f"{place}: column {column!r} changes what a record means, and is not read from "
+                f"records of {name}; to train without it, type data.columns={{{column}:null}}"
+            )

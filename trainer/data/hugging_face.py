@@ -47,9 +47,9 @@ class HuggingFaceData(TwoSides):
 
     * `text`: a document, with the special tokens of the tokenizer around it; it ends with EOS for
       a causal model, and a masked model's samples have them around each.
-    * `messages` (`role`, `content`; `tools`), `conversations` (`from`, `value`), `prompt` and
-      `completion` (texts or messages), `instruction`, `input` and `output`: what a causal model
-      learns, with -100 in `labels` where a token is no loss term.
+    * `messages` (`role`, `content`; `tools`, `system`), `conversations` (`from`, `value`), `prompt`
+      and `completion` (texts or messages), `instruction`, `input` and `output`: what a causal
+      model learns, with -100 in `labels` where a token is no loss term.
     * `text` or a pair such as `premise` and `hypothesis`, and `label`: a number, a word, or a
       `ClassLabel`; real numbers are for a regression.
     * `tokens` and `tags`: a label for the first piece of each word, -100 elsewhere.
@@ -74,7 +74,8 @@ class HuggingFaceData(TwoSides):
             model or of the data.
         subset: of a name on the hub, its configuration.
         part: the part that is trained on; None is the one whose name begins with `train`.
-        columns: names of columns by role, where they are not the usual ones.
+        columns: names of columns by role, where they are not the usual ones; None under the name of
+            a column leaves it out.
         max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
             and model take, if that is less.
         overlong: what becomes of longer records; None is `chunk` for text, `drop` for what has
@@ -219,15 +220,17 @@ class HuggingFaceData(TwoSides):
         known = self._index.facts
         columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
         text = joined(f"{known['format']} ({', '.join(columns)})", self._left_out())
-        left_out = {"num_dropped": known["dropped"], "data_columns": known["columns"]}
-        shown = row("", text, data_format=known["format"], **left_out)
+        others = {"num_dropped": known["dropped"], "unread_columns": known["unread"]}
+        form = known["format"]
+        shown = row("", text, data_format=form, data_columns=known["columns"], **others)
         return [shown, *self._source.listing.describe()]
 
     def _left_out(self) -> str:
         dropped = self._index.facts["dropped"].items()
         others = self._index.facts["other_parts"]
         parts = [f"other parts: {', '.join(others)}"] if others else []
-        parts += [f"{name} is not read" for name in self._index.facts.get("unread", ())]
+        unread = self._index.facts["unread"]
+        parts += [f"not read: {', '.join(unread)}"] if unread else []
         return ", ".join([*(f"{count:,} {why} left out" for why, count in dropped), *parts])
 
 

@@ -10,13 +10,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.chat_encoder import answer_fields, answer_options, has_template
+from trainer.data.chat_encoder import (
+    answer_fields,
+    answer_options,
+    has_template,
+    unread_by_template,
+)
 from trainer.data.encode import (
     OF_ANSWERS,
     DroppedError,
@@ -74,7 +80,7 @@ class EncodeOptions:
     """How records are encoded; see `HuggingFaceData`."""
 
     task: Task
-    columns: Mapping[str, str]
+    columns: Mapping[str, str | None]
     model_labels: tuple[str, ...]
     label_names: tuple[str, ...] | None
     max_samples: int | None
@@ -110,6 +116,8 @@ def cached_records(
         with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
+            some = islice(_records(source, parts), _LOOKED_AT)
+            ignored = unread_by_template(form, some, tokenizer, options.of_answers)
             fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
             encoder = RecordEncoder(
                 format=form,
@@ -129,7 +137,7 @@ def cached_records(
             "other_parts": others,
             "dropped": dict(written.dropped),
             "overlong": encoder.overlong,
-            "unread": form.unread,
+            "unread": [*form.unread, *ignored],
             "unused": _unused(options, encoder, form.name),
         }
         return written.bad, facts

@@ -432,7 +432,8 @@ def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_p
     # What is computed for a micro-batch is what is planned: samples times the longest.
     assert fields["input_ids"].numel() == len(data) * data.lengths.max()
     typed = opened(tmp_path, records, words, "embedding", columns={"anchor": "document"})
-    assert typed.describe_records(None)[0].text == "pair (anchor: document, positive: document)"
+    shown = typed.describe_records(None)[0].text
+    assert shown == "pair (anchor: document, positive: document), not read: query"
 
 
 def test_an_encoder_decoder_learns_a_target(tmp_path, words):

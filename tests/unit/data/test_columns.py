@@ -1,0 +1,132 @@
+"""`data=hf`: every column of a record, and every key of a message, is read, named or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.chats import CHATML, GENERATION, chat_tokenizer, marked
+from tests.lib.hf_toys import write_lines
+from trainer.core.errors import ConfigError, DataError
+from trainer.data.formats import recognise
+from trainer.data.hugging_face import HuggingFaceData
+
+USER = {"role": "user", "content": "why?"}
+FIRST, LAST = ({"role": "assistant", "content": text} for text in ("because it is", "so"))
+TALK = [USER, FIRST, USER, LAST]
+PAIR = {"sentence1": "a b", "sentence2": "c d"}
+CHAT = {"messages": TALK}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def opened(folder: Path, record: dict[str, Any], template: str | None = CHATML, **more: Any) -> Any:
+    """Open a file of one record."""
+    file = write_lines(folder / "records.jsonl", [record])
+    return HuggingFaceData(str(file), chat_tokenizer(template), holdout=0.0, **more)
+
+
+def written(data: Any) -> str:
+    """The first sample as text, with what is learned in brackets."""
+    ids, labels = (data[0][name].tolist() for name in ("input_ids", "labels"))
+    return marked(chat_tokenizer(None), ids, [label != -100 for label in labels])
+
+
+def shown(data: Any) -> str:
+    return str(data.describe_records(None)[0].text)
+
+
+@pytest.mark.parametrize(
+    ("task", "record", "column"),
+    [
+        ("embedding", {**PAIR, "score": 0.1}, "score"),
+        ("embedding", {**PAIR, "label": 0}, "label"),
+        ("embedding", {**PAIR, "weight": 0.5}, "weight"),
+        ("causal_lm", {**CHAT, "weight": 0.5}, "weight"),
+        ("causal_lm", {"text": "a b", "weight": 0.5}, "weight"),
+        ("causal_lm", {"prompt": "a", "completion": "b", "label": False}, "label"),
+        ("causal_lm", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
+        ("sequence_classification", {"text": "a b", "label": 0, "weight": 2}, "weight"),
+        ("seq2seq_lm", {"source": "a", "target": "b", "sample_weight": 2}, "sample_weight"),
+    ],
+)
+def test_a_column_that_changes_what_a_record_means_is_refused_with_what_to_type(
+    tmp_path, task, record, column
+):
+    typed = f"data.columns={{{column}:null}}"
+    with pytest.raises(DataError, match=f"column '{column}' changes .*; to train without it, type"):
+        opened(tmp_path, record, task=task)
+    with pytest.raises(DataError) as refused:
+        recognise("data.path=x", list(record), task)
+    assert str(refused.value).endswith(typed)
+    assert f"not read: {column}" in shown(
+        opened(tmp_path, record, task=task, columns={column: None})
+    )
+    with pytest.raises(ConfigError, match=r"data\.columns=\{mass:null\}: no such column"):
+        recognise("data.path=x", list(record), task, {"mass": None})
+
+
+def test_every_other_column_and_key_of_a_message_is_named(tmp_path):
+    talk = [{**USER, "id": 3}, {**FIRST, "name": "bot", "thought": "hm"}]
+    data = opened(tmp_path, {"idx": 1, "messages": talk, "tools": [{"name": "add"}], "source": "x"})
+    assert shown(data) == (
+        "chat (messages, tools), not read: idx, source, tools, messages.id, messages.name, "
+        "messages.thought"
+    )
+    read = opened(tmp_path, {"messages": talk}, "{# m.thought, m.name, id #}" + CHATML)
+    assert "not read" not in shown(read)
+    text = opened(tmp_path, {"text": "a b", "url": "x"}, task="masked_lm")
+    assert shown(text) == "text (text), not read: url"
+
+
+def test_a_system_column_is_the_first_message(tmp_path):
+    system = {"role": "system", "content": "be brief"}
+    expected = written(opened(tmp_path, {"messages": [system, *TALK]}))
+    assert "be brief" in expected
+    shared = [
+        {"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"]} for m in TALK
+    ]
+    for record in (CHAT, {"conversations": shared}):
+        assert written(opened(tmp_path, {**record, "system": "be brief"})) == expected
+    assert written(opened(tmp_path, {**CHAT, "system": ""})) == written(opened(tmp_path, CHAT))
+    asked = {"instruction": "why?", "output": "so", "system": "be brief"}
+    whole = {"messages": [system, USER, LAST]}
+    assert written(opened(tmp_path, asked)) == written(opened(tmp_path, whole))
+    with pytest.raises(DataError, match="system stands in a column and in a message"):
+        opened(tmp_path, {"messages": [system, *TALK], "system": "be brief"})
+    with pytest.raises(DataError, match="its system needs a chat template"):
+        opened(tmp_path, asked, None)
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss_mask": 0}])
+def test_an_answer_of_weight_0_is_given_and_no_loss_term(tmp_path, template, flag):
+    data = opened(tmp_path, {"messages": [USER, {**FIRST, **flag}, USER, LAST]}, template)
+    rest = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    whole = f"{rest}because it is<|im_end|>\n{rest}⟦so<|im_end|>⟧\n"
+    assert written(data) == whole
+    assert "not read" not in shown(data)
+    learned = opened(tmp_path, {"messages": [USER, FIRST, USER, {**LAST, "weight": 1.0}]}, template)
+    assert written(learned) == whole.replace("because it is<|im_end|>", "⟦because it is<|im_end|>⟧")
+    with pytest.raises(DataError, match=r"no record is left .*1 without a loss term"):
+        opened(tmp_path, {"messages": [USER, {**FIRST, **flag}]}, template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([USER, {**FIRST, "weight": 0.5}], "assistant, has the weight 0.5; write 0 or 1"),
+        ([{**USER, "train": True}, FIRST], "user, has the train True, and answers of the assis"),
+    ],
+)
+def test_a_weight_that_cannot_be_honoured_is_refused(tmp_path, messages, words):
+    with pytest.raises(DataError, match=words):
+        opened(tmp_path, {"messages": messages})
+    weighed = {"messages": [USER, {**FIRST, "weight": 0}]}
+    with pytest.raises(DataError, match="weight 0, and every token is to be learned"):
+        opened(tmp_path, weighed, assistant_only_loss=False)
