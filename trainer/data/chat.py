@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, final
@@ -155,7 +156,7 @@ def encode_completion(
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
     chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
-    whole = [*prompt, *completion]
+    whole = chat.with_arguments([*prompt, *completion])
     if learns_all:
         if any(message.get(WEIGHT, 1) == 0 for message in completion):
             raise ValueError("a message has the weight 0, and every token is to be learned")
@@ -170,6 +171,21 @@ def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError("tools is not a list of JSON schemas")
     return [*tools] if tools else None
+
+
+def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Read arguments of tool calls that are the text of a JSON object, as OpenAI writes them."""
+    if isinstance(value, list | tuple):
+        return [*map(_read_calls, value)]
+    if not isinstance(value, Mapping):
+        return value
+    if "function" in value:
+        return {**value, "function": _read_calls(value["function"])}
+    arguments = value.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**value, "arguments": arguments} if isinstance(arguments, dict) else value
 
 
 def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[int]) -> list[bool]:
@@ -252,6 +268,26 @@ class _Chat:
                 f"it has {{% generation %}}; {_TEMPLATE}"
             )
         return ids, counts
+
+    def with_arguments(self, messages: list[Message]) -> list[Message]:
+        """Give arguments of tool calls that are JSON text as objects, where the template can.
+
+        Most templates write them as JSON themselves, and would make a string of a text. Others join
+        it to text, which an object is refused for, or would write an object as Python does.
+        """
+        read = [
+            {**m, "tool_calls": _read_calls(m["tool_calls"])} if m.get("tool_calls") else m
+            for m in messages
+        ]
+        if read == messages:
+            return messages
+        try:
+            text = self.render(read)
+        except ValueError:
+            return messages
+        calls = [call for message in read for call in message.get("tool_calls") or ()]
+        objects = [call.get("function", call).get("arguments") for call in calls]
+        return messages if any(str(each) in text for each in objects if each) else read
 
     def template(self) -> str:
         """Give the text of the template that is used; today is always the same day in it."""

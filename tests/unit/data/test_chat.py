@@ -175,6 +175,34 @@ def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
     ]
 
 
+WRITES = {
+    "JSON": ("{{ f.arguments | tojson }}", '{"x": 1}'),
+    "pairs": ("{% for k, v in f.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=1"),
+    "joined text": ("{{ 'call ' + f.arguments }}", 'call {"x":1}'),
+    "bare text": ("{{ f.arguments }}", '{"x":1}'),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_arguments_of_tools_that_are_json_text_are_read_as_the_template_takes_them(tokenizer, way):
+    arguments, expected = WRITES[way]
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for t in m.tool_calls or []"
+        "%}{% set f = t.function %}" + arguments + "{% endfor %}{{ (m.content or '') + "
+        "'<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    function = {"name": "add", "arguments": '{"x":1}'}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    talk = normalize_messages([USER, call])
+    encoded = encode_completion(tokenizer, (), talk, chat_template=template)
+    assert learned(tokenizer, encoded) == [f"{expected}<|im_end|>"]
+    if way == "JSON":
+        function["arguments"] = "no JSON"
+        encoded = encode_completion(tokenizer, (), talk, chat_template=template)
+        assert learned(tokenizer, encoded) == ['"no JSON"<|im_end|>']
+
+
 def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
     ids, _ = encoded = encode_completion(tokenizer, "why?\n", "because it is")
     assert tokenizer.decode(ids) == "<s>why?\nbecause it is</s>"
