@@ -37,6 +37,51 @@ def ranks():
 
 
 @pytest.mark.parametrize("objective", [INFONCE, SIGLIP], ids=["infonce", "siglip"])
+def test_equal_texts_and_images_are_not_negatives_of_each_other(objective, monkeypatch):
+    monkeypatch.setattr(contrastive, "CHUNK", 4)
+    torch.manual_seed(0)
+    texts, images = torch.tensor([0, 1, 2, 0, 3, 4]), torch.tensor([0, 1, 2, 3, 3, 4])
+    words, scenes = torch.randint(9, (5, 7)), torch.randn(5, 3, 2, 2)
+    fields = {
+        "input_ids": words[texts],
+        "attention_mask": torch.ones(6, 7, dtype=torch.long),
+        "pixel_values": scenes[images],
+    }
+    one, other = torch.randn(2, 5, 4, dtype=torch.float64).requires_grad_()
+    given = {"query": one[texts], "document": other[images]}
+    bias, scale = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    named = {"logit_bias": bias} if objective is SIGLIP else {}
+    sums = objective.sums(lambda _: {**given, **named, "logit_scale": scale}, fields)
+
+    query, document = (torch.nn.functional.normalize(each, dim=-1) for each in given.values())
+    scores = query @ document.T * scale.exp() + sum(named.values(), torch.zeros(1))
+    is_equal = (texts[:, None] == texts) | (images[:, None] == images)
+    is_negative, own = ~is_equal, torch.eye(6, dtype=torch.bool)
+    if objective is SIGLIP:
+        losses = torch.nn.functional.softplus(torch.where(own, -scores, scores))
+        plain, expected = losses.sum(), losses[own | is_negative].sum()
+    else:
+        kept = scores.masked_fill(~(own | is_negative), -torch.inf)
+        plain, expected = (
+            (x.logsumexp(0) + x.logsumexp(1)).sum() / 2 - scores.trace() for x in (scores, kept)
+        )
+    (found,) = sums.losses.values()
+    assert found.item() == pytest.approx(expected.item(), rel=EXACT)
+    assert abs((plain - expected).item()) > WRONG
+    for mine, right in zip(
+        *(torch.autograd.grad(x, (one, other), retain_graph=True) for x in (found, expected)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, right, rtol=EXACT, atol=EXACT)
+    with torch.no_grad():
+        same = objective.sums(
+            lambda _: {**named, "logit_scale": scale, "query": one[texts], "document": one[texts]},
+            fields,
+        )
+    assert same.metrics["recall_at_1"] == len(texts)
+
+
+@pytest.mark.parametrize("objective", [INFONCE, SIGLIP], ids=["infonce", "siglip"])
 def test_every_cut_gives_the_gradient_of_the_whole_batch_dropout_replayed(objective):
     bias = objective is SIGLIP
     one, loss, _ = gradient_of(World(), Fixed(steps=1), objective, Sum(), bias=bias)
@@ -139,6 +184,9 @@ def test_memory_that_runs_out_in_the_second_pass_is_replayed():
 def test_an_evaluation_ranks_all_that_is_held_out_whatever_the_cut(ranks):
     figures, rows = evaluated(World(), 10**9, INFONCE)
     scores = rows["query"] @ rows["document"].T
+    is_equal = (rows["digests"] == rows["digests"].T) & ~np.eye(len(scores), dtype=bool)
+    assert is_equal.any()  # texts of one token
+    scores[is_equal] = -np.inf
     better = (scores > scores.diagonal()[:, None]).sum(1)
     for k in (1, 5, 10):
         assert figures[f"recall_at_{k}"] == (better < k).mean()

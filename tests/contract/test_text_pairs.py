@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,18 @@ def pair(i: int) -> tuple[str, str]:
     return texts if i % 3 else texts[::-1]
 
 
-def save(kind: str) -> None:
+def repeated(i: int) -> tuple[str, str]:
+    """A short text and one of four longer ones."""
+    return TEXTS[i], " ".join(TEXTS[: 1 + i % 4])
+
+
+def save(kind: str, pair_of: Callable[[int], tuple[str, str]] = pair) -> None:
     torch.manual_seed(0)
     config = {"Bert": transformers.BertConfig, "Llama": transformers.LlamaConfig}[kind]
     settings = SIZES | (DRY if kind == "Bert" else {})
     transformers.AutoModel.from_config(config(**settings)).save_pretrained("model")
     save_tokenizer(Path("model"), 300)
-    records = [dict(zip(("query", "passage"), pair(i), strict=True)) for i in range(NUM_PAIRS)]
+    records = [dict(zip(("query", "passage"), pair_of(i), strict=True)) for i in range(NUM_PAIRS)]
     write_lines(Path("pairs.jsonl"), [each | {"negative": "a"} for each in records])
 
 
@@ -62,14 +68,27 @@ def embeddings(model: torch.nn.Module, texts: list[str], pooling: str) -> Tensor
     return F.normalize(found[pooling](), dim=-1)
 
 
-def gradient(pooling: str, size: int = NUM_PAIRS) -> tuple[float, dict[str, Tensor]]:
-    """InfoNCE in both directions; below the whole batch, the mean over parts of `size`."""
+def gradient(
+    pooling: str,
+    size: int = NUM_PAIRS,
+    pair_of: Callable[[int], tuple[str, str]] = pair,
+    *,
+    leaves_out: bool = True,
+) -> tuple[float, dict[str, Tensor]]:
+    """InfoNCE in both directions; below the whole batch, the mean over parts of `size`.
+
+    Equal passages are no negatives of each other where it `leaves_out` those.
+    """
     model = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).train()
-    pairs, total = [pair(i) for i in range(NUM_PAIRS)], 0.0
+    pairs, total = [pair_of(i) for i in range(NUM_PAIRS)], 0.0
     for start in range(0, NUM_PAIRS, size):
         sides = zip(*pairs[start : start + size], strict=True)
         one, other = (embeddings(model, [*texts], pooling) for texts in sides)
         scores, own = SCALE * one @ other.T, torch.arange(size)
+        if leaves_out:
+            passages = [passage for _, passage in pairs[start : start + size]]
+            is_equal = torch.tensor([[a == b for a in passages] for b in passages])
+            scores = scores.masked_fill(is_equal & ~torch.eye(size, dtype=torch.bool), -torch.inf)
         loss = (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
         (loss * size / NUM_PAIRS).backward()
         total += loss.item() * size / NUM_PAIRS
@@ -114,6 +133,21 @@ def test_the_step_is_that_of_a_loop_over_the_whole_batch(kind, pooling, cut, cap
     assert error(of_parts, expected) > WRONG
     other_way = {"mean": "cls", "cls": "last", "last": "mean"}[pooling]
     assert error(gradient(other_way)[1], expected) > WRONG
+
+
+@pytest.mark.parametrize("cut", ["accum.micro=3", nightly("accum.micro=3 parallel.ranks=2")])
+def test_equal_passages_of_a_step_are_no_negatives_of_each_other_in_any_cut(cut):
+    save("Bert", repeated)
+    before = transformers.AutoModel.from_pretrained("model", dtype=torch.float64).state_dict()
+    run = go(f"{LINE} data.holdout=0 {cut}")
+    loss, expected = gradient("mean", pair_of=repeated)
+    after = state(run)
+    found = {name: before[name] - after[f"model.{name}"] for name in expected}
+    assert curve(run, "loss") == pytest.approx([loss], rel=EXACT)
+    assert error(found, expected) <= EXACT
+    other, of_all = gradient("mean", pair_of=repeated, leaves_out=False)
+    assert abs(other - loss) > WRONG
+    assert error(of_all, expected) > WRONG
 
 
 def test_a_run_is_proved_evaluated_and_exported(capsys):

@@ -193,7 +193,7 @@ def as_open_clip(
     for mine in parts:
         rows = {
             name: torch.cat([p[name] if p is mine else p[name].detach() for p in parts])
-            for name in ("query", "document")
+            for name in ("query", "document", "digests")
         }
         others = {name: mine[name][:1].expand(len(rows["query"])) for name in mine.keys() - rows}
         losses.append(_loss(objective, {**rows, **others}))

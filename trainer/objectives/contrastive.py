@@ -19,13 +19,14 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, output_part
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
-from trainer.objectives.text_pairs import embed
+from trainer.objectives.text_pairs import content_digests, embed
 
 SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
 """Names of the two embeddings in what a model gives."""
 SCALE, BIAS = "logit_scale", "logit_bias"
 """Of the model, as in CLIP and SigLIP: the logarithm of what cosines are multiplied by, and what is
 added to them then."""
+DIGESTS = "digests"  # of a sample's texts and image, among its rows
 FIXED = 0.05  # temperature of a model without a scale
 LARGEST = math.log(100)  # of the scale, as in CLIP; beyond it training is unstable
 RECALLED = (1, 5, 10)
@@ -39,7 +40,9 @@ class Contrastive(CoupledObjective):
 
     Scores are cosines times a scale, in fp32 at least. InfoNCE is the mean of two cross entropies,
     each query's document among all documents and each document's query among all queries. SigLIP's
-    is the binary cross entropy of all pairs. Both are divided by the number of samples.
+    is the binary cross entropy of all pairs. Both are divided by the number of samples. Samples
+    with an equal text (`input_ids` and `attention_mask`) or image (`pixel_values`) are not
+    negatives of each other.
 
     Metrics of an evaluation are `recall_at_1`, `_5` and `_10`: the share of queries whose document
     is among so many with the highest scores, of all documents that are held out. A tie counts
@@ -80,7 +83,8 @@ class Contrastive(CoupledObjective):
                 value = getattr(getattr(model, "module", None), name, None)
             if value is not None:
                 rows[name] = at_least_single(_one(name, value)).expand(len(sides[0]))
-        return rows
+        digests = content_digests(fields)
+        return rows if digests is None else {**rows, DIGESTS: digests}
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
         """See the base class.
@@ -89,6 +93,7 @@ class Contrastive(CoupledObjective):
             ConfigError: SigLIP's loss, and the model has no scale and bias to learn.
         """
         query, document, count = rows["query"], rows["document"], len(rows["query"])
+        pairs = query, document, rows.get(DIGESTS, query.new_zeros(count, 0))
         loss = self.loss or ("siglip" if BIAS in rows else "infonce")
         if loss == "siglip" and (BIAS not in rows or (SCALE not in rows and not self.temperature)):
             raise ConfigError(
@@ -99,15 +104,15 @@ class Contrastive(CoupledObjective):
         bias = rows[BIAS].mean() if loss == "siglip" else scale.new_zeros(())
         own = (query * document).sum(1) * scale + bias
         if loss == "siglip":  # softplus(-x) = softplus(x) - x for each sample's own pair
-            (sums,) = _by_chunks(_softplus, query, document, scale, bias)
+            (sums,) = _by_chunks(_softplus, *pairs, scale, bias)
             total = torch.cat(sums).sum() - own.sum()
         else:
-            queries, documents = _by_chunks(_log_sums, query, document, scale, bias)
+            queries, documents = _by_chunks(_log_sums, *pairs, scale, bias)
             both = torch.cat(queries) + torch.stack(documents).logsumexp(0)
             total = (both / 2 - own).sum()
         metrics = {"scale": scale.detach() * count}
         if not torch.is_grad_enabled():
-            metrics |= _recalls(query, document)
+            metrics |= _recalls(*pairs)
         return Sums(losses={"contrastive": total}, metrics=metrics)
 
     def _scale(self, rows: Mapping[str, Tensor], *, bounds: bool) -> Tensor:
@@ -157,27 +162,42 @@ def _by_chunks(
     compute: Callable[..., Sequence[Tensor]], query: Tensor, *others: Tensor
 ) -> list[tuple[Tensor, ...]]:
     """Compute for some queries at a time; of several chunks no scores are left for the backward."""
-    chunks = torch.split(query, CHUNK)
-    if len(chunks) > 1:
+    starts = range(0, len(query), CHUNK)
+    if len(starts) > 1:
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
-    return [*zip(*(compute(chunk, *others) for chunk in chunks), strict=True)]
+    return [*zip(*(compute(start, query, *others) for start in starts), strict=True)]
 
 
-def _log_sums(query: Tensor, document: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+def _scores(
+    start: int,
+    query: Tensor,
+    document: Tensor,
+    digests: Tensor,
+    scale: Tensor | float = 1.0,
+    bias: Tensor | float = 0.0,
+) -> Tensor:
+    """Score a chunk of queries; -inf where another sample is no negative."""
+    chunk = slice(start, start + CHUNK)
+    is_equal = (digests[chunk, None] == digests).any(-1)
+    is_equal.diagonal(start).zero_()
+    return (query[chunk] @ document.T * scale + bias).masked_fill(is_equal, -math.inf)
+
+
+def _log_sums(start: int, *pairs: Tensor) -> Sequence[Tensor]:
     """Sum exponentials: of each query over documents, and of each document over these queries."""
-    scores = query @ document.T * scale + bias
+    scores = _scores(start, *pairs)
     return scores.logsumexp(1), scores.logsumexp(0)
 
 
-def _softplus(query: Tensor, document: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
-    return (F.softplus(query @ document.T * scale + bias).sum(1),)
+def _softplus(start: int, *pairs: Tensor) -> Sequence[Tensor]:
+    return (F.softplus(_scores(start, *pairs)).sum(1),)
 
 
-def _recalls(query: Tensor, document: Tensor) -> dict[str, Tensor]:
+def _recalls(query: Tensor, document: Tensor, digests: Tensor) -> dict[str, Tensor]:
     """Count the queries whose own document is among the first by score."""
     ranks = []
-    for start, some in zip(range(0, len(query), CHUNK), torch.split(query, CHUNK), strict=True):
-        scores = some @ document.T
+    for start in range(0, len(query), CHUNK):
+        scores = _scores(start, query, document, digests)
         own = scores.diagonal(start)
         # What is not a number is found by no query, however few documents there are.
         ranks.append((~(scores < own[:, None])).sum(1) + RECALLED[-1] * own.isnan())

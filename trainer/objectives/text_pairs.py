@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.config.components import Pooling
 from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import ATTENTION_MASK
-from trainer.data.samples import INPUT_IDS
+from trainer.data.samples import INPUT_IDS, PIXEL_VALUES
 from trainer.models.task import POOLING
 from trainer.objectives.base import ModelCall, at_least_single
 
@@ -34,6 +34,30 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
     hidden = output_part(model(rows), "last_hidden_state")
     query, document = pooled(hidden, rows[ATTENTION_MASK], pooling).view(len(ids), 2, -1).unbind(1)
     return {"query": query, "document": document}
+
+
+def content_digests(fields: Fields) -> Tensor | None:
+    """Give a number for each text and image of each sample, the same for equal contents.
+
+    Returns:
+        `(samples, contents)` int64, whatever the padding is; None where there are no contents.
+    """
+    ids, mask = fields.get(INPUT_IDS), fields.get(ATTENTION_MASK)
+    pixels, found = fields.get(PIXEL_VALUES), list[Tensor]()
+    if ids is not None and mask is not None and ids.shape == mask.shape:
+        found.append(((ids + 1) * mask).view(len(ids), -1, ids.shape[-1]))
+    if pixels is not None:
+        found.append(pixels.double().flatten(1).view(torch.int64)[:, None])
+    return torch.cat([*map(_digests, found)], 1) if found else None
+
+
+def _digests(contents: Tensor) -> Tensor:
+    """Sum numbers by factors that look drawn, one for each place; int64 wraps around."""
+    factors = torch.arange(1, 1 + contents.shape[-1], device=contents.device)
+    for multiplier in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
+        factors = factors * multiplier
+        factors = factors ^ (factors >> 29)
+    return (contents * factors).sum(-1)
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
