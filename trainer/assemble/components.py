@@ -13,7 +13,11 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
-from trainer.assemble.data_sets import arguments_from_data, open_data
+from trainer.assemble.data_sets import (
+    arguments_from_data,
+    open_data,
+    with_fine_tuning_batch,
+)
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import find_layout, longest
 from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
@@ -187,13 +191,13 @@ def assemble(
     tokenizer = RunTokenizer(config)
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
     schedule, cut = typed_schedule(config), _cut(config)
-    # `batch.global` is given by accum.micro and accum.steps where it is null.
-    size = {"global_batch": batch.global_batch, "unit": batch.unit}
-    sizes = construct(batch, "batch", BatchSize, config.trust, size)
+    sizes = _sizes(config)
 
     # The data, and which of them each step takes.
     data = open_data(config, world, tokenizer, terms.given.get("label_names"))
     train_set, lengths = data.train, data.train.lengths
+    if sizes.is_constant:
+        config, sizes = _fitting_sizes(config, typed, len(lengths), terms.contract)
     order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     schedule = with_length_steps(schedule, order, lengths, total_steps)
@@ -306,6 +310,21 @@ def _choose(
     chosen = typed or fitting_objective(config, world, module, load, tokenizer)
     prepare_with(loader, chosen.objective)
     return chosen
+
+
+def _sizes(config: RunConfig) -> BatchSize:
+    """Build what sizes the steps; accum.micro and accum.steps give a `batch.global` of null."""
+    size = {"global_batch": config.batch.global_batch, "unit": config.batch.unit}
+    return construct(config.batch, "batch", BatchSize, config.trust, size)
+
+
+def _fitting_sizes(
+    config: RunConfig, typed: Chosen | None, num_samples: int, recorded: Mapping[str, Any]
+) -> tuple[RunConfig, BatchSize]:
+    """Choose the size that nobody typed by the model's weights and its data."""
+    compares = typed is not None and typed.objective.coupling.kind == "batch"
+    config = with_fine_tuning_batch(config, num_samples, recorded, compares=compares)
+    return config, _sizes(config)
 
 
 def _cut(config: RunConfig) -> Cut:

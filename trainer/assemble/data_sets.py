@@ -31,9 +31,14 @@ from trainer.data.source import DataSource, SourceSpec
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 from trainer.models.task import Purpose, stated_purpose, task_of_class
+from trainer.models.transformers_classes import pretrained_of
 
 HOLDOUT = 0.05
 """Share that is held out where nobody says."""
+
+FINE_TUNING = (8, 128, 100)
+"""Smallest and largest default global batch where weights are loaded, and the steps an epoch that
+it leaves, if it can."""
 
 LABELLING_LIBRARY = "datasets"
 """Its factories take `split` as a label of what they give, or as the name of a part in a file."""
@@ -167,7 +172,7 @@ def _spec(
     given = {
         **{"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed},
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
-        **(_purpose_of_model(config) if "task" in taken else {}),
+        **(purpose_of_model(config) if "task" in taken else {}),
         "label_names": labels,
         "model_path": source_of_model(config),
     }
@@ -193,7 +198,7 @@ def _spec(
     )
 
 
-def _purpose_of_model(config: RunConfig) -> dict[str, Any]:
+def purpose_of_model(config: RunConfig) -> dict[str, Any]:
     """Give what the model is made for, as arguments of a data set."""
     source, typed = source_of_model(config), config.model.params.get("task")
     task = typed or task_of_class(*config.model.target.split("."))
@@ -203,6 +208,30 @@ def _purpose_of_model(config: RunConfig) -> dict[str, Any]:
         "max_positions": purpose.max_positions,
         "model_labels": purpose.labels,
     }
+
+
+def with_fine_tuning_batch(
+    config: RunConfig, num_samples: int, recorded: Mapping[str, Any], *, compares: bool
+) -> RunConfig:
+    """Give a config that leaves `batch.global` open the size that suits loaded weights.
+
+    A run that goes on has the size that it began with, by the contract of its checkpoint,
+    `recorded`; it is empty where a run begins. Where the loss `compares` the samples of a step, or
+    its steps have a fixed number of micro-batches, the default stays.
+    """
+    params = config.model.params
+    is_loaded = config.init or params.get("path") or pretrained_of(params)
+    is_open = "batch.global" in config.unset and config.accum.params.get("steps") is None
+    if not is_open or config.batch.unit != "samples":
+        return config
+    size = recorded.get("batch.global")
+    compares = compares or bool(is_loaded and purpose_of_model(config)["task"] == "embedding")
+    if size is None and is_loaded and not compares:
+        smallest, largest, steps = FINE_TUNING
+        power = 1 << max(0, (num_samples // steps).bit_length() - 1)
+        size = min(max(power, smallest), largest)
+    batch = config.batch.model_copy(update={} if size is None else {"global_batch": size})
+    return config.model_copy(update={"batch": batch})
 
 
 def arguments_from_data(

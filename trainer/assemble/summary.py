@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from trainer.assemble.components import Components
+from trainer.assemble.data_sets import FINE_TUNING
 from trainer.assemble.parallel import planned_device
 from trainer.assemble.precision import has_fast_bf16
 from trainer.assemble.run_plan import RunPlan
@@ -18,6 +19,7 @@ from trainer.assemble.summary_rates import by_job_row, group_rows, half_life_row
 from trainer.config.cadence import cadence_steps, warmup_steps
 from trainer.config.cards import card_of
 from trainer.config.messages import flat, show
+from trainer.config.rules import DEFAULT_GLOBAL
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.format import duration, number, percent, plural, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
@@ -310,5 +312,9 @@ def _defaults(components: Components) -> Row:
     plain |= flat({"optimizer": by_job})
     values = {key: plain.get(key) for key in config.unset}
     clock = {"steps", "epochs"}
+    if values.get("batch.global") == DEFAULT_GLOBAL:  # conf has it, and nothing chose another
+        del values["batch.global"]
     typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
-    return row("defaults", joined(*typed), defaults=typed)
+    _, largest, least = FINE_TUNING
+    why = f"batch.global at most {largest}, for {least} steps an epoch, as weights are loaded"
+    return row("defaults", joined(*typed, "batch.global" in values and why), defaults=typed)

@@ -63,7 +63,7 @@ from trainer.core.errors import ConfigError
 
 # Keys whose values the start of a run shows as defaults where nobody set them.
 _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
-_SHOWN_DEFAULTS += ["eval.every", "checkpoint.every"]
+_SHOWN_DEFAULTS += ["eval.every", "checkpoint.every", "batch.global"]
 
 Tree = Mapping[str, Any]
 _LATER = re.compile(r"(ema|log|checkpoint|stop|sweep)\..*|accum\.buffer|max_time|logger")
@@ -113,7 +113,9 @@ def validate(
 
     def is_default(key: str) -> bool:  # nobody set it, or the other way to state it
         same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
-        return same.isdisjoint(typed_keys) and all(lookup(raw, k) == lookup(base, k) for k in same)
+        is_open = key != "batch.global" or not named.get("recipe")  # which may state the default
+        is_same = all(lookup(tree, k) == lookup(base, k) for k in same)
+        return is_open and is_same and same.isdisjoint(typed_keys)
 
     beside = {"config_dir": config_dir, "unset": [*filter(is_default, _SHOWN_DEFAULTS)]}
     try:
