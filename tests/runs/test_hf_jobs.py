@@ -50,7 +50,9 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     assert shown.count("chat (messages)") == 2, "what is held out here is of the same records"
 
 
-def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of_classes(llama):
+def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of_classes(
+    llama, capfd
+):
     """The loss of padded micro-batches is that of every record alone; so padding is no input."""
     rows = [(text, "long" if len(text) > 30 else "short") for text in TEXTS]
     with Path("reviews.csv").open("w") as file:
@@ -59,6 +61,7 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of
     run = go(
         f"{line} data.path=reviews.csv data.holdout=0 batch.global=60 steps=1 optimizer.lr=1e-12"
     )
+    assert " classes 0 long, 1 short " in " ".join(capfd.readouterr().out.split())
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     config = json.loads(Path("tuned/config.json").read_text())
     assert config["id2label"] == {"0": "long", "1": "short"}

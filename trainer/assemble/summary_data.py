@@ -10,6 +10,8 @@ from trainer.core.rows import Row, RunFacts, joined, row
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 
+MOST_CLASSES = 10
+
 
 def data_rows(components: Components, facts: RunFacts) -> list[Row]:
     """Count what is trained and evaluated on, and let the data say what they are."""
@@ -32,7 +34,17 @@ def data_rows(components: Components, facts: RunFacts) -> list[Row]:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
-    return [counted, *_records(components.train_set, facts), *_other_records(components, facts)]
+    records = [*_records(components.train_set, facts), *_other_records(components, facts)]
+    return [counted, *records, _classes(components.train_set)]
+
+
+def _classes(view: DataView) -> Row:
+    """Number the classes that are words, as class weights and predictions number them."""
+    names = view.facts.label_names or ()
+    shown = [f"{i} {name}" for i, name in enumerate(names) if name != str(i)]
+    if len(shown) > MOST_CLASSES:
+        shown[MOST_CLASSES - 1 : -1] = ["..."]
+    return row("classes", joined(*shown), label_names=[*names])
 
 
 def _records(view: DataView, facts: RunFacts) -> Sequence[Row]:
