@@ -28,7 +28,7 @@ class Membership:
     local_size: int  # ranks on its machine
     address: str = ""  # where ranks meet: a file's path on one machine, or `host:port`
     is_hosted: bool = False  # whether something else than the first rank listens there
-    attempt: str = ""  # of which job, and which one it is of those that use the address
+    job: str = ""  # whose ranks they are, of all jobs that use the address
     start_timeout_s: float | None = None  # to wait for the others; None is until we are ended
 
     @property
@@ -83,7 +83,8 @@ def _membership(environment: Mapping[str, str], names: tuple[str, ...]) -> Membe
         local_size=local_size,
         address=_address(environment, names, size),
         is_hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=f"{job}/{environment.get('TORCHELASTIC_RESTART_COUNT', '')}",
+        # Without TORCHELASTIC_RESTART_COUNT, in which machines differ.
+        job=job,
         start_timeout_s=timeout_s,
     )
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -163,21 +164,41 @@ def _open_store(member: Membership) -> Store:
     if member.start_timeout_s is None:
         return FileStore(member.address, member.size)
     limit = time.monotonic() + member.start_timeout_s
-    # A launcher's store outlives an attempt, and a port may be used by two jobs by mistake.
-    store = PrefixStore(f"train/{member.attempt}", _connect(member, limit))
-    store.set(f"here/{member.rank}", "")
-    # Counted, so that many ranks ask little of the store; and in Python, which gets signals.
-    store.add("count", 1)
-    while store.add("count", 0) < member.size:
+    # A port may be used by two jobs by mistake.
+    store = PrefixStore(f"train/{member.job}", _connect(member, limit))
+    if member.rank == 0:
+        store.set("attempt", uuid4().hex)
+    attempt = ""
+    while True:
+        attempt = _join_attempt(store, member, attempt)
+        if attempt and store.check([f"{attempt}/complete"]):
+            return PrefixStore(attempt, store)
         if time.monotonic() > limit:
-            late = [rank for rank in range(member.size) if not store.check([f"here/{rank}"])]
+            expected = range(member.size) if attempt else ()
+            late = [r for r in expected if not store.check([f"{attempt}/{r}"])] or [0]
             raise RankFailedError(
                 f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not connect to "
                 f"{member.address} within {member.start_timeout_s:g} s ({START_TIMEOUT})"
             )
         check()
         time.sleep(_POLL_S)
-    return store
+
+
+def _join_attempt(store: Store, member: Membership, attempt: str) -> str:
+    """Join the attempt that the first rank opened last, if that is not an earlier one; name it.
+
+    A launcher's store outlives an attempt, and machines count restarts differently. So the first
+    rank names each attempt anew, and closes it once all are there: a rank that comes to one that is
+    complete waits for the next.
+    """
+    newest = store.get("attempt").decode() if store.check(["attempt"]) else ""
+    if newest != attempt and not store.check([f"{newest}/complete"]):
+        store.set(f"{newest}/{member.rank}", "")
+        attempt = newest
+    # The first rank alone asks for all, so that many ranks ask little of the store.
+    if member.rank == 0 and store.check([f"{attempt}/{rank}" for rank in range(member.size)]):
+        store.set(f"{attempt}/complete", "")
+    return attempt
 
 
 def _connect(member: Membership, limit: float) -> Store:
