@@ -193,3 +193,18 @@ def test_one_rank_alone_is_started_again_too(tmp_path):
     assert error.endswith("starting again after step 4 (1 of 1 restarts)")
     assert [entry["step"] for entry in steps(run.folder)] == [*range(1, 8)]
     run.assert_none_left("one rank")
+
+
+@pytest.mark.nightly
+def test_a_job_that_is_suspended_for_longer_than_a_ranks_limit_goes_on(tmp_path):
+    """As by `scontrol suspend`, or when a job of higher priority takes the machine for a while."""
+    rare = ("eval.every=null", "checkpoint.every=null")  # neither has a limit
+    run = RankRun(tmp_path / "run", "model.pause=0.3", "parallel.timeout_s=3", *rare)
+    run.wait_for("run/metrics.jsonl", 2)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in processes_in(run.place):
+            os.kill(pid, number)
+        time.sleep(8 if number == signal.SIGSTOP else 0)
+    ended = run.end()
+    assert (ended.code, ended.errors) == (0, [])
+    assert [entry["step"] for entry in steps(run.folder)] == [*range(1, 8)]

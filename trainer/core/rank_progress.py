@@ -53,10 +53,6 @@ class Position:
             return math.inf
         return FIRST_STEP * timeout_s if self.is_first else timeout_s
 
-    def is_overdue(self, timeout_s: float) -> bool:
-        """Tell, on the machine of the rank, whether it has been here for longer than it may."""
-        return time.monotonic() - self.since > self.limit_s(timeout_s)
-
     def __str__(self) -> str:
         """Write it in words."""
         at = f", micro-batch {self.micro_batch}" if self.micro_batch else ""

@@ -34,6 +34,7 @@ from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step
 UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
 POLL_S = 0.05  # how often to look
+LONGEST_POLL_S = 1.0  # on a busy machine; what takes longer is a job that was suspended
 GRACE_S = 1.0  # for others to notice that a rank failed before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
 
@@ -170,47 +171,61 @@ class Watch:
     stop: signals.StopFlag  # whether a signal asked to stop
     children: list[Child] = field(default_factory=list)  # the ranks; filled as they start
     ended: dict[int, Ended] = field(default_factory=dict)  # those that ended
-    deadline: float = float("inf")  # when what still runs is killed, by the monotonic clock
+    # Seconds for which this process ran. All limits are by this clock: while a job is suspended
+    # its ranks do not run either.
+    ran_s: float = 0.0
+    came_at: dict[int, tuple[float, float]] = field(default_factory=dict)  # `since`, and `ran_s`
+    deadline: float = float("inf")  # when what still runs is killed
     # Where the others were when the first one ended badly, or hung.
     places: dict[int, Position] = field(default_factory=dict)
-    stopped_at: float | None = None  # when they were asked to stop, by the monotonic clock
+    stopped_at: float | None = None  # when they were asked to stop
 
     def run(self) -> None:
         """Wait until every rank has ended; a second signal is a `KeyboardInterrupt`."""
         while len(self.ended) < len(self.children):
+            began = time.monotonic()
             running = [child for child in self.children if child.rank not in self.ended]
             places = [child.rank_progress.read() for child in running]
             if self.stop():
                 self._pass_on(running, places)
-            if not self.places and any(place.is_overdue(self.timeout_s) for place in places):
+            if not self.places and any(map(self._is_overdue, running, places)):
                 self._note_places(running, STACKS_S)
             for child in running:
                 self._look_at(child)
             time.sleep(POLL_S)
+            self.ran_s += min(time.monotonic() - began, LONGEST_POLL_S)
+
+    def _is_overdue(self, child: Child, place: Position) -> bool:
+        """Tell whether a rank has been at its place for longer than it may."""
+        since, came_at = self.came_at.get(child.rank, (None, 0.0))
+        if since != place.since:
+            came_at = self.ran_s
+            self.came_at[child.rank] = place.since, came_at
+        return self.ran_s - came_at > place.limit_s(self.timeout_s)
 
     def _pass_on(self, running: Sequence[Child], places: Sequence[Position]) -> None:
         """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
         if self.stopped_at is None:
-            self.stopped_at = time.monotonic()
+            self.stopped_at = self.ran_s
             for each in signals.caught():
                 signal.signal(each, signal.default_int_handler)
             for child in running:
                 child.process.send_signal(signal.SIGTERM)
-        has_waited = time.monotonic() > self.stopped_at + UNBEGUN_S
+        has_waited = self.ran_s > self.stopped_at + UNBEGUN_S
         if has_waited and all((place.step, place.phase) == (0, "start") for place in places):
             raise Preempted(self.unbegun)
 
     def _note_places(self, running: Sequence[Child], left_s: float) -> None:
         """Note where ranks are before their stacks are asked for, which wakes stopped ones."""
         self.places = {child.rank: child.rank_progress.read() for child in running}
-        self.deadline = min(self.deadline, time.monotonic() + left_s)
+        self.deadline = min(self.deadline, self.ran_s + left_s)
         for child in running:
             child.process.send_signal(STACKS_SIGNAL)
             child.process.send_signal(signal.SIGCONT)
 
     def _look_at(self, child: Child) -> None:
         """Note that a rank ended; kill it where its time is over."""
-        is_overdue = time.monotonic() >= self.deadline
+        is_overdue = self.ran_s >= self.deadline
         if child.process.poll() is None:
             if not is_overdue:
                 return
@@ -230,7 +245,7 @@ class Watch:
             wait_s = ORDERLY_S if "error" in end.report else GRACE_S
             if not self.places:
                 self._note_places([c for c in self.children if c.rank not in self.ended], wait_s)
-        self.deadline = min(self.deadline, time.monotonic() + wait_s)
+        self.deadline = min(self.deadline, self.ran_s + wait_s)
 
     def end(self, folder: Path) -> None:
         """End what is left of the ranks, and move their stacks to the run folder.

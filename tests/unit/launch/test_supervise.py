@@ -17,6 +17,7 @@ from trainer.core.errors import Preempted
 from trainer.core.rank_progress import Position, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
+from trainer.launch import supervise
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, is_peer_failure, verdict
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
@@ -85,11 +86,25 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
         child.rank_progress.write(Position(step=3, phase=phase, is_first=is_first))
         if signalled is not None:
             child.process.send_signal(signalled)
-            watch.stop.is_set, watch.stopped_at = True, time.monotonic() - UNBEGUN_S
+            watch.stop.is_set, watch.stopped_at = True, -UNBEGUN_S
     began = time.monotonic()
     watch.run()
     assert time.monotonic() - began > (1 if is_first else 0.1)
     assert str(verdict(watch.ended, tmp_path, 0.1)) == f"{says}, at step 3 (compute)"
+
+
+def test_time_in_which_the_whole_job_was_suspended_is_no_silence_of_a_rank(
+    tmp_path, watching, monkeypatch
+):
+    """The watch itself does not run for a second, as between SIGSTOP and SIGCONT."""
+    monkeypatch.setattr(supervise, "LONGEST_POLL_S", 0.1)
+    watch, pauses_s = watching("sleep 1.9", timeout_s=1.0), [1.3]
+    watch.stop = lambda: time.sleep(pauses_s.pop() if pauses_s else 0.0)
+    watch.children[0].rank_progress.write(Position(step=3, phase="compute"))
+    watch.records.write(Ended.now(0, Position(), {"code": 0}))
+    watch.run()
+    assert not pauses_s
+    assert verdict(watch.ended, tmp_path, 1.0) is None
 
 
 def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
@@ -100,12 +115,12 @@ def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
 
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
 def test_outside_of_steps_ranks_may_take_their_time(phase):
-    assert not Position(step=3, phase=phase).is_overdue(1e-9)
+    assert Position(step=3, phase=phase).limit_s(1e-9) == float("inf")
 
 
 def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
     watch = watching(SLEEPS)
-    watch.stop.is_set, watch.stopped_at = True, time.monotonic() - UNBEGUN_S
+    watch.stop.is_set, watch.stopped_at = True, -UNBEGUN_S
     with pytest.raises(Preempted, match="nothing is saved"):
         watch.run()
 
