@@ -29,6 +29,7 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # run
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 
 _SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
+_REQUEUES = 1000  # of one job at its time limit
 _DIRECTION = "hydra.sweeper.direction"
 _FOUND = "optimization_results.yaml"
 
@@ -102,9 +103,11 @@ def settings_of(
         found["hydra.launcher.n_jobs"] = slots.count
     if "n_jobs" in hydra.sweeper:
         found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
-    in_storage = (
-        hydra.sweeper.get("storage") is not None
-    )  # a study would begin with the same values
+    # submitit's default of none ends a job at its time limit; ours goes on where it was.
+    if hydra.launcher.get("max_num_timeout") == 0:
+        found["hydra.launcher.max_num_timeout"] = _REQUEUES
+    # With a seed, a study that goes on in its storage would begin with the same values again.
+    in_storage = hydra.sweeper.get("storage") is not None
     if "seed" in (hydra.sweeper.get("sampler") or ()) and not in_storage:
         found["hydra.sweeper.sampler.seed"] = seed % 2**32
     keys = {line.lstrip("+").partition("=")[0] for line in typed}

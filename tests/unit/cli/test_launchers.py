@@ -34,6 +34,17 @@ def test_any_launcher_of_other_processes_shares_the_machine(tmp_path: Path) -> N
     assert slots_of([JOB], hydra(BASIC_LAUNCHER), tmp_path, 8) is None
 
 
+def test_a_job_of_submitit_goes_back_into_the_queue_at_its_time_limit_unless_a_count_is_given():
+    own, key = hydra("own.Slurm"), "hydra.launcher.max_num_timeout"
+
+    def given(count: int, *typed: str) -> list[str]:
+        own.launcher.max_num_timeout = count
+        return [line for line in settings_of(own, typed, None, seed=0) if line.startswith(key)]
+
+    assert given(0) == [f"{key}=1000"]  # submitit's own default
+    assert given(0, f"{key}=0") == given(3) == []
+
+
 @pytest.mark.parametrize(
     ("mode", "code", "given"),
     [("min", 0, 2.0), ("max", 0, -2.0), ("max", 75, -2.0), ("max", 1, float("inf"))],
