@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,10 @@ from tests.reliability import lab
 from trainer.assemble.components import assemble
 from trainer.assemble.parallel import rank_memory
 from trainer.core.errors import ConfigError, TrainError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.world import World
 from trainer.data.view import DataView
+from trainer.launch import rank as launch_rank
 from trainer.launch.rank import _agree
 from trainer.models.bind import bind
 from trainer.models.first_weights import build_on_meta
@@ -27,6 +31,7 @@ from trainer.models.gpt import GPT
 from trainer.models.recompute import separable_blocks
 from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.sync import Deferred, Immediate
+from trainer.report.records import package_version
 from trainer.training.consistency import check_consistency
 from trainer.tune.memory_limit import memory_limit
 
@@ -210,10 +215,43 @@ def test_a_block_of_several_types_is_refused_in_one_line(ranks):
     assert "blocks.1.gain torch.float32" in first
 
 
-def agreed(world: World, folder: Path) -> str:
-    """What a rank says to a config whose seed is its own."""
+def refused_code(world: World, folder: Path) -> list[str]:
+    """What is said of a user's module that imports another, of which rank 1 has another copy."""
+    found = []
+    for name in ("same", "other"):
+        here = folder / f"{name}-{world.rank}"
+        here.mkdir()
+        (here / f"{name}_net.py").write_text(f"import {name}_rates\nclass Net: pass\n")
+        rate = world.rank if name == "other" else 1
+        (here / f"{name}_rates.py").write_text(f"{rate = }\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OWN_CODE, "folder", here)
+            OWN_CODE.permit(f"{name}_net.Net")
+            import_module(f"{name}_net")
+            found.append(refusal(world, [], nn.Module(), None))
+    return found
+
+
+def test_ranks_whose_modules_of_the_user_differ_are_refused_and_the_module_is_named(
+    ranks, tmp_path
+):
+    first, second = ranks.run(2, refused_code, tmp_path)
+    assert first == second
+    host = socket.gethostname()
+    assert first == [
+        "",
+        f"ConfigError: other_rates: its file on {host} (rank 1) differs from that on {host} "
+        "(rank 0); put the same file on every host",
+    ]
+
+
+def agreed(world: World, folder: Path, lines: list[str], copy: str | None = None) -> str:
+    """What a rank says to a config of its own, and where its sources are another copy."""
     try:
-        _agree(lab.config(f"seed={world.rank}"), folder, world)
+        with pytest.MonkeyPatch.context() as patch:
+            if copy is not None:
+                patch.setattr(launch_rank, "__file__", f"{copy}-{world.rank}/launch/rank.py")
+            _agree(lab.config(lines[world.rank]), folder, world)
     except ConfigError as error:
         return str(error)
     return ""
@@ -221,7 +259,20 @@ def agreed(world: World, folder: Path) -> str:
 
 def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
     line = "seed: rank 1 has a different value than rank 0; type the same command on every node"
-    assert ranks.run(2, agreed, tmp_path) == [line, line]
+    assert ranks.run(2, agreed, tmp_path, ["seed=0", "seed=1"]) == [line, line]
+
+
+def test_ranks_that_run_other_sources_are_refused_and_their_hosts_are_named(ranks, tmp_path):
+    for rank in range(2):
+        copy = tmp_path / f"trainer-{rank}" / "optim" / "schedules.py"
+        copy.parent.mkdir(parents=True)
+        copy.write_text(f"WARMUP = 0.0{rank}\n")
+    place = f"{package_version('step-trainer')} on {socket.gethostname()}"
+    line = f"step-trainer: rank 1 ({place}) has other sources than rank 0 ({place}); install the "
+    lines = ["seed=0", "seed=0"]
+    for said in ranks.run(2, agreed, tmp_path, lines, str(tmp_path / "trainer")):
+        assert said.startswith(line)
+    assert ranks.run(2, agreed, tmp_path, lines) == ["", ""]
 
 
 def collectives_before_limits(world: World, mode: str) -> list[int]:

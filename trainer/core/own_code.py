@@ -7,9 +7,11 @@ gives its modules where their name was permitted, or where code of the folder im
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import invalidate_caches
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -27,6 +29,8 @@ class OwnCode(MetaPathFinder):
         self.folder: Path | None = None
         # Top-level modules there that may be imported; their code may import others there
         self.names: set[str] = set()
+        # Modules, of any place, that targets name
+        self.targets: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a process that unpickles this find what was found here."""
@@ -35,6 +39,7 @@ class OwnCode(MetaPathFinder):
     def permit(self, target: str) -> None:
         """Let the module that a dotted name begins with come from the folder."""
         self.folder = self.folder or Path.cwd()
+        self.targets.add(target.rpartition(".")[0])
         if self not in sys.meta_path:
             sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
         invalidate_caches()
@@ -73,6 +78,16 @@ class OwnCode(MetaPathFinder):
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
         return next((os.path.realpath(place) for place in places if place), "")
 
+    def digests(self) -> dict[str, str]:
+        """Hash the file of every module of the user's that is imported."""
+        found = {}
+        for name, module in [*sys.modules.items()]:
+            path = getattr(module, "__file__", None)
+            if path and (name in self.targets or name.partition(".")[0] in self.names):
+                with suppress(OSError):
+                    found[name] = digest([Path(path)])
+        return found
+
     def why_hidden(self, target: str) -> str:
         """Say that a module of the folder has a name that is taken; empty where it is not so."""
         root = target.partition(".")[0]
@@ -85,6 +100,14 @@ class OwnCode(MetaPathFinder):
 
 OWN_CODE = OwnCode()
 """The user's code, for this process."""
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Hash the contents of files, in a given order."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _restored(folder: Path | None, names: set[str]) -> OwnCode:

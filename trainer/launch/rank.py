@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.config.run_config import RunConfig, digests, from_text, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError
-from trainer.core.own_code import OWN_CODE
+from trainer.core.own_code import OWN_CODE, digest
 from trainer.core.rank_progress import RankProgress
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
@@ -103,7 +104,8 @@ def _redirect(log: Path | None) -> None:
 
 
 def _agree(config: RunConfig, folder: Path, world: World) -> Path:
-    """Take the first rank's folder, which all see, and refuse another config. Collective."""
+    """Take the first rank's folder, which all see; refuse another program or config. Collective."""
+    from trainer.report.records import package_version  # noqa: PLC0415 - imports torch
 
     def find() -> None:
         if not first_folder.is_dir():
@@ -112,9 +114,17 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
                 "on a file system that all nodes share"
             )
 
-    answers = world.collect({"folder": str(folder), "config": digests(to_plain(config))})
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))  # 2 MB
+    mine = {"folder": str(folder), "config": digests(to_plain(config)), "sources": digest(sources)}
+    place = f"{package_version('step-trainer')} on {socket.gethostname()}"
+    answers = world.collect({**mine, "place": place})
     first = answers[0]["config"]
     for rank, answer in enumerate(answers):
+        if answer["sources"] != answers[0]["sources"]:
+            raise ConfigError(
+                f"step-trainer: rank {rank} ({answer['place']}) has other sources than rank 0 "
+                f"({answers[0]['place']}); install the same on every host"
+            )
         own = answer["config"]
         differing = sorted(k for k in own.keys() | first.keys() if own.get(k) != first.get(k))
         if differing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Sequence
 from itertools import chain
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.core.errors import ConfigError, DataError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.tensors import bits_of
 from trainer.core.world import World
 from trainer.data.view import DataView
@@ -22,7 +24,7 @@ def check_consistency(
     module: nn.Module,
     weights: FirstWeights | None,
 ) -> None:
-    """Refuse ranks that read other samples, or built another model, bit for bit. Collective.
+    """Refuse ranks with other classes, samples or models, bit for bit. Collective.
 
     Args:
         world: the ranks; one alone, or one that stands for several, has nothing to compare.
@@ -31,7 +33,7 @@ def check_consistency(
         weights: what parameters on the meta device begin with; None where there are none.
 
     Raises:
-        ConfigError: a rank built another model than the first.
+        ConfigError: a rank runs other code of the user's, or built another model, than the first.
         DataError: a rank reads other samples than the first.
     """
     if world.long_timeout_group is None:
@@ -43,12 +45,21 @@ def check_consistency(
     values = {name: hashlib.blake2b(b, digest_size=16).hexdigest() for name, b in bits.items()}
     values |= {name: each.identity() for name, each in (weights or {}).items()}
     facts = {
+        "host": socket.gethostname(),
+        "code": OWN_CODE.digests(),
         "data": [[d.fingerprint, d.lengths.digest] for d in data_sets],
         "forms": [[n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}"] for n, t in named],
         "values": values,
     }
     first, *others = world.collect(facts)
     for rank, mine in enumerate(others, start=1):
+        # Some modules, of trackers say, are imported on the first rank alone.
+        for name in sorted(mine["code"].keys() & first["code"].keys()):
+            if mine["code"][name] != first["code"][name]:
+                raise ConfigError(
+                    f"{name}: its file on {mine['host']} (rank {rank}) differs from that on "
+                    f"{first['host']} (rank 0); put the same file on every host"
+                )
         if mine["data"] != first["data"]:
             text = f"rank {rank} has another data set than rank 0: give every rank the same files"
             raise DataError(f"data: {text}")
