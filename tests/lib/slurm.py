@@ -35,6 +35,16 @@ def install(folder: Path, checkout: Path) -> dict[str, str]:
     return {**os.environ, **own}
 
 
+def documented_files() -> dict[str, str]:
+    """Read the files for sbatch that the documentation shows, by name."""
+    pages = (Path(__file__).parents[2] / "docs/how-to").glob("slurm*.md")
+    text = "".join(page.read_text() for page in pages)
+    return {
+        name: file
+        for file, name in re.findall(r"```sh\n(#!/bin/bash\n# (\S+)\n.*?)```", text, re.S)
+    }
+
+
 def options_in(script: str) -> dict[str, str]:
     """Read the options of every line `#SBATCH`."""
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]

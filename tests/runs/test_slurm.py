@@ -1,7 +1,11 @@
-"""Run the very files of docs/how-to/slurm.md and slurm-torchrun.md, by a stand-in for Slurm."""
+"""Run the very files of docs/how-to/slurm.md and slurm-torchrun.md, by a stand-in for Slurm.
+
+On a real one they run in `tests/cluster/`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -13,16 +17,13 @@ import torch
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, go, overrides, read_json, state
-from tests.lib.slurm import install
+from tests.lib.slurm import documented_files, install
 
 LINE = f"steps=40 hooks=[{TOYS}.Slow]"
 PREEMPTED_AT = 5  # steps
 LIMIT_S = 250
 
-DOC = "".join(page.read_text() for page in (CHECKOUT / "docs/how-to").glob("slurm*.md"))
-FILES = {
-    name: text for text, name in re.findall(r"```sh\n(#!/bin/bash\n# (\S+)\n.*?)```", DOC, re.S)
-}
+FILES = documented_files()
 
 
 def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> str:
@@ -48,7 +49,6 @@ def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANKS", "1")  # of each node, under torchrun
-    monkeypatch.setenv("SLURM_JOB_NAME", "gpt")
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
     Path("job.sh").write_text(text)
     printed = ended(["job.sh", "name=gpt", *overrides(LINE)], tmp_path / "slurm", PREEMPTED_AT)
@@ -63,6 +63,24 @@ def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
     assert curve(run, "loss") == curve(whole, "loss")
     expected = state(whole)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state(run).items())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_job_is_put_back_where_a_signal_ended_it_and_not_where_it_failed(
+    name: str, tmp_path: Path
+) -> None:
+    """Codes are of a run that saved, or got SIGUSR1 or SIGTERM before it had a folder."""
+    for command, line in {"srun": "exit $CODE", "scontrol": 'echo "$1" >> put-back'}.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / command).chmod(0o755)
+    own = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "0"}
+    for code in (0, 1, 2, 7, 75, 137, 138, 143):
+        shell = ["bash", "-c", FILES[name]]
+        ended = subprocess.run(shell, env={**own, "CODE": str(code)}, cwd=tmp_path, check=False)
+        listed = (tmp_path / "put-back").read_text().split() if code else []
+        (tmp_path / "put-back").write_text("")
+        assert ("requeue" in listed) == (code in (75, 138, 143)), code
+        assert (ended.returncode == 0) == (code in (0, 75, 138, 143)), code
 
 
 @pytest.mark.nightly

@@ -1,0 +1,130 @@
+"""The files of docs/how-to/slurm.md and slurm-torchrun.md, and sweeps by submitit, on a real Slurm.
+
+A job that is put back waits for two minutes there, which these tests cut short.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cluster import Hosts, wait_for
+from tests.lib.nightly import LIMIT_S
+from tests.lib.run_support import TOYS, overrides, read_json, steps
+from tests.lib.slurm import documented_files
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(LIMIT_S)]
+
+FILES = documented_files()
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANKS", "1")  # of each node, under torchrun
+
+
+def submit(slurm: Hosts, name: str, *typed: str) -> str:
+    """Queue a file of the docs for nodes without GPUs, and wait until it runs; gives the job."""
+    text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
+    Path("job.sh").write_text(re.sub(r" --gpus-per-node=\d+", "", text))
+    line = f"steps=200 hooks=[{TOYS}.Slow]"
+    job = slurm.run(["sbatch", "--parsable", "job.sh", "name=gpt", *overrides(line), *typed])
+    wait_for(lambda: queue(slurm).get(job.strip()) == "RUNNING", slurm)
+    return job.strip()
+
+
+def queue(slurm: Hosts) -> dict[str, str]:
+    """The state of every job that is queued or runs; those that wait may begin now."""
+    listed = slurm.run(["squeue", "--noheader", "--array", "--format=%i %T %r"]).splitlines()
+    for job, state, reason in map(str.split, listed):
+        if (state, reason) == ("PENDING", "BeginTime"):
+            slurm.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    return {line.split()[0]: line.split()[1] for line in listed}
+
+
+def wait_for_end(slurm: Hosts, job: str) -> dict[str, str]:
+    """Wait for a job's last end, and give what Slurm says of it."""
+    wait_for(lambda: job not in queue(slurm), slurm, 120)
+    said = slurm.run(["scontrol", "show", "job", job])
+    return dict(re.findall(r"(\w+)=(\S+)", said))
+
+
+def is_importing() -> bool:
+    """Whether Python has begun, and no more."""
+    time.sleep(0.3)
+    return True
+
+
+def has_folder() -> bool:
+    return any(Path().glob("outputs/*/*-gpt/config.yaml"))
+
+
+def takes_steps() -> bool:
+    found = Path().glob("outputs/*/*-gpt/metrics.jsonl")
+    return any(path.read_bytes().count(b"\n") > 5 for path in found)
+
+
+MOMENTS = {
+    "before the folder": is_importing,
+    "before the first step": has_folder,
+    "amid its steps": takes_steps,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("name", "number"), [("one-node.sh", "USR1"), ("nodes.sh", "TERM"), ("torchrun.sh", "TERM")]
+)
+def test_a_job_that_is_preempted_at_any_moment_is_put_back_and_completes(
+    name: str, number: str, moment: str, slurm: Hosts
+) -> None:
+    job = submit(slurm, name)
+    wait_for(MOMENTS[moment], slurm)
+    folders = [*Path().glob("outputs/*/*-gpt")]
+    assert bool(folders) == (moment != "before the folder")
+    slurm.run(["scancel", f"--signal={number}", job])
+    end = wait_for_end(slurm, job)
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "1")
+    (run,) = Path().glob("outputs/*/*-gpt")
+    assert folders in ([], [run])
+    status = read_json(run / "status.json")
+    assert (status["state"], status["step"]) == ("completed", 200)
+    assert [entry["step"] for entry in steps(run)] == [*range(1, 201)]
+
+
+def test_a_job_that_fails_is_not_put_back(slurm: Hosts) -> None:
+    for name in ("one-node.sh", "torchrun.sh"):
+        job = submit(slurm, name, "clip_norm=high")
+        end = wait_for_end(slurm, job)
+        assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
+
+
+def test_a_suspended_job_of_two_nodes_goes_on(slurm: Hosts) -> None:
+    job = submit(slurm, "nodes.sh", "parallel.timeout_s=3", "eval.every=null")
+    wait_for(takes_steps, slurm)
+    slurm.run(["scontrol", "suspend", job])
+    time.sleep(8)
+    slurm.run(["scontrol", "resume", job])
+    end = wait_for_end(slurm, job)
+    assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "0"), Path(
+        f"slurm-{job}.out"
+    ).read_text()
+
+
+@pytest.mark.parametrize(("typed", "code"), [((), 0), (("hydra.launcher.max_num_timeout=0",), 1)])
+def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(
+    typed: tuple[str, ...], code: int, slurm: Hosts
+) -> None:
+    line = f"steps=1000 seed=0,1 hooks=[{TOYS}.Slow]"
+    limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40")
+    words = ["train", "-m", "hydra/launcher=submitit_slurm", *limit, *overrides(line), *typed]
+    sweep = slurm.start(0, words)
+    wait_for(lambda: queue(slurm) is not None and sweep.poll() is not None, slurm)
+    assert sweep.returncode == code, slurm.printed()
+    statuses = [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
+    assert {each["state"] for each in statuses} == {"preempted" if code else "completed"}
+    assert [each["step"] == 1000 for each in statuses] == [not code] * 2
