@@ -104,7 +104,7 @@ def test_a_job_that_fails_is_not_put_back(slurm: Hosts) -> None:
 
 
 def test_a_suspended_job_of_two_nodes_goes_on(slurm: Hosts) -> None:
-    job = submit(slurm, "nodes.sh", "parallel.timeout_s=3", "eval.every=null")
+    job = submit(slurm, "nodes.sh", "parallel.timeout_s=3")
     wait_for(takes_steps, slurm)
     slurm.run(["scontrol", "suspend", job])
     time.sleep(8)
