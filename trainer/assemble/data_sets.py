@@ -230,8 +230,7 @@ def with_fine_tuning_batch(
         smallest, largest, steps = FINE_TUNING
         power = 1 << max(0, (num_samples // steps).bit_length() - 1)
         size = min(max(power, smallest), largest)
-    batch = config.batch.model_copy(update={} if size is None else {"global_batch": size})
-    return config.model_copy(update={"batch": batch})
+    return config if size is None else config.of_size(size)
 
 
 def arguments_from_data(

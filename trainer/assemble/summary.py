@@ -8,19 +8,16 @@ from statistics import fmean
 from typing import Any
 
 from trainer.assemble.components import Components
-from trainer.assemble.data_sets import FINE_TUNING
 from trainer.assemble.parallel import planned_device
 from trainer.assemble.precision import has_fast_bf16
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.stages import stage_rows, stage_warnings
 from trainer.assemble.summary_data import data_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
-from trainer.assemble.summary_rates import by_job_row, group_rows, half_life_row
+from trainer.assemble.summary_rates import by_job_row, defaults_row, group_rows, half_life_row
 from trainer.config.cadence import cadence_steps, warmup_steps
 from trainer.config.cards import card_of
-from trainer.config.messages import flat, show
-from trainer.config.rules import DEFAULT_GLOBAL
-from trainer.config.run_config import RunConfig, to_plain
+from trainer.config.run_config import RunConfig
 from trainer.core.format import duration, number, percent, plural, size
 from trainer.core.rows import Noun, Row, RunFacts, joined, row
 from trainer.tune.flops import PEAK_SHARE
@@ -55,7 +52,7 @@ def describe(run_plan: RunPlan) -> list[Row]:
         *data_rows(components, facts),
         *_memory(run_plan, facts),
         *_length(components),
-        _defaults(components),
+        defaults_row(components),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
@@ -303,18 +300,3 @@ def _warnings(run_plan: RunPlan) -> list[str]:
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"
         )
     return warnings
-
-
-def _defaults(components: Components) -> Row:
-    """Write the defaults that are in force as they would be typed; the length of the run once."""
-    config, by_job = components.config, components.chosen_optimizer.by_job
-    plain = flat({**to_plain(config), "epochs": config.total_epochs})
-    plain |= flat({"optimizer": by_job})
-    values = {key: plain.get(key) for key in config.unset}
-    clock = {"steps", "epochs"}
-    if values.get("batch.global") == DEFAULT_GLOBAL:  # conf has it, and nothing chose another
-        del values["batch.global"]
-    typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
-    _, largest, least = FINE_TUNING
-    why = f"batch.global at most {largest}, for {least} steps an epoch, as weights are loaded"
-    return row("defaults", joined(*typed, "batch.global" in values and why), defaults=typed)

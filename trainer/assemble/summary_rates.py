@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.assemble.components import Components
-from trainer.config.messages import first_of
+from trainer.assemble.data_sets import FINE_TUNING
+from trainer.config.messages import first_of, flat, show
+from trainer.config.rules import DEFAULT_GLOBAL
+from trainer.config.run_config import to_plain
 from trainer.core.format import plural
 from trainer.core.rows import Row, joined, row
 from trainer.optim.depth import depth_scales
@@ -80,3 +83,18 @@ def _depth_row(components: Components) -> list[Row]:
     shown = " ".join(f"{rate:.3g}" for rate in rates)
     text = f"lr {shown}, from input to output; the lowest: {first_of(sorted(first))}"
     return [row("layers", text, layer_rates=rates)]
+
+
+def defaults_row(components: Components) -> Row:
+    """Write the defaults that are in force as they would be typed; the length of the run once."""
+    config, by_job = components.config, components.chosen_optimizer.by_job
+    plain = flat({**to_plain(config), "epochs": config.total_epochs})
+    plain |= flat({"optimizer": by_job})
+    values = {key: plain.get(key) for key in config.unset}
+    clock = {"steps", "epochs"}
+    if values.get("batch.global") == DEFAULT_GLOBAL:  # conf has it, and nothing chose another
+        del values["batch.global"]
+    typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
+    _, largest, least = FINE_TUNING
+    why = f"batch.global at most {largest}, for {least} steps an epoch, as weights are loaded"
+    return row("defaults", joined(*typed, "batch.global" in values and why), defaults=typed)

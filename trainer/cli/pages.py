@@ -79,18 +79,17 @@ def _recipes() -> Iterator[str]:
 
 def _doctor() -> Iterator[str]:
     """Give versions, devices, kernels, limits and folders; no secrets and no host names."""
-    import torch  # noqa: PLC0415 - seconds
-
     from trainer.assemble.precision import has_fast_bf16  # noqa: PLC0415 - imports torch
-    from trainer.core import gpu  # noqa: PLC0415 - imports torch
     from trainer.data.index import cache_folder  # noqa: PLC0415 - imports numpy
-    from trainer.report.records import environment, package_version  # noqa: PLC0415 - imports torch
+    from trainer.report.records import (  # noqa: PLC0415 - imports torch
+        devices,
+        environment,
+        package_version,
+    )
     from trainer.tune.memory_limit import memory_limit  # noqa: PLC0415 - imports torch
 
     found = environment()
     hardware = found["hardware"]
-    devices = [torch.device("cpu")]
-    devices += gpu.devices()
     yield "versions"
     for name, text in {
         **found["versions"],
@@ -100,8 +99,7 @@ def _doctor() -> Iterator[str]:
     yield "machine"
     yield f"  {'system':<14}{hardware['system']}"
     yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
-    for device in devices:
-        name = "memory" if device.type == "cpu" else f"{device} {gpu.name_of(device)}"
+    for device, name in devices().items():
         limit = memory_limit(device)
         bf16 = "fast bf16" if has_fast_bf16(device) else "no fast bf16"
         yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"

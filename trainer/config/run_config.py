@@ -183,6 +183,11 @@ class RunConfig(Section):
         """Packages that `trust` has to name where nobody types the run's classes."""
         return tuple(sorted({each.partition(".")[0] for _, each in self.own_classes()}))
 
+    def of_size(self, size: int) -> Self:
+        """Give the same with another `batch.global`."""
+        batch = self.batch.model_copy(update={"global_batch": size})
+        return self.model_copy(update={"batch": batch})
+
     def with_global_batch(self, world_size: int) -> Self:
         """Fill in `batch.global` where `accum.micro` and `accum.steps` give it; cut as before.
 
@@ -198,9 +203,8 @@ class RunConfig(Section):
         size = complete_sizes(self.batch.global_batch, micro, steps, world_size)
         # One of the two is enough, and leaves nothing to contradict on another number of ranks.
         cut = params | ({"steps": None} if micro is not None else {})
-        batch = self.batch.model_copy(update={"global_batch": size})
         accum = self.accum.model_copy(update={"params": cut})
-        return self.model_copy(update={"batch": batch, "accum": accum})
+        return self.of_size(size).model_copy(update={"accum": accum})
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

@@ -126,23 +126,23 @@ def recognise(
             changes what a record means.
     """
     left_out = {column for column, name in (typed or {}).items() if name is None}
-    typed = {role: column for role, column in (typed or {}).items() if column is not None}
+    named = {role: column for role, column in (typed or {}).items() if column is not None}
     for column in left_out.difference(columns):
         raise ConfigError(f"data.columns={{{column}:null}}: {_no_column(columns)}")
-    if {"chosen", "rejected"} <= {*columns} and not typed:
+    if {"chosen", "rejected"} <= {*columns} and not named:
         roles = "{prompt: prompt, completion: chosen}"
         roles = roles if "prompt" in columns else "{messages: chosen}"
         raise DataError(
             f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
             f"answers alone, type data.columns={roles}"
         )
-    _check_typed(typed, columns, task)
+    _check_typed(named, columns, task)
     readable = [column for column in columns if column not in left_out]
     for name, usual in _usual(task):
-        names = {**usual, **{role: typed[role] for role in typed if role in usual}}
+        names = {**usual, **{role: named[role] for role in named if role in usual}}
         found = {role: column for role, column in names.items() if column in readable}
         needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
-        if found.keys() >= needed | typed.keys():
+        if found.keys() >= needed | named.keys():
             _check_unread(place, name, {*readable}.difference(found.values()))
             return Format(name, found, [c for c in columns if c not in found.values()])
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))

@@ -144,7 +144,7 @@ def cached_records(
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.is_alone}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"6|{state}")
+    return cached_index("hf", settings, {}, build, reader=f"7|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:

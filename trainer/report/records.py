@@ -87,9 +87,17 @@ def environment() -> dict[str, Any]:
             "cpu": cpu_model(),
             "cores": num_cores(),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            "gpus": list(map(gpu.name_of, gpu.devices())),
+            "gpus": [gpu.name_of(each) for each in gpu.devices()],
         },
     }
+
+
+def devices() -> dict[torch.device, str]:
+    """Name what this machine computes on: its CPU, and each GPU."""
+    found = {torch.device("cpu"): "memory"}
+    for each in gpu.devices():
+        found[each] = f"{each} {gpu.name_of(each)}"
+    return found
 
 
 def git_revision(folder: Path) -> dict[str, str] | None:
