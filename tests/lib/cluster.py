@@ -72,6 +72,7 @@ class Hosts:
         """Give the words that run a command on a host."""
         # Not by `ip netns exec`, which hides the control groups that slurmd looks for.
         space = ["nsenter", f"--net=/run/netns/{namespace(number)}", "unshare", "--uts", "--mount"]
+        space = ["setpriv", "--pdeathsig", "TERM", *space]  # ends with the tests that are killed
         enter = ["sh", "-c", _ENTER, "enter", NAMES[number], str(self.folder / "hosts")]
         return [*space, *enter, *command]
 
