@@ -45,7 +45,7 @@ socket.getaddrinfo, socket.socket.connect = getaddrinfo, connect
 QUIET = re.compile(r"CI|PYTEST.*|GITHUB.*|HF_.*|.*TELEMETRY|DO_NOT_TRACK|WANDB.*|.*_proxy", re.I)
 """Variables in which libraries see that they are tested, or where a user is known."""
 
-TEXT = "data=text data.path=net.py data.length=8 model=gpt_tiny tokenizer=bytes"
+TEXT = "data=text data.path=net.py model=gpt_tiny"
 RECORDS = "data=hf data.path=records.jsonl model=hf model.path=llama"
 ALL_TRACKERS = "logger=[wandb,tensorboard,mlflow]"
 OWN_RUN = cli_support.OWN_RUN.replace("wandb.mode=disabled", "wandb.mode=offline")
@@ -60,7 +60,7 @@ OWN_RUN = cli_support.OWN_RUN.replace("wandb.mode=disabled", "wandb.mode=offline
         nightly(f"{RECORDS} parallel.ranks=2"),
         nightly(f"{RECORDS} wandb.mode=online"),
         nightly("data=digits model=resnet"),
-        nightly("data=image_text model=own"),
+        nightly("data=stdlib model=gpt_tiny"),
         nightly(f"{TEXT} {ALL_TRACKERS} parallel.ranks=2"),
         nightly(f"-m {OWN_RUN} seed=1,2 hydra/launcher=joblib {ALL_TRACKERS}"),
         nightly(f"-m {OWN_RUN} seed=1,2 hydra/launcher=submitit_local {ALL_TRACKERS}"),
