@@ -88,8 +88,7 @@ def corpus(folder: Path) -> Path:
 
 
 PLACES: Mapping[str, Callable[[Path], Any]] = {
-    "hollow.txt": Path.touch,
-    "hollow.bin": lambda path: path.write_bytes(bytes(range(256))),
+    "latin.txt:1: not UTF-8": lambda path: path.write_bytes(b"\xe4\n"),
     "hollow.pipe: not a regular file": os.mkfifo,
     "nowhere.txt: not a regular file": lambda path: path.symlink_to("nothing"),
     "more: not a regular file": lambda path: path.symlink_to("/tmp"),
