@@ -1,7 +1,7 @@
 """Divide files into lines, paragraphs and JSON records, in one way for every kind of data.
 
-A line ends with LF or CR LF, whatever else it holds. A byte order mark at the beginning of a
-file is left out. Records come as bytes, each with the number of its first line, from 1.
+A line ends with LF or CR LF, whatever else it holds. A byte order mark at the beginning of a file
+is left out. Records come as bytes, each with the number of its first line, from 1.
 """
 
 from __future__ import annotations
