@@ -286,7 +286,7 @@ def test_the_current_folder_does_not_say_where_the_key_of_wandb_is_sent(
     mirror.start()
     close_all([mirror], None)
     (warning,) = warnings
-    assert f"{settings}: settings of W&B are not taken from" in warning
+    assert f"{folder}/settings: settings of W&B are not taken from" in warning
     assert "~/.config/wandb/settings; delete it" in warning
 
 

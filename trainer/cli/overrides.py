@@ -95,7 +95,9 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
     for key, same in typed.items():
         count = f"{key}: typed {len(same)} times"
         if same[1:] and all(_PAIR.fullmatch(text(each)) for each in same):
-            faults.append(clip(f"{count}, as a shell reads braces; type '{key}={{...}}' in quotes"))
+            faults.append(
+                clip(f"{count}, as a shell reads braces; type '{key}={{...}}' with its quotes")
+            )
         elif same[1:]:
             notes.append(clip(f"{count}; the last one counts"))
     print_notes(notes if is_typed else ())
