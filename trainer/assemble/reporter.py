@@ -86,11 +86,7 @@ def _name(component: Component, index: int, every: tuple[Component, ...]) -> str
 
 
 def _tracker(component: Component, index: int, trusted: tuple[str, ...]) -> Tracker:
-    """Build a tracker.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Build a tracker."""
     key = f"logger[{index}]"
     tracker = construct(component, key, Tracker, trusted)
     root = tracker.package.partition(".")[0]

@@ -54,10 +54,6 @@ def check_terms(components: Components, before: Terms) -> Terms:
 
     `before` are those of the checkpoint. The run's config.yaml was compared before with what is
     typed; it cannot know the data, nor the cut of a model that normalises over it.
-
-    Raises:
-        DataError: the run was begun with other data, and may not change them.
-        ConfigError: the run was begun with other steps, and may not; one line per key.
     """
     found = {
         "precision": components.precision,
@@ -88,11 +84,7 @@ def check_terms(components: Components, before: Terms) -> Terms:
 
 
 def refuse_changed_data(components: Components, before: Terms) -> None:
-    """Refuse to evaluate on data that are not those of the run any more.
-
-    Raises:
-        DataError: what it trained on, or held out, was other data.
-    """
+    """Refuse to evaluate on data that are not those of the run any more."""
     now = components.train_set.fingerprint, _held_out(components)
     is_changed = now != (before.fingerprint, before.held_out)
     if is_changed and "data" not in components.config.resume_allow:

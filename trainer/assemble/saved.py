@@ -73,11 +73,7 @@ class SavedCut(SavedFields):
         return self.accum == accum_of(config)
 
     def restored(self, cut: Cut) -> Cut:
-        """Give the run's cut with the settings that were saved.
-
-        Raises:
-            NoCheckpointError: it has no such settings.
-        """
+        """Give the run's cut with the settings that were saved."""
         settings = dict(self.settings)
         try:
             if settings.get("cost") is not None:
@@ -115,11 +111,7 @@ class Saved:
 
     @classmethod
     def read(cls, config: RunConfig, loaded: Loaded | None, world: World) -> Self:
-        """Read it; nothing is laid out over the ranks, and a plan leaves weights alone. Collective.
-
-        Raises:
-            NoCheckpointError: a part is none of this version.
-        """
+        """Read it; nothing is laid out over the ranks, and a plan reads no weights. Collective."""
         is_plan = config.command == "plan"
         saved = cls(loaded=loaded, stored=None if is_plan else first_weights(config, loaded, world))
         if loaded is not None:

@@ -35,11 +35,7 @@ def hold(run: Path) -> Iterator[None]:
     """Keep a run folder to this process, and clear away what an earlier crash left unfinished.
 
     Within this process it may be held again: the command line holds a run whose records it
-    changes, and then the command does.
-
-    Raises:
-        RunInUseError: another process holds it; the text names that process.
-        SaveError: the folder cannot be written to, or its file system knows no locks.
+    changes, and then the command does. `RunInUseError` names another process that holds it.
     """
     home = run.resolve()
     if home in _handles:

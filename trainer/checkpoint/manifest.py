@@ -69,12 +69,7 @@ def sign(body: dict[str, Any]) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Read a manifest, perhaps a stranger's, and check that it is whole.
-
-    Raises:
-        DamagedError: it is not.
-        OtherFormatError: it is whole, but of another format.
-    """
+    """Read a manifest, perhaps a stranger's, and check that it is whole and of this format."""
     try:
         body = json.loads(data)
         unsigned = {key: value for key, value in body.items() if key != "sha256"}
@@ -96,13 +91,9 @@ def parse(data: bytes) -> Manifest:
 
 
 def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
-    """Check that a checkpoint's folder holds exactly what was written.
+    """Check that a checkpoint's folder, of `step` or any, holds exactly what was written.
 
-    Of `step`, or any. Names and sizes are checked of all files; contents of this rank's share.
-
-    Raises:
-        DamagedError: it does not.
-        OtherFormatError: it is whole, and of another format.
+    Names and sizes are checked of all files; contents of this rank's share.
     """
     found = _list_files(folder)
     if FILE_NAME not in found or found.pop(FILE_NAME) > MAX_BYTES:

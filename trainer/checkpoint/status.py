@@ -29,14 +29,9 @@ def read_status(run: Path) -> dict[str, Any]:
 def write_status(
     run: Path, state: State, step: int, exit_code: int | None = None, reason: str | None = None
 ) -> None:
-    """Replace `status.json`; `SaveError` if the disk refuses.
+    """Replace `status.json`: what a run is doing, or how and in one line why it ended.
 
-    Args:
-        run: its folder.
-        state: what it is doing, or how it ended.
-        step: optimizer steps taken; while it is running, as of its newest checkpoint or evaluation.
-        exit_code: the process's, once it ended.
-        reason: why it ended, in one line.
+    While it is running, `step` is that of its newest checkpoint or evaluation.
     """
     reason = reason and without_secrets(reason, os.environ)
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}

@@ -103,12 +103,7 @@ def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) 
 
 @final
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    Args:
-        folder: `RUN/checkpoints`; made when something is saved.
-        keep: how many intact ones are kept, at least 1; `None` keeps all.
-    """
+    """The checkpoints in `RUN/checkpoints`; `keep` intact ones stay, or all for None."""
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
         self.folder = folder
@@ -131,32 +126,17 @@ class CheckpointStore:
         return step if step in self.steps() else None
 
     def mark_best(self, step: int) -> None:
-        """Keep a checkpoint, in place of the one that was the best before.
-
-        Raises:
-            SaveError: it could not be noted.
-        """
+        """Keep a checkpoint, in place of the one that was the best before."""
         durable.write_record(self.folder / _BEST, {"step": step})
 
     def save(
         self, step: int, files: FileTensors, parts: Mapping[str, Any], world: World = _ALONE
     ) -> Path:
-        """Write a checkpoint; when this returns it survives a power cut. Collective.
+        """Write a checkpoint; when this returns its folder, it survives a power cut. Collective.
 
-        Args:
-            step: optimizer steps taken.
-            files: what `assign_files` gave on each rank.
-            parts: what `capture` gave beside tensors; the main rank's is stored.
-            world: the ranks that save.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            SaveError: it could not be written, or the step has a checkpoint already. The older ones
-                are as they were, and nothing of this one is left.
-            TypeError: `parts` holds what is no JSON; likewise.
-            ValueError: it holds NaN or infinity; likewise.
+        `files` are what `assign_files` gave on each rank, `parts` what `capture` gave beside
+        tensors, of which the main rank's is stored. Where that fails, the older ones are as they
+        were, and nothing of this one is left.
         """
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
@@ -178,13 +158,8 @@ class CheckpointStore:
     ) -> Loaded:
         """Verify the newest intact checkpoint, or the one of a step, and open it. Collective.
 
-        Args:
-            step: which one; `None` takes the newest that is intact.
-            set_aside: whether damaged ones are renamed to `damaged-...`; not for a mere reader.
-            world: the ranks that load; all get the same.
-
-        Raises:
-            NoCheckpointError: there is none; the text says what is wrong with those there are.
+        Damaged ones are renamed to `damaged-...` with `set_aside`; not for a mere reader. Where
+        none is intact, the text of `NoCheckpointError` says what is wrong with those there are.
         """
         steps = world.on_main(self.steps)
         if not steps or (step is not None and step not in steps):
@@ -288,9 +263,8 @@ class CheckpointWriter:
     ) -> Path | None:
         """Save the state as it is now, even where the write before it turns out to have failed.
 
-        Returns:
-            What is now on disk: this checkpoint, or the one before it, which `wait` would have
-            given; None where that is known already.
+        Gives what is now on disk: this checkpoint, or the one before it, which `wait` would have
+        given; None where that is known already.
         """
         files = assign_files(tensors, self._world.rank)
         if self._thread is None:

@@ -62,14 +62,7 @@ class CommandLine:
 
 
 def split(argv: Sequence[str]) -> CommandLine:
-    """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`.
-
-    Args:
-        argv: the arguments after the program's name.
-
-    Raises:
-        ConfigError: an unknown command word, two of them, or a flag of Hydra without its value.
-    """
+    """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`."""
     faults, unknown = list[str](), list[str]()
     flags: dict[str, str] = {}
     words: list[str] = []
@@ -106,10 +99,8 @@ def split(argv: Sequence[str]) -> CommandLine:
 def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     """Say how a setting is typed that came in several words: `a= 5`, `a =5`, `a = 5`, `--a 5`.
 
-    Takes the words behind the token; empty where the token stands for itself.
-
-    Returns:
-        The fault, and the setting that is meant, where it is clear.
+    Takes the words behind the token; empty where the token stands for itself. Gives the fault,
+    and the setting that is meant, where it is clear.
     """
     words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")

@@ -30,11 +30,7 @@ _END = {
 
 
 def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra's own class
-    """Give the text that `--shell-completion` prints: what a shell evaluates, or offers.
-
-    Raises:
-        ConfigError: another shell, or something else than install, uninstall and query.
-    """
+    """Give the text that `--shell-completion` prints: what a shell evaluates, or offers."""
     action, _, shell = (lines[0] if lines else "").partition("=")
     if action not in ("install", "uninstall", "query") or shell not in _END:
         choices = "install=, uninstall= or query= with bash, zsh or fish"

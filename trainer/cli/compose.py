@@ -89,15 +89,10 @@ class Composer:
 
     @contextmanager
     def open(self, overrides: Iterable[Override] = ()) -> Iterator[Any]:
-        """Set up Hydra's search path, `hydra.searchpath` among the overrides, for a while.
+        """Set up Hydra's search path, `hydra.searchpath` among the overrides, and give Hydra.
 
-        A Hydra that is set up already, in a notebook say, comes back afterwards.
-
-        Yields:
-            Hydra; what it raises inside becomes a `ConfigError`.
-
-        Raises:
-            ConfigError: a folder of the search path does not exist, or a plugin is not installed.
+        A Hydra that is set up already, in a notebook say, comes back afterwards. What Hydra raises
+        inside becomes a `ConfigError`.
         """
         own = self.own_folder
         if own is not None and not os.path.isdir(own):  # noqa: PTH112 - see `exists`
@@ -135,11 +130,7 @@ class Composer:
         return options
 
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
-        """Compose settings of Hydra and choices of options, set values, and give all with `hydra`.
-
-        Raises:
-            ConfigError: Hydra could not; in one line, or one per value that cannot be set.
-        """
+        """Compose settings of Hydra and choices of options, and set values; with `hydra`."""
         foreign = ("hydra", recipes.GROUP)
         is_ours = self.own_folder is None and not any(line.startswith(foreign) for line in lines)
         full = _COMPOSED.get((*lines,)) if is_ours else None
@@ -165,17 +156,10 @@ class Composer:
         replayed: Collection[Override] = (),
         own_classes: Collection[str] = (),
     ) -> Job:
-        """Compose one run and check it whole.
+        """Compose one run from overrides of one value each, and check it whole.
 
-        Args:
-            overrides: one value each.
-            faults: found earlier, of what was typed.
-            replayed: those of them that come from a run folder, which is no consent to run code.
-            own_classes: classes of that run, if the user made it.
-
-        Raises:
-            ConfigError: one line per fault.
-            TrainError: what the config names is not there; see `_refuse_missing`.
+        `faults` were found earlier, of what was typed. The overrides of `replayed` come from a run
+        folder, which is no consent to run code, but for its `own_classes`, if the user made it.
         """
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
@@ -296,11 +280,7 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
 
 
 def plain_of(composed: DictConfig) -> dict[str, Any]:
-    """A composed config as plain mappings, resolved, without Hydra's own node.
-
-    Raises:
-        ConfigError: an interpolation leads nowhere.
-    """
+    """A composed config as plain mappings, resolved, without Hydra's own node."""
     try:
         pairs = ((str(key), value) for key, value in composed.items() if key != "hydra")
         return {

@@ -59,11 +59,7 @@ def print_out(text: str, *, is_prose: bool = False) -> None:
 
 @contextmanager
 def piped() -> Iterator[None]:
-    """Let a reader that goes away, as `head` does, end what only shows: silently, by SIGPIPE.
-
-    Yields:
-        Nothing.
-    """
+    """Let a reader that goes away, as `head` does, end what only shows: silently, by SIGPIPE."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield

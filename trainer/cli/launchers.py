@@ -40,11 +40,7 @@ def record_of(sweeper: str) -> str:
 
 
 def refuse_other_jobs(hydra: DictConfig) -> None:
-    """Refuse to go on with a search that would not try the same values again.
-
-    Raises:
-        ConfigError: it would not.
-    """
+    """Refuse to go on with a search that would not try the same values again."""
     sweeper = hydra.sweeper
     if sweeper._target_ not in (BASIC_SWEEPER, OPTUNA):
         raise ConfigError("resume=auto: this sweeper chooses its jobs anew; leave resume out")
@@ -61,11 +57,7 @@ def slots_of(
 ) -> Slots | None:
     """Give what jobs share that run at once on this machine; None where they run one by one.
 
-    Args:
-        jobs: those that were checked.
-        hydra: Hydra's own settings.
-        folder: of the sweep.
-        most: how many jobs there are; None where a sweeper decides.
+    Of jobs there are `most`; None where a sweeper decides.
     """
     if hydra.launcher._target_ in (BASIC_LAUNCHER, _SLURM):  # Slurm gives its jobs GPUs
         return None
@@ -90,14 +82,7 @@ def _gpus() -> tuple[str, ...]:
 def settings_of(
     hydra: DictConfig, typed: Sequence[str], slots: Slots | None, *, seed: int
 ) -> Iterator[str]:
-    """List settings of launcher and sweeper that follow from the run's, where nobody typed them.
-
-    Yields:
-        Overrides.
-
-    Raises:
-        ConfigError: a direction was typed.
-    """
+    """List settings of launcher and sweeper that follow from the run's, where nobody typed them."""
     found: dict[str, object] = {}
     if slots is not None and "n_jobs" in hydra.launcher:
         found["hydra.launcher.n_jobs"] = slots.count

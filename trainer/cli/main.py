@@ -120,11 +120,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def composer_of(flags: Mapping[str, str]) -> Composer:
-    """Give the search path that Hydra's flags name; `_target_` may name a module found here.
-
-    Raises:
-        ConfigError: the current folder was deleted.
-    """
+    """Give the search path that Hydra's flags name; `_target_` may name a module found here."""
     try:
         OWN_CODE.folder = Path.cwd()
     except FileNotFoundError:

@@ -64,14 +64,11 @@ def read(line: str) -> Override:
 
 
 def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Override], list[str]]:
-    """Parse overrides; paths of recipes become absolute, so that they mean the same later.
+    """Parse overrides; give what could be read, and one fault for each line that could not.
 
-    Keys of a mapping may stand in quotes, which Hydra does not take. Where the lines were just
-    typed, one on stderr names each key that stands there twice.
-
-    Returns:
-        What could be read, of a key that is given twice the last, and one fault for each line that
-        could not.
+    Of a key that is given twice, the last counts; where the lines were just typed, a line on stderr
+    says so. Keys of a mapping may stand in quotes, which Hydra does not take. Paths of recipes
+    become absolute, so that they mean the same later.
     """
     typed: dict[str, list[Override]] = {}
     faults, notes = list[str](), list[str]()
@@ -191,11 +188,7 @@ def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
 
 
 def refuse_twice(override: Override) -> None:
-    """Refuse a flat mapping that gives a name twice, of which Hydra takes the last.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Refuse a flat mapping that gives a name twice, of which Hydra takes the last."""
     names = re.findall(r"[{,]\s*([^\s{}\[\],:]+)\s*:", override.input_line or "")
     is_flat = isinstance(override.value(), dict) and (override.input_line or "").count("{") == 1
     if is_flat and (twice := [n for i, n in enumerate(names) if n in names[:i]]):

@@ -44,11 +44,7 @@ def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) ->
 
 
 def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> None:
-    """Print one of `PAGES`, or the help.
-
-    Raises:
-        ConfigError: settings are typed behind a page that takes none.
-    """
+    """Print one of `PAGES`, or the help."""
     if word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
 

@@ -46,11 +46,7 @@ def without_plugins() -> Plugins:
 
 
 def load_plugins(overrides: Iterable[Override]) -> None:
-    """Import and register the plugins that are named, or all where no package is called so.
-
-    Raises:
-        ConfigError: one that is named is not installed.
-    """
+    """Import and register the plugins that are named, or all where no package is called so."""
     for override in overrides:
         key, _, value = (override.input_line or "").lstrip("+").partition("=")
         if key.startswith("hydra/") or (key.startswith("hydra.") and key.endswith("._target_")):

@@ -28,12 +28,7 @@ _FOLDER = "hydra.run.dir"
 
 
 def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> Job:
-    """Prepare one run from overrides as typed, of which some faults were found before.
-
-    Raises:
-        ConfigError: one line per fault.
-        TrainError: a `NoCheckpointError`: the run to go on with, or to read, is not there.
-    """
+    """Prepare one run from overrides as typed, of which some faults were found before."""
     overrides, unread = parse(lines, is_typed=True)
     swept = [override for override in overrides if override.is_sweep_override()]
     faults = [*faults, *unread, *map(_needs_flag, swept)]
@@ -146,11 +141,7 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
 def _check_over(
     run: Path, typed: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
-    """Check a run's own overrides, with what is typed now on top, and the run under a key.
-
-    Raises:
-        ConfigError: one line per fault; what is typed changes the step, or the figures, of the run.
-    """
+    """Check a run's own overrides, with what is typed now on top, and the run under a key."""
     saved = saved_runs.saved_overrides(run)
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
         if word_of(typed, size) is not None and word_of(saved, size) is None:
@@ -185,11 +176,7 @@ def _go_on(run: Path, job: Job) -> Job:
 
 
 def _place_new(job: Job) -> Job:
-    """Give a run a folder of its own.
-
-    Raises:
-        ConfigError: the one that is typed has a run.
-    """
+    """Give a run a folder of its own; one that is typed may have no run."""
     # Under torchrun the first rank makes the folder, and other ranks may find it there.
     if (job.folder / "config.yaml").exists() and global_rank() == 0:
         remedy = f"resume={job.folder} goes on with it"

@@ -26,14 +26,8 @@ _WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:
     """Write a config as overrides.
 
-    Args:
-        config: overrides as they are typed; or nested mappings, where a word that stands for a
-            group chooses its option (`{"accum": "fixed", "batch": {"global": 64}}`); or a config
-            that Hydra composed, whole.
-        composer: knows the groups.
-
-    Raises:
-        ConfigError: it is none of these.
+    It may be overrides as they are typed; a config that Hydra composed, whole; or nested mappings,
+    where a word chooses an option of a group (`{"accum": "fixed", "batch": {"global": 64}}`).
     """
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
@@ -93,11 +87,7 @@ def _value_lines(
 
 
 def literal(value: object) -> str:
-    """Write a value in Hydra's override grammar.
-
-    Raises:
-        ConfigError: it is of a kind that a config cannot hold.
-    """
+    """Write a value in Hydra's override grammar."""
     if isinstance(value, str):
         return quote(value)
     if value is None or isinstance(value, bool | int | float):

@@ -21,12 +21,7 @@ SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 
 
 def write_report(settings: Sequence[str]) -> str:
-    """Write the page, and say where it is.
-
-    Raises:
-        ConfigError: a setting is none of `SETTINGS`, or empty.
-        NoCheckpointError: there is no run in a folder that is named.
-    """
+    """Write the page, and say where it is."""
     typed, given = dict(SETTINGS), set[str]()
     for line in settings:
         key, equals, value = line.partition("=")
@@ -50,11 +45,7 @@ def write_report(settings: Sequence[str]) -> str:
 
 
 def _listed(typed: str) -> list[str]:
-    """Read one folder, or several with commas between them, in brackets or not.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Read one folder, or several with commas between them, in brackets or not."""
     if typed and Path(expanded(typed)).is_dir():  # a comma may be in its name
         return [typed]
     names = [each.strip(" '\"") for each in typed.strip("[] ").split(",")]

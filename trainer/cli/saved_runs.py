@@ -64,16 +64,10 @@ _CLOCKS = frozenset({"steps", "epochs"})
 
 
 def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
-    """Find a run folder as typed under a key, and give its absolute path.
+    """Find a run folder as typed under `run` or `resume`, and give its absolute path.
 
-    Args:
-        folder: as typed.
-        key: `run` or `resume`.
-        outputs: where a run may be that has what was typed as its name.
-        to_train: whether it has to be a training run that can go on.
-
-    Raises:
-        NoCheckpointError: there is none, or it leads elsewhere.
+    What was typed may be the name of a run below `outputs`. With `to_train` it has to be a
+    training run that can go on.
     """
     path = expanded(folder).absolute()
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
@@ -176,12 +170,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def checkpoint_of(run: Path, step: str) -> Path:
-    """Find the checkpoint of a run that `step` names, to begin another run with.
-
-    Raises:
-        ConfigError: it names none to go on from.
-        NoCheckpointError: there is no such checkpoint.
-    """
+    """Find the checkpoint of a run that `step` names, to begin another run with."""
     if step == "ema":
         text = "is no state to go on from; a new run begins with these weights by init=RUN step=ema"
         raise ConfigError(f"step=ema: the average of weights {text}")
@@ -239,9 +228,6 @@ def saved_overrides(run: Path) -> list[Override]:
     """The overrides of a run, of its latest resumption if there was one, vetted.
 
     What only the command line may give, such as where metrics are sent, is left out.
-
-    Raises:
-        ConfigError: the file holds something that is no setting of a run.
     """
     path = _newest_overrides(run)
     try:
@@ -335,11 +321,7 @@ def stopped(run: Path, config: RunConfig) -> str | None:
 
 
 def refuse_changes(run: Path, config: RunConfig) -> None:
-    """Compare the step of a run, or what its figures depend on, with what is asked for now.
-
-    Raises:
-        ConfigError: one line per key that differs, old and new.
-    """
+    """Compare the step of a run, or what its figures depend on, with what is asked for now."""
     try:
         old = contract(from_plain(saved_config(run)))
     except ConfigError as error:
@@ -351,11 +333,7 @@ def refuse_changes(run: Path, config: RunConfig) -> None:
 
 
 def refuse_other_weights(run: Path, config: RunConfig) -> None:
-    """Let a run begin again with the weights it was to begin with; its folder cannot name them.
-
-    Raises:
-        ConfigError: they are not typed again.
-    """
+    """Let a run begin again with the weights it was to begin with; its folder cannot name them."""
     saved = saved_config(run)
     before, step = saved.get("init"), saved.get("step", "last")
     if before is not None and (config.init is None or config.step != step):

@@ -26,8 +26,7 @@ from trainer.report.run_status import has_stepped, staged
 def run_and_report(config: RunConfig, folder: Path) -> int:
     """Run one command to its end, print how it failed, if it did, and give the exit code.
 
-    Raises:
-        ConfigError: for the caller.
+    A `ConfigError` is left to the caller.
     """
     try:
         return launch.run(config, folder)
@@ -44,9 +43,6 @@ def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
 
     What fails before its first step leaves no folder behind. From Python, all errors are raised,
     and logging stays as it is.
-
-    Raises:
-        TrainError: of the command, or where Hydra could not write its records.
     """
     made = [path for path in (job.folder, *job.folder.parents) if not path.exists()]
     print_out(job.note, is_prose=True)

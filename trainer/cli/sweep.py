@@ -75,10 +75,7 @@ _TITLES = {"tokens_per_second": "tokens/s"}
 def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> int:
     """Run every job of a sweep as typed, report them all, and give the exit code.
 
-    `faults` were found earlier, of what was typed.
-
-    Raises:
-        ConfigError: one line per fault, of whichever job; none was started.
+    `faults` were found earlier, of what was typed. With a fault in any job none is started.
     """
     if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
@@ -113,11 +110,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
-    """Check every job of a sweep, over a composer that is open.
-
-    Raises:
-        ConfigError: one line per fault, of whichever job.
-    """
+    """Check every job of a sweep, over a composer that is open."""
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
         faults.append(line("resume", resume, "every job has its own folder; use resume=auto"))
@@ -168,11 +161,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
 
 
 def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
-    """Choose the folder of a sweep: the newest of the same words, or a new one.
-
-    Raises:
-        ConfigError: its sweeper cannot go on.
-    """
+    """Choose the folder of a sweep: the newest of the same words, or a new one."""
     record, found = first.composed.hydra, None
     if goes_on:
         refuse_other_jobs(record)
@@ -217,9 +206,7 @@ def _exit_codes(sweep: Sweep) -> list[Any]:
 def report(sweep: Sweep, console: Console) -> None:
     """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
 
-    Args:
-        sweep: whose folder may not exist; nothing is written then.
-        console: where the table goes.
+    Where the sweep has no folder yet, nothing is written.
     """
     found, planned = _folders(sweep.folder), sweep.jobs
     count = max([len(planned), *(number + 1 for number in found)])

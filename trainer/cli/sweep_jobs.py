@@ -215,8 +215,7 @@ class SweepTask:
     def _run_once(self, lines: Sequence[str], folder: Path) -> tuple[int, str]:
         """Run one job in its folder, which Hydra made, or went on with.
 
-        Returns:
-            The exit code, and why it could not begin.
+        Gives the exit code, and why it could not begin.
         """
         from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
 
@@ -262,11 +261,7 @@ def _is_requeued() -> bool:
 
 @contextmanager
 def passing_signals_on(folder: Path) -> Iterator[None]:
-    """Let the first signal reach jobs in other processes, and the second one raise.
-
-    Yields:
-        Nothing.
-    """
+    """Let the first signal reach jobs in other processes, and the second one raise."""
     file, last = folder / STOP, [-math.inf]
 
     def on_signal(number: int, frame: FrameType | None) -> None:

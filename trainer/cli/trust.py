@@ -27,11 +27,8 @@ def consented_components(
 ) -> frozenset[str]:
     """Name the components whose classes, of their arguments too, the user consented to.
 
-    Args:
-        full: the composed config, with Hydra's own node.
-        tree: the same, resolved.
-        typed: what the user typed, by dotted key.
-        own: classes of a run that the user made.
+    `full` is the composed config with Hydra's own node, `tree` the same resolved; `own` are the
+    classes of a run that the user made.
     """
     found, runtime = set(), OmegaConf.to_container(full.hydra.runtime)
     sections = {path: lookup(tree, path) for path in (*COMPONENTS, *LISTS)} | eval_sets(tree)

@@ -29,10 +29,6 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
 
     Prints, and writes what `evaluation_file` names into the run. The config is the run's own with
     what was typed now on top.
-
-    Raises:
-        DataError: nothing is held out, or the run's own data changed.
-        SaveError: the figures, which are printed, cannot be written.
     """
     loaded = load_step(folder, config.step, world)
     saved = Saved.read(config, loaded, world)

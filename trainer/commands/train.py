@@ -28,11 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Train, from the start or from the newest intact checkpoint.
-
-    Raises:
-        Preempted: a signal asked to stop, or `max_time` is over; the state is saved.
-    """
+    """Train, from the start or from the newest intact checkpoint."""
     end = time.monotonic() + config.max_seconds
     try:
         _train(config, folder, world, lambda: stop() or time.monotonic() >= end)

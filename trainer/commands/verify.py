@@ -33,9 +33,6 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 
     One process computes the micro-batches of every rank. verify.json and the screen have the
     verdict before an error says it with the exit code.
-
-    Raises:
-        NotExactError: they differ, or cannot be compared; verify.json names the culprits.
     """
     components, saved = assemble_resumed(config, world)
     run_plan = prepare(components, saved.cut)

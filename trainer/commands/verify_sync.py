@@ -27,11 +27,7 @@ from trainer.verify.reduced import compare_reduced
 
 
 def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Compare what real ranks reduce of a few samples with one process's gradient. Collective.
-
-    Raises:
-        NotExactError: they differ; verify.json says so.
-    """
+    """Compare what real ranks reduce of a few samples with one process's gradient. Collective."""
     here = World(device=world.device)
     components = assemble(config, world, Saved.read(config, None, here))
     setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)

@@ -34,12 +34,8 @@ def is_due(
 ) -> bool:
     """Whether a cadence in steps, shares of the run or epochs comes due with a step.
 
-    Args:
-        every: the cadence; null and a time never do.
-        step: from 1.
-        total_steps: of the run.
-        before: epochs that were over where the step began, 1.5 in the midst of the second.
-        after: likewise, where it ended.
+    `before` and `after` are the epochs that were over where the step began and ended: 1.5 in the
+    midst of the second. Null and a time never come due.
     """
     if every is None:
         return False

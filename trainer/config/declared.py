@@ -125,11 +125,7 @@ def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, which has no type of its own
-    """Read an annotation.
-
-    Raises:
-        LookupError: it is of no type that is known here.
-    """
+    """Read an annotation."""
     match node:
         case ast.Constant(value=None):
             return None

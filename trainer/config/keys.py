@@ -37,11 +37,7 @@ class Key:
 
 
 def data_dir(name: str) -> Path:
-    """Find `conf` or `recipes`: beside the package in a checkout, inside it in a wheel.
-
-    Raises:
-        FileNotFoundError: the installation is damaged.
-    """
+    """Find `conf` or `recipes`: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if folder.is_dir():

@@ -8,14 +8,7 @@ from trainer.core.errors import ConfigError
 def num_replicas(world_size: int, local_size: int, shard: object, replicate: object) -> int:
     """Give the number of copies of the model; by default a machine (`local_size` ranks) holds one.
 
-    Args:
-        world_size: ranks of the run.
-        local_size: ranks of one machine, which `auto` lets share a copy.
-        shard: ranks that share a copy, or `auto`.
-        replicate: copies of the model, or `auto`.
-
-    Raises:
-        ConfigError: they do not give the number of ranks; the line names the nearest that do.
+    Sizes that do not give the number of ranks are a `ConfigError`, which names the nearest that do.
     """
     whole = max(1, world_size // replicate) if isinstance(replicate, int) else local_size
     part = shard if isinstance(shard, int) else whole

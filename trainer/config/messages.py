@@ -48,12 +48,8 @@ def value_fault(
 ) -> str:
     """Say what a value must be, with an example and the nearest word, where there are any.
 
-    Args:
-        key: dotted key that the value was given for.
-        annotation: type that it should have had, whose descriptions are the words.
-        value: as given.
-        example: one that would do, such as the default; None shows none.
-        entry: of a mapping of stages the name that is wrong, `[key]` behind it, or whose value is.
+    Descriptions of the `annotation` are the words; no `example` is shown for None. Of a mapping of
+    stages, `entry` is the name that is wrong, with `[key]` behind it where its value is.
     """
     if annotation is Stages and entry:
         return line(key, value, _stage_fault(value, entry))

@@ -18,17 +18,7 @@ _NAMES = ("loss", *METRICS, "top_5", "exact_match", "recall_at_1")
 
 
 def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", "max"]:
-    """Give the direction of a metric, by its name where nobody says it.
-
-    Args:
-        key: that names the metric.
-        metric: as in metrics.jsonl: `eval_loss`.
-        mode: as typed.
-        mode_key: where it can be typed.
-
-    Raises:
-        ConfigError: the name does not tell.
-    """
+    """Give the direction of a metric, by its name where no `mode` is typed under its key."""
     if mode != "auto":
         return mode
     words = set(metric.split("_"))

@@ -17,12 +17,8 @@ WANDB_LINK = "debug-core.log"
 def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
     """Refuse a folder, perhaps a stranger's, that leads elsewhere, or that reading waits for.
 
-    Args:
-        folder: a run, or any other files.
-        links: whether to refuse links that lead out of it, as caches of downloads hold them.
-
-    Raises:
-        NoCheckpointError: a link in it leads out of it, or a file is a pipe or a device.
+    It has a link that leads out of it, or a pipe or a device. Caches of downloads hold such links:
+    they pass without `links`.
     """
     home = folder.resolve()
     names = ((parent, name) for parent, *inner in os.walk(folder) for name in chain(*inner))

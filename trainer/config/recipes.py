@@ -85,9 +85,6 @@ def locate(typed: str) -> str:
 
     A text that ends in `.yaml` or holds a separator is a path, and becomes absolute, so that it
     means the same in every process.
-
-    Raises:
-        ConfigError: there is no such file.
     """
     if not typed.endswith((".yaml", ".yml")) and os.sep not in typed:
         return typed
@@ -110,11 +107,7 @@ def register(own_folder: Path | None = None) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read and vet one recipe, and give it without `meta`.
-
-    Raises:
-        ConfigError: one line per fault, file first.
-    """
+    """Read and vet one recipe, and give it without `meta`."""
     faults: list[str] = []
     try:
         text = path.read_bytes()[: SIZE_LIMIT + 1].decode()
@@ -249,15 +242,10 @@ def asked(key: str, value: object, target: object = None) -> Iterator[str]:
 def consent_faults(
     tree: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
 ) -> Iterator[str]:
-    """Find what others give and only the user may; values that the options offer alone pass.
+    """Find what others give and only the user may, a line for each.
 
-    Args:
-        tree: the composed config.
-        offered: the same options composed without a value of a recipe, a run or the command line.
-        typed: dotted keys that the command line gives.
-
-    Yields:
-        One line per fault.
+    Values pass that are those of `offered`: the same options without a value of a recipe, a run or
+    the command line.
     """
     offers = flat(offered)
     for key, value in flat(tree).items():

@@ -281,8 +281,7 @@ def patches_fault(width: int, num_heads: int) -> str | None:
 def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple[int, int]:
     """Resolve a warm-up, and the share of a run that decays at its end, to steps.
 
-    Raises:
-        ConfigError: they are more than the run has; the line names the largest value that fits.
+    If they are more than the run has, a `ConfigError` names the largest value that fits.
     """
     # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
     begin, end = warmup_steps(warmup, total_steps), warmup_steps(decay, total_steps)
@@ -342,18 +341,9 @@ def complete_sizes(
     """Give the global batch of `accum=fixed`, where two of its three sizes give the third.
 
     Ranks share the global batch as evenly as they can, so the busiest of `world_size` holds
-    `ceil(global_batch / world_size)` samples.
-
-    Args:
-        global_batch: samples of a step, over all ranks; None lets the others give it.
-        micro: samples of a micro-batch; the last of a rank may be short.
-        steps: micro-batches of a rank, as even as they can be where `micro` is None.
-        world_size: ranks of the run.
-        named: what the global batch is called in a message.
-
-    Raises:
-        ConfigError: the global batch neither is given nor follows, `steps` micro-batches cannot be
-            cut from the samples of a rank, or all three contradict; names the nearest that agree.
+    `ceil(global_batch / world_size)` samples. The last micro-batch of a rank may be short; without
+    `micro`, the `steps` of a rank are as even as they can be. Sizes that contradict are a
+    `ConfigError`, which calls the global batch `named`, and names the nearest that agree.
     """
     if global_batch is None:
         if micro is None or steps is None:

@@ -189,11 +189,7 @@ class RunConfig(Section):
         return self.model_copy(update={"batch": batch})
 
     def with_global_batch(self, world_size: int) -> Self:
-        """Fill in `batch.global` where `accum.micro` and `accum.steps` give it; cut as before.
-
-        Raises:
-            ConfigError: the sizes contradict; the line names the nearest that agree.
-        """
+        """Fill in `batch.global` where `accum.micro` and `accum.steps` give it; cut as before."""
         params = self.accum.params
         if not {"micro", "steps"} <= params.keys() or self.batch.unit != "samples":
             return self
@@ -267,10 +263,7 @@ def contract(
 ) -> dict[str, Any]:
     """List what changes the step: flat, JSON-able, equal for every way to execute the run.
 
-    Args:
-        config: of the run.
-        coupling: of the run's samples, where its model is known: the cut may be part of the step.
-        ranks: how many share that cut; None where it is not known.
+    With the coupling of the run's samples, the cut, over so many ranks, may be part of the step.
     """
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}

@@ -49,10 +49,7 @@ def complete(
 ) -> Iterator[str]:
     """Put defaults into the sections of listed trackers, and drop other sections, in place.
 
-    Keys of the others that are `typed` are faults.
-
-    Yields:
-        One line per fault.
+    Keys of the others that are `typed` are faults, a line for each.
     """
     if isinstance(tree.get(GROUP), str):
         tree[GROUP] = [tree[GROUP]]

@@ -78,19 +78,12 @@ def validate(
     typed_keys: Collection[str] = (),
     config_dir: str | None = None,
 ) -> RunConfig:
-    """Turn a composed config into a valid one.
+    """Turn a composed config, plain and resolved, into a valid one; a `ConfigError` has all faults.
 
-    Args:
-        raw: the composed config as plain mappings, resolved.
-        base: the same groups and options composed without any value, of the command line or of a
-            recipe: the example for names and types.
-        typed_targets: components whose class the user named themselves: `model`, `hooks`.
-        choices: option of every group by the folder's name, `accum/gradient` too.
-        typed_keys: dotted keys that the command line gives a value.
-        config_dir: folder of the user's own options.
-
-    Raises:
-        ConfigError: with one line per fault.
+    `base` is composed of the same groups and options without any value, of the command line or of
+    a recipe: the example for names and types. `typed_targets` are components whose class the user
+    named, `typed_keys` what the command line gives a value. `choices` has the option of every
+    group by the folder's name, `accum/gradient` too.
     """
     named = _options(choices or {}, typed_keys)
     tree = copy.deepcopy(dict(raw))
@@ -143,11 +136,7 @@ def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
 
 
 def from_plain(plain: Tree) -> RunConfig:
-    """Read what `to_plain` wrote; never consent and `trust`.
-
-    Raises:
-        ConfigError: the mapping is not a config of this version.
-    """
+    """Read what `to_plain` wrote; never consent and `trust`."""
     choices, whole = dict(plain.get("choices", {})), _with_later_keys(plain)
     list(trackers.complete(whole))  # what their options lack by now is in the run
     try:

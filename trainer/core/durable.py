@@ -71,11 +71,7 @@ class FileSystem:
         os.close(handle)
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable, where the file system knows how.
-
-        Raises:
-            OSError: the disk refused.
-        """
+        """Make the names in a folder durable, where the file system knows how."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -134,11 +130,7 @@ def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
 
 
 def write_file_atomic(path: Path, data: Bytes) -> None:
-    """Put a content under a name, which shows the old content or the new one and nothing else.
-
-    Raises:
-        OSError: the disk refused; the old content stays, and no other file is left.
-    """
+    """Put a content under a name, which shows the old content or the new one and nothing else."""
     disk = _in_use[-1]
     unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex}")
     try:
@@ -214,11 +206,7 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def open_log(path: Path) -> TextIO:
-    """Open a text file, new or not, to add lines; never a link's target, nor a pipe.
-
-    Raises:
-        OSError: it is one of them, or the disk refused.
-    """
+    """Open a text file, new or not, to add lines; never a link's target, nor a pipe."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace")
 
@@ -229,11 +217,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and the parents that are missing, durably; fine if it exists.
-
-    Raises:
-        FileExistsError: a file has one of the names.
-    """
+    """Make a folder and the parents that are missing, durably; fine if it exists."""
     if path.is_dir():
         return
     make_folders(path.parent)
@@ -247,11 +231,7 @@ def make_folders(path: Path) -> None:
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder that its owner alone may enter, where it is missing, and its parents.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder that its owner alone may enter, where it is missing, and its parents."""
     if not path.is_dir():
         make_folders(path)
         path.chmod(0o700)
@@ -260,8 +240,7 @@ def make_own_folder(path: Path) -> None:
 def publish(unfinished: Path, final_path: Path) -> None:
     """Give a folder whose files are durable its final name, in the same parent, durably.
 
-    Raises:
-        FileExistsError: the name is taken; rename would replace an empty folder in silence.
+    Refuses a name that is taken: rename would replace an empty folder in silence.
     """
     _in_use[-1].sync_folder(unfinished)
     if os.path.lexists(final_path):
@@ -298,11 +277,7 @@ def clean(folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_save_error(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn what the disk refuses inside into a `SaveError` of one line.
-
-    Raises:
-        save_error: a `SaveError`: the disk refused.
-    """
+    """Turn what the disk refuses inside into a `SaveError` of one line."""
     try:
         yield
     except OSError as error:

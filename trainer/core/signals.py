@@ -55,13 +55,10 @@ def caught() -> list[signal.Signals]:
 
 @contextmanager
 def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
-    """Let the first of `SIGNALS` set a flag, and the second one end the process.
+    """Let the first of `SIGNALS` set a flag, which it gives, and the second one end the process.
 
     Within another such context its flag is given. Signals reach the main thread only; elsewhere
     the flag stays as it is. A rank is ended by its supervisor (`ends_at_second=False`).
-
-    Yields:
-        The flag.
     """
     if _listening:
         yield _listening[0]
@@ -117,10 +114,6 @@ def raise_on_interrupt() -> None:
 
 
 def check() -> None:
-    """Raise `Preempted` in what takes long before the first step, if a signal asked to.
-
-    Raises:
-        Preempted: one did.
-    """
+    """Raise `Preempted` in what takes long before the first step, if a signal asked to."""
     if _listening and _listening[0].is_set:
         raise Preempted(UNBEGUN)

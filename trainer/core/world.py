@@ -116,12 +116,7 @@ class World:
         return value
 
     def on_all(self, work: Callable[[], Value]) -> list[Value]:
-        """Give every rank what came out of all, as JSON, or one's `TrainError`. Collective.
-
-        Raises:
-            TrainError: a rank did, and so every rank does.
-            error_from_dict: that error, on the others.
-        """
+        """Give every rank what came out of all, as JSON, or one's `TrainError`. Collective."""
         try:
             found = {"value": work()}
         except TrainError as error:
@@ -155,13 +150,10 @@ class World:
 
 
 def rng_key(*parts: int | str) -> int:
-    """Hash the parts into a seed for one random draw, an integer in [0, 2**63).
+    """Hash the parts, `(seed, step, micro_batch)` say, into a seed for one draw, in [0, 2**63).
 
     The CPU generator reads only the low 32 bits of a seed, so every part must reach them;
     BLAKE2b mixes them all. Costs about 1 us.
-
-    Args:
-        parts: what the draw belongs to, e.g. `(seed, step, micro_batch)`.
     """
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

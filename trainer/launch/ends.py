@@ -134,12 +134,8 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     """Describe an error: `code`, and what it is.
 
     That is `error` and `text` of what a user can act on, `peer` of a collective that another rank
-    left, or `crash` of anything else. Tracebacks of crashes and of the user's code go to `errors/`.
-
-    Args:
-        error: what ended the command, or kept the ranks from joining.
-        folder: of the run; a rank on another machine may not have it yet.
-        rank: whose error it is.
+    left, or `crash` of anything else. Tracebacks of crashes and of the user's code go to `errors/`
+    of the run folder, which a rank on another machine may not have yet.
     """
     from trainer.core.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
 

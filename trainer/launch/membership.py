@@ -41,9 +41,6 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
     """Read the place that torchrun, a job with RANK and WORLD_SIZE, or srun gave this process.
 
     None where this process is to start its own ranks, if any.
-
-    Raises:
-        ConfigError: a number of it cannot be, or nothing says where the ranks find each other.
     """
     names = _names(environment)
     try:

@@ -131,13 +131,7 @@ def joined(config: RunConfig, member: Membership, rank_progress: RankProgress) -
 
 
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
-    """Run the command as one rank whose start and end are recorded elsewhere; give the exit code.
-
-    Raises:
-        TrainError: how it ended, where not well, or user code exits the process.
-        ConfigError: an operator is not deterministic, and was to be.
-        DoesNotFitError: memory ran out where no smaller cut helps.
-    """
+    """Run the command as one rank, recorded elsewhere, and give the exit code."""
     try:
         return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
@@ -155,11 +149,7 @@ def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> i
 
 
 def _open_store(member: Membership) -> Store:
-    """Open the store by which ranks find each other, and wait there for all. Collective.
-
-    Raises:
-        RankFailedError: a rank did not come in time.
-    """
+    """Open the store by which ranks find each other, and wait there for all. Collective."""
     # Ranks of our own find each other by a file, and wait until their supervisor ends them.
     if member.start_timeout_s is None:
         return FileStore(member.address, member.size)

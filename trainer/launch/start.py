@@ -24,9 +24,6 @@ def run(config: RunConfig, folder: Path) -> int:
     """Run one command to its end, and give the exit code.
 
     The run folder exists, except on ranks that torchrun or srun started beside the first.
-
-    Raises:
-        TrainError: how the run ended, where it did not end well; its exit code is in status.json.
     """
     set_process_defaults()
     if config.deterministic is not False:  # cuBLAS refuses else; it reads it when CUDA starts

@@ -45,12 +45,8 @@ def supervise(
     """Run one command on some ranks, and give the exit code; after one failed again, where allowed.
 
     The ranks are all of the run, or the one that a launcher meant; the run folder exists where the
-    first one is.
-
-    Raises:
-        RankFailedError: a rank failed more often than `parallel.max_restarts` allows.
-        TrainError: how the run ended otherwise, where it did not end well. Of one that this
-            process is to print, though it is not the first, `is_own` is true.
+    first one is. Of an error that this process is to print, though it is not the first, `is_own`
+    is true.
     """
     is_ours, trains = members[0].is_ours, config.command == "train"
     most = config.parallel.max_restarts if trains else 0

@@ -42,15 +42,7 @@ def start_block(
     name: str | None = None,
     resumed_step: int | None = None,
 ) -> RenderableType:
-    """Lay out what is about to happen.
-
-    Args:
-        rows: of the run.
-        warnings: of its plan.
-        folder: where its output goes.
-        name: the user's word for the run.
-        resumed_step: the last step of an earlier start; None in a fresh run.
-    """
+    """Lay out what is about to happen; `resumed_step` is None in a fresh run."""
     shown = [row for row in rows if not row.in_plan] + [Row("output", shown_path(folder))]
     if resumed_step is not None:
         is_fork = (folder / "forked.json").is_file()

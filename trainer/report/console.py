@@ -103,13 +103,7 @@ class Screen:
             self.line(f"reading {loaded}")
 
     def begin(self, step: int, steps: int, noun: Noun = "token") -> None:
-        """Begin to show progress.
-
-        Args:
-            step: the last that was taken; 0 before the first.
-            steps: of the whole run.
-            noun: what speed counts.
-        """
+        """Begin to show progress behind a step, 0 before the first; speed counts the `noun`."""
         self._noun, self._first = noun, None
         # Drawn below, with the figures; evaluations take their part in the time that is left.
         self._progress = Progress(

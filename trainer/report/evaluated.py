@@ -28,17 +28,9 @@ def report_evaluation(
 ) -> None:
     """Print the figures of a checkpoint, and write them and the predictions into the run.
 
-    Args:
-        loaded: the checkpoint.
-        file: for the figures: evaluate.json, beside which predictions.jsonl is written.
-        means: the figures of each part.
-        facts: of each part what it is, in words and for the record.
-        predictions: of each part, a line for each sample; empty where nobody asks.
-        worst: gives the predictions with the largest loss, with their texts; called once the
-            rest is written, since the user's `decode` may raise.
-
-    Raises:
-        SaveError: what is printed cannot be written.
+    `facts` say of each part what it is, in words and for the record. `worst` gives the predictions
+    with the largest loss, with their texts; it is called once the rest is written, since the user's
+    `decode` may raise.
     """
     texts, record, sets = list[str](), dict[str, Any](), dict[str, Facts]()
     for part, metrics in means.items():

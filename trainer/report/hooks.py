@@ -34,12 +34,8 @@ class Hook(ABC):  # noqa: B024 - known by its methods
 class Hooks:
     """Calls one method of every hook that has it, with a dict of plain values, its own copy.
 
-    One that fails is reported once, and called again the next time.
-
-    Args:
-        hooks: by the name the user gave them.
-        warn: called with one line.
-        module: the model, for methods with a second parameter `model`; None gives them none.
+    One that fails is reported once, and called again the next time. Methods with a second
+    parameter `model` get the `module`; with None they get none.
     """
 
     def __init__(
@@ -60,11 +56,7 @@ class Hooks:
         }
 
     def call(self, event: str, values: Entry) -> dict[str, float]:
-        """Call a method of all hooks, and give the figures that they return.
-
-        Raises:
-            ConfigError: a hook changed the model.
-        """
+        """Call a method of all hooks, and give the figures that they return."""
         found: dict[str, float] = {}
         if calls := self._calls[event]:
             self._ours |= values.keys()
@@ -124,9 +116,6 @@ def _unchanged(module: nn.Module, name: str) -> Iterator[None]:
     """Refuse a change of the model, and undo draws of random numbers, within.
 
     A write through `tensor.data` or NumPy is not seen: PyTorch counts none of them.
-
-    Raises:
-        ConfigError: what was called changed weights, gradients or the mode of the model.
     """
     before, draws = _marks(module), (random.getstate(), torch.get_rng_state())
     on_gpu = gpu.generator_states()

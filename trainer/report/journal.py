@@ -55,11 +55,7 @@ class Journal:
             self._warn(f"{self._path.name}: {error.strerror}; its lines wait in memory")
 
     def sync(self) -> None:
-        """Write what is left, and wait until the disk holds it all.
-
-        Raises:
-            SaveError: lines are left that cannot be written.
-        """
+        """Write what is left, and wait until the disk holds it all."""
         error = self._try(durable=True)
         if error is not None:
             failure: SaveError = save_error(error, self._path, len(self._unwritten))
@@ -128,11 +124,7 @@ class Follower:
 
 
 def truncate_after(path: Path, step: float = math.inf) -> None:
-    """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic.
-
-    Raises:
-        OSError: what has the name is no file, or cannot be read.
-    """
+    """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file; move it away")
     content = path.read_bytes() if path.exists() else b""

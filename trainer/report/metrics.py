@@ -36,17 +36,9 @@ class MetricsLog:
 
     On an accelerator the numbers of a step are copied behind its kernels and read when the next
     step arrives, so writing them never makes the host wait; the file lags by that one step.
-
-    Args:
-        folder: the run folder.
-        warn: called once when a line could not be written.
-        resumed_step: entries beyond it are cut before the first is added; None in a fresh run,
-            which cuts all that one without a checkpoint left there.
-        keep_samples: whether to write samples.jsonl.
-        more_of: gives further figures of an entry, called with `on_step` or `on_eval` and it.
-
-    Raises:
-        SaveError: a log cannot be cut.
+    Entries beyond `resumed_step` are cut before the first is added; in a fresh run, for None, all
+    that one without a checkpoint left there. `more_of` is called with `on_step` or `on_eval` and
+    an entry, and gives further figures of it.
     """
 
     def __init__(
@@ -85,11 +77,8 @@ class MetricsLog:
     ) -> None:
         """Enter what a step consumed into the ledger, where one is kept.
 
-        Args:
-            step: from 1; 0 for bad records that were found before the first.
-            ids: of its samples, in the order of the global batch.
-            skipped: of those that its update left out.
-            more: other fields of the line.
+        Ids are in the order of the global batch; its update left out those that are `skipped`.
+        Step 0 has bad records that were found before the first.
         """
         if self._samples is not None:
             if bad := list(skipped):
@@ -97,13 +86,7 @@ class MetricsLog:
             self._samples.write({"step": step, "ids": list(ids), **more})
 
     def evaluation(self, step: int, means: Means, seconds: float) -> Entry:
-        """Write an evaluation; steps before it must be flushed.
-
-        Args:
-            step: after which it was made.
-            means: of each part, written as `eval_...`.
-            seconds: wall time.
-        """
+        """Write an evaluation, its means as `eval_...`; steps before it must be flushed."""
         entry: Entry = {"step": step}
         entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
         return self._write("on_eval", entry | {EVAL_SECONDS: round(seconds, 6)})
@@ -123,11 +106,7 @@ class MetricsLog:
         return [self._write("on_step", entry)]
 
     def sync(self) -> list[Entry]:
-        """Write the step that is on its way, as `flush`, and wait until the disk has everything.
-
-        Raises:
-            SaveError: lines are left that cannot be written.
-        """
+        """Write the step that is on its way, as `flush`, and wait until the disk has everything."""
         written = self.flush()
         for journal in filter(None, (self._metrics, self._samples, self._texts)):
             journal.sync()

@@ -34,11 +34,7 @@ def is_hanging() -> bool:
 
 
 def id_in(folder: Path) -> str:
-    """Give the id that a tracker knows a run by, which its folder holds from the first start on.
-
-    Raises:
-        OSError: it cannot be read or written, or is none.
-    """
+    """Give the id that a tracker knows a run by, which its folder holds from the first start on."""
     path = folder / "id"
     make_folders(folder)
     if not path.exists():
@@ -53,13 +49,8 @@ def id_in(folder: Path) -> str:
 class Mirror:
     """Mirrors what a run writes into metrics.jsonl to a tracker, from `start` to `close_all`.
 
-    Args:
-        name: of the tracker, for warnings, and of its folder in the run folder.
-        tracker: called in the mirror's thread alone.
-        run_folder: it exists.
-        warn: called with one line when something does not work.
-        resumed_step: of the checkpoint that the run goes on from; None in a fresh run.
-        facts: the other fields of `TrackedRun`.
+    The tracker is called in the mirror's thread alone. `facts` are the other fields of
+    `TrackedRun`; `resumed_step` is None in a fresh run.
     """
 
     def __init__(

@@ -18,12 +18,7 @@ class NotebookLine:
         self._shown_at = -INTERVAL_S
 
     def show(self, share: float, text: str) -> None:
-        """Draw it, a few times a second.
-
-        Args:
-            share: of the run that is done, 0 to 1.
-            text: what stands beside the bar.
-        """
+        """Draw the share that is done, 0 to 1, and a text beside it, a few times a second."""
         now = time.monotonic()
         if now - self._shown_at < INTERVAL_S and share < 1:
             return

@@ -39,11 +39,7 @@ def write_own_page(folder: Path) -> None:
 
 
 def write_page(folders: Sequence[Path], file: Path) -> int:
-    """Write one page for all runs of some folders, sweeps' among them; give their number.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write one page for all runs of some folders, sweeps' among them; give their number."""
     runs = [SavedRun(path) for folder in folders for path in runs_in(folder)]
     if runs:
         write_file_atomic(file, page(runs).encode(errors="backslashreplace"))

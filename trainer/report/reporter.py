@@ -31,14 +31,7 @@ Ids = Sequence[int]
 class RunReporter:
     """Reports a run into its folder, onto the screen, to trackers and to the user's hooks.
 
-    Args:
-        folder: the run folder; it exists.
-        screen: where to print.
-        log_every: from one printed line to the next, as `log.every` has it.
-        resumed_step: step of the checkpoint this process goes on from; None in a fresh run.
-        keep_samples: whether to write samples.jsonl.
-        hooks: the user's; they are warned about on the screen.
-        mirrors: of metrics.jsonl, one for each tracker.
+    `resumed_step` is that of the checkpoint this process goes on from; None in a fresh run.
     """
 
     def __init__(
@@ -92,10 +85,7 @@ class RunReporter:
     def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
         """Take an optimizer step; on an accelerator it is shown when the next one comes.
 
-        Args:
-            entry: the line of metrics.jsonl; numbers may be 0-d tensors.
-            ids: of the samples behind it.
-            skipped_ids: of those that its update left out.
+        Numbers of the entry may be 0-d tensors. The update left out samples of `skipped_ids`.
         """
         step = entry["step"]
         if "replays" in entry:
@@ -125,12 +115,7 @@ class RunReporter:
         self._note(step)
 
     def generated(self, step: int, texts: Callable[[], Sequence[tuple[str, str]]] | None) -> None:
-        """Take how prompts were continued after a step.
-
-        Args:
-            step: after which it was.
-            texts: decodes each prompt and what follows; None where memory ran out.
-        """
+        """Take how prompts were continued after a step; None where memory ran out."""
         if texts is None:
             self.warn("log.generate: out of memory; nothing was continued, and the run goes on")
             return
@@ -157,12 +142,7 @@ class RunReporter:
         self._hooks.call("on_checkpoint", {"step": step, "path": str(path)})
 
     def finish(self, result: Record, commands: Sequence[str]) -> None:
-        """Show how the run ended. `close` follows.
-
-        Args:
-            result: what result.json holds; the trackers' summary, too.
-            commands: lines to look further with.
-        """
+        """Show how the run ended, with lines to look further with. `close` follows."""
         self._show(self._metrics.flush())
         self._screen.end_progress()
         self._summary = result

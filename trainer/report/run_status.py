@@ -33,15 +33,7 @@ _REFUSALS = (ConfigError, DataError, NoCheckpointError)
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Lock a run while its new records are written into another folder, until `publish`.
-
-    Yields:
-        That folder.
-
-    Raises:
-        RunInUseError: another process holds the run; nothing was written.
-        SaveError: the folder cannot be written to.
-    """
+    """Lock a run, and give another folder for its new records, until `publish`."""
     with hold(folder):
         try:
             yield folder / STAGED

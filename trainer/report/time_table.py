@@ -31,11 +31,7 @@ Line = tuple[float, str, str, str]  # seconds of a step, the part, what it is, t
 
 
 def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
-    """Split the mean step of every rank.
-
-    Args:
-        spendings: what `PhaseTimes` of each rank counted, over the same steps.
-    """
+    """Split the mean step of every rank, by what its `PhaseTimes` counted over the same steps."""
     tables = [{p: s["phases"].get(p, NEVER) for p in get_args(InStep)} for s in spendings]
     least = {phase: min(table[phase]["least"] for table in tables) for phase in MEETINGS}
     # What is beyond the shortest time of any rank is waiting for the last.

@@ -32,12 +32,7 @@ SHOWN_IDS = 3
 
 @final
 class EarlyWatch:
-    """Says in a line what is odd about a step.
-
-    Args:
-        warmup_steps: of the learning rate.
-        keeps_samples: whether samples.jsonl has the ids of every step.
-    """
+    """Says in a line what is odd about a step."""
 
     def __init__(self, warmup_steps: int = 0, *, keeps_samples: bool = False) -> None:
         self._beginning, self._keeps_samples = warmup_steps + BEGINNING, keeps_samples

@@ -36,20 +36,12 @@ class BestMetric(Stateful):
     def of(
         cls, key: str, metric: str, mode: Literal["auto", "min", "max"], min_delta: float = 0.0
     ) -> Self:
-        """Follow a metric, whose direction follows from its name where nobody says it.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Follow a metric, whose direction follows from its name where nobody says it."""
         known = mode_of(key, metric, mode, "checkpoint.mode")
         return cls(key=key, metric=metric, mode=known, min_delta=min_delta)
 
     def check(self, means: Mapping[str, float]) -> None:
-        """Refuse a metric that an evaluation does not give.
-
-        Raises:
-            ConfigError: `means`, by name, lack it.
-        """
+        """Refuse a metric that an evaluation does not give."""
         names = [f"{_PREFIX}{name}" for name in means]
         if self.metric not in names:
             near = did_you_mean(self.metric, names) or f" Evaluations give {', '.join(names)}"

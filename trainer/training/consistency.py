@@ -26,15 +26,8 @@ def check_consistency(
 ) -> None:
     """Refuse ranks with other classes, samples or models, bit for bit. Collective.
 
-    Args:
-        world: the ranks; one alone, or one that stands for several, has nothing to compare.
-        data_sets: what is trained and evaluated on.
-        module: the model on its device, not yet laid out over the ranks.
-        weights: what parameters on the meta device begin with; None where there are none.
-
-    Raises:
-        ConfigError: a rank runs other code of the user's, or built another model, than the first.
-        DataError: a rank reads other samples than the first.
+    The module is on its device, not yet laid out over the ranks; `weights` are what parameters on
+    the meta device begin with.
     """
     if world.long_timeout_group is None:
         return

@@ -27,9 +27,8 @@ from trainer.training.step import StepReport, train_step
 def train(run: Run) -> None:
     """Train from the feed's cursor, which is at `run.progress`, to the last step. Collective.
 
-    Raises:
-        TrainError: a signal asked to stop (`Preempted`), or too many steps in a row were not
-            finite (`NonFiniteError`); the state is saved.
+    Where a signal asks to stop, or too many steps in a row are not finite, it raises, and the
+    state is saved.
     """
     progress, config = run.progress, run.config
     _stop_if_asked(run, progress)
@@ -177,11 +176,7 @@ def _take_evaluation(run: Run, *, is_counted: bool = True) -> None:
 
 
 def _check_metrics(run: Run) -> None:
-    """Refuse metrics that no evaluation gives before the first step: two samples show which.
-
-    Raises:
-        ConfigError: nothing is held out, or it has no such figure.
-    """
+    """Refuse metrics that no evaluation gives before the first step: two samples show which."""
     ranked_by = BestMetric(key="sweep.metric", metric=run.config.sweep.metric, mode="min")
     is_default = ranked_by.metric == "eval_loss"  # a run in no sweep has it too
     own = ranked_by if ranked_by.metric.startswith("eval_") and not is_default else None
