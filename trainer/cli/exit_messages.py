@@ -31,7 +31,7 @@ def print_error(error: TrainError) -> int:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print, once for all ranks, what was typed and is read in another way than it may be meant."""
+    """Print lines beside an error, or on what was typed, once for all ranks."""
     if global_rank() == 0:
         _print("".join(f"train: {note}\n" for note in notes))
 

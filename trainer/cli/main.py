@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
 from trainer.cli.argv import PAGES, split
-from trainer.cli.exit_messages import flush_std_streams, piped, print_crash, print_error, print_out
+from trainer.cli.exit_messages import (
+    flush_std_streams,
+    piped,
+    print_crash,
+    print_error,
+    print_notes,
+    print_out,
+)
 from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
@@ -41,7 +48,8 @@ def run(argv: Sequence[str]) -> int:
     """Run a command line, and give the exit code; one line per fault is printed on stderr."""
     try:
         return _run(argv)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print_notes(getattr(error, "__notes__", ()))
         return INTERRUPTED
     except TrainError as error:
         return print_error(error)

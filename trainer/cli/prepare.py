@@ -55,11 +55,11 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
     key = "run" if named is not None and command in (*READING, "plan", "verify") else "resume"
     if word_of(overrides, key) is None:
-        return _begin(composer.check(overrides))
+        return _place_new(composer.check(overrides))
     rest = without(overrides, key)
     run = _find(rest, word_of(overrides, key) or "", key, composer)
     if run is None:
-        return _begin(composer.check(rest), begins_again=True)
+        return _begin_instead(composer.check(rest))
     if key == "run" and command in READING:
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run, None), makes_folder=False)
@@ -100,15 +100,14 @@ def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
     return replace(_place_new(job), forked=checkpoint, note=job.note + note)
 
 
-def _begin(job: Job, *, begins_again: bool = False) -> Job:
-    """Prepare a run that begins; where `resume=auto` found none, its folder may hold records."""
+def _begin_instead(job: Job) -> Job:
+    """Prepare a run that begins since `resume=auto` found none; its folder may hold records."""
     name = job.config.name
     called = "without a name" if name is None else f"named {name}"
     hint = " (type name= for one that has one)" if name is None else ""
     there = f"no run {called} below {job.config.outputs} can be resumed{hint}"
-    note = f"resume=auto: {there}; a new one begins\n" if begins_again else ""
-    placed = _place(job, job.folder) if begins_again else _place_new(job)
-    return replace(placed, note=job.note + note)
+    note = f"resume=auto: {there}; a new one begins\n"
+    return replace(_place(job, job.folder), note=job.note + note)
 
 
 def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:

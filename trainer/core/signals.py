@@ -29,7 +29,10 @@ UNBEGUN = "stopped before the first step"
 """How a run ends that was asked to before it could train."""
 
 # With a blank line at its end: a progress bar of two lines is next drawn over the last two.
-STOPPING = b"\ntrain: stopping after this step is saved; once more stops now, saving nothing\n\n"
+STOPPING = b"""
+train: stopping after this step is saved; once more stops now: resume= then takes an older save
+
+"""
 
 _listening: list[StopFlag] = []
 """The flag of this process while it listens; at most one."""
