@@ -54,10 +54,6 @@ def open_data(
 
     `tokenizer` is the run's, which data that take one are given. `labels` are the classes that the
     run has learnt, whose numbers hold in other data that are evaluated.
-
-    Raises:
-        ConfigError: an argument of a data set is wrong, or its share is.
-        TrainError: data cannot be built or read.
     """
     # `train` and `plan` show what is found on both sides.
     compares, own = config.command in {"train", "plan"}, config.data
@@ -94,15 +90,8 @@ def _with_sources(
 ) -> tuple[Component, list[str]]:
     """Open the sources of data that have some, and put them among the arguments. Collective.
 
-    What the class of the data does not take is a setting of all sources that take it.
-
-    Returns:
-        The data, and what to warn of.
-
-    Raises:
-        ConfigError: no source takes a setting that was typed, or all of other data are to be
-            evaluated.
-        TrainError: a source cannot be built or read.
+    What the class of the data does not take is a setting of all sources that take it. Gives the
+    data, and what to warn of.
     """
     if (argument := sources_argument(data.target)) is None:
         return data, []
@@ -262,11 +251,7 @@ def arguments_from_data(
 
 
 def _channels(config: RunConfig, data: DataView) -> int | None:
-    """Count the channels of an image, for a model that asks.
-
-    Raises:
-        ConfigError: there is no image.
-    """
+    """Count the channels of an image, for a model that asks."""
     taken = inspect.signature(look_up(config.model, "model", config.trust)).parameters
     if "channels" not in taken or config.model.params.get("channels") is not None:
         return None

@@ -19,11 +19,9 @@ _SIDE, _LINE, _GAP = 128, 16, 4
 def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
     """Write the images of samples, each collated alone, with a word about each, into a PNG.
 
-    Numbers are drawn from the least, black, to the largest of all images, white.
-
-    Returns:
-        Whether there were images: of every sample the first field `(1, channels, height, width)`
-        with one or three channels.
+    Numbers are drawn from the least, black, to the largest of all images, white. Gives whether
+    there were images: of every sample the first field `(1, channels, height, width)` with one or
+    three channels.
     """
     from PIL import Image, ImageDraw  # noqa: PLC0415 - for images alone; matplotlib brings it
 

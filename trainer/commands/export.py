@@ -38,9 +38,6 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 
     One process does it, whatever the number of ranks that saved; shards become whole tensors. It
     reads config and checkpoint: neither data nor a GPU need be there, but for `batchnorm.precise`.
-
-    Raises:
-        ConfigError: nowhere to write to.
     """
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
@@ -83,11 +80,7 @@ def _tokenizer(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
 
 
 def _merged(model: nn.Module | None, adapter: Any) -> nn.Module:  # noqa: ANN401 - any adapter
-    """Merge an adapter into the weights.
-
-    Raises:
-        ConfigError: it cannot be.
-    """
+    """Merge an adapter into the weights."""
     if not hasattr(adapter, "merge"):
         kind = type(adapter).__name__
         raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")

@@ -44,9 +44,6 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     """Build the tokenizer that goes with a run's weights; None where there is none to be written.
 
     It is that of the data or, where they take none, that of the folder of the model.
-
-    Raises:
-        ConfigError: it cannot be built.
     """
     parts = _data_parts(config)
     tokenizer = RunTokenizer(config)

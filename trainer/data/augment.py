@@ -19,15 +19,9 @@ class Augment:
     """Applies callables to the image of a sample, one after the other.
 
     The loader seeds PyTorch, NumPy and Python for each sample and epoch before it asks: what a
-    callable draws from them is the same for every cut, rank, worker and resumption.
-
-    Args:
-        transforms: each takes an image, `(channels, height, width)` from 0 to 1, and gives one.
-        mean: what was subtracted from an image, by channel.
-        std: what it was divided by then.
-
-    Raises:
-        ConfigError: one is not callable.
+    callable draws from them is the same for every cut, rank, worker and resumption. A callable
+    takes an image, `(channels, height, width)` from 0 to 1, and gives one. `mean` and `std` are
+    what was subtracted from it, by channel, and what it was divided by then.
     """
 
     def __init__(

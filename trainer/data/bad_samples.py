@@ -26,18 +26,10 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
     that leave it out would not be those of a resumed run.
 
     Bad is a sample that raises, is no mapping to tensors, is empty or of another length than
-    `lengths` says, or has other fields, dtypes or dimensions than the first sound one.
-
-    Args:
-        datasets: all of the training data, and what else there is.
-        seed: the run's; what samples draw here is what they draw in the first epoch.
-        world: all ranks.
-
-    Returns:
-        A view of each; the first one counts what was left out of all of them.
-
-    Raises:
-        DataError: more than `SKIP_CAP` of a data set is bad; one sample is always allowed.
+    `lengths` says, or has other fields, dtypes or dimensions than the first sound one. The first
+    data set is the training data, whose view counts what was left out of all. What samples draw
+    here is what they draw in the first epoch. A DataError where more than `SKIP_CAP` of a data set
+    is bad; one sample is always allowed.
     """
     found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
     views = [_sound(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]

@@ -52,16 +52,10 @@ _MARKED = f"use a template that marks them by {{% generation %}} ({_TEMPLATE})"
 def normalize_messages(value: object) -> list[Message]:
     """Read a conversation as TRL (`role`, `content`) or ShareGPT (`from`, `value`) writes it.
 
-    Fields of a message that are None, which is how Arrow stores absent ones, are left out; within
-    a field None is a value. Of content in parts, as it is written beside images, the texts are
-    joined.
-
-    Returns:
-        The messages, in the names and roles that chat templates know.
-
-    Raises:
-        ValueError: it is no list of messages, a role is unknown, or a message holds nothing, or
-            something else than text.
+    Fields of a message that are None, which is how Arrow stores absent ones, are left out; within a
+    field None is a value. Of content in parts, as it is written beside images, the texts are
+    joined. The messages have the names and roles that chat templates know. A ValueError
+    where they are none.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError("the conversation is not a list of messages, or an empty one")
@@ -135,20 +129,8 @@ def encode_completion(
     An answer of the weight 0 is given, and not learned.
 
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
-    holds a part of both is a loss term.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        prompt: what is given.
-        completion: what is learned: a text, or the answers among the messages.
-        tools: JSON schemas, or the text of their JSON, for the template.
-        chat_template: text of a template; None is the tokenizer's own.
-        chat_template_kwargs: further variables of the template.
-        learns_all: make every token a loss term.
-
-    Raises:
-        ValueError: one is text and the other messages, no answer is there, or no template, or none
-            that shows where answers are.
+    holds a part of both is a loss term. The tokenizer is a fast one of transformers. What cannot be
+    encoded so is a ValueError.
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         ids, counts = _encode_texts(tokenizer, prompt, completion)
@@ -189,11 +171,7 @@ def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[int]) -> list[bool]:
-    """Take out of a template's mask, a run of tokens for each answer, those not learned.
-
-    Raises:
-        ValueError: there are not as many runs as answers.
-    """
+    """Take out of a template's mask, a run of tokens for each answer, those not learned."""
     begins = [c and not before for before, c in zip([False, *counts], counts, strict=False)]
     if sum(begins) != len(answers):
         raise ValueError(
@@ -330,11 +308,7 @@ class _Chat:
     ) -> tuple[int, list[int]]:
         """Check that what a model is given before message `i` begins the whole.
 
-        Returns:
-            Its characters, and its tokens.
-
-        Raises:
-            ValueError: it does not, in text or in tokens.
+        Gives its characters and its tokens; a ValueError where the whole does not begin so.
         """
         name = f"message {i + 1}, of the assistant,"
         if i == 0:

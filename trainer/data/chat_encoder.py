@@ -134,11 +134,8 @@ def prompt_tokens(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Give the tokens of a prompt, and those of which each one ends what follows.
 
-    Args:
-        tokenizer: of transformers.
-        text: what is asked; in a chat the user's message.
-        form: of the records, as `recognise` names it.
-        template: `chat_template`, None for the tokenizer's own, and variables of it.
+    `form` is the format of the records; `template` has `chat_template`, None for the tokenizer's
+    own, and its variables.
     """
     ends = [tokenizer.eos_token_id]
     if form in {"chat", "instruction"} and has_template(tokenizer, template):

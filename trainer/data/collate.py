@@ -30,9 +30,7 @@ IGNORED_LABEL = -100
 def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozenset[str]:
     """Find the fields with one entry per token; of unlike lengths none fits by chance.
 
-    Args:
-        samples: the shortest, the longest, and some others.
-        lengths: their tokens.
+    The samples, of so many tokens, are the shortest, the longest, and some others.
     """
 
     def is_aligned(name: str) -> bool:
@@ -59,22 +57,12 @@ def pad(
 ) -> dict[str, Tensor]:
     """Stack samples, padding on the right where they differ.
 
-    Args:
-        samples: `n >= 1` of them.
-        aligned: fields with one entry per token, padded to `pad_to`; others are padded to the
-            longest of the micro-batch, where they differ at all.
-        pad_to: padded length in tokens.
-        name_of: names a sample for a message.
-        pad_token: what `input_ids` are padded with.
-
-    Returns:
-        Every field, `(n, ...)`: padded with -100 in `labels`, which are int64 unless they are real
-        numbers, with `pad_token` in `input_ids`, else with 0. With `input_ids` comes
-        `attention_mask`, `(n, pad_to)` int64, 1 on tokens, unless the samples bring one.
-
-    Raises:
-        DataError: names, dtypes or shapes differ, or a sample is longer than `pad_to`; names
-            field and sample.
+    Fields that are `aligned`, with one entry per token, are padded to `pad_to` tokens; others to
+    the longest of the micro-batch, where they differ at all. Gives every field, `(n, ...)`: padded
+    with -100 in `labels`, which are int64 unless they are real numbers, with `pad_token` in
+    `input_ids`, else with 0. With `input_ids` comes `attention_mask`, `(n, pad_to)` int64, 1 on
+    tokens, unless the samples bring one. Names, dtypes or shapes that differ are a DataError, as is
+    a longer sample.
     """
     fields = {}
     for name, column in _columns(samples, name_of).items():
@@ -108,22 +96,10 @@ def pack(
     Labels stay: the objective shifts them within each document. What `pad_to` asks beyond the
     samples is filled as padding is, in segments no longer than the longest sample: attention
     kernels write nothing beyond the length they are given, and positions have no more entries.
-
-    Args:
-        samples: `n >= 1` of them.
-        aligned: fields with one entry per token.
-        pad_to: positions of the row.
-        name_of: names a sample for a message.
-        pad_token: what `input_ids` are padded with.
-
-    Returns:
-        Every field, `(1, pad_to, ...)`; `position_ids`, `(1, pad_to)` int64, from 0 in every
-        segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends;
-        `max_seqlen`, `(longest segment, 0)`: a shape is known on the host wherever its tensor is.
-
-    Raises:
-        DataError: names or dtypes differ, a field has not one entry per token, or the samples
-            do not fit the row; names field and sample.
+    Gives every field, `(1, pad_to, ...)`; `position_ids`, `(1, pad_to)` int64, from 0 in every
+    segment; `cu_seqlens`, `(segments + 1,)` int32, where segments begin and the last ends;
+    `max_seqlen`, `(longest segment, 0)`: a shape is known on the host wherever its tensor is.
+    Fields must have one entry per token, and the samples fit the row.
     """
     columns = _columns(samples, name_of)
     if others := [name for name in columns if name not in aligned]:

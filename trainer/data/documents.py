@@ -103,27 +103,12 @@ class ByteDocuments(TwoSides):
     """Documents of an index: `[BOS] + bytes + [EOS]`, in samples of at most `max_length` tokens.
 
     Tokens are bytes, 0 to 255, then BOS = 256 and EOS = 257: a vocabulary of 258, not padded.
-    `labels` are `input_ids`; the objective shifts. Documents, not samples, are held out, so that
-    no chunk of a held-out document is trained on. Subclasses add nothing but where the index
-    comes from.
-
-    Args:
-        index: the documents, at least one, shared by both splits.
-        split: `train` or `held_out`.
-        max_length: most tokens of a sample, BOS and EOS counted; at least 2.
-        holdout: share of the index's groups that is held out, at least one.
-        seed: selects which.
-        overlong: what becomes of a document longer than `max_length`. `chunk`: several samples,
-            each of which begins with the last token of the one before as context, so that every
-            token but the document's first is predicted once; `cut`: one, without the rest;
-            `drop`: none.
-
-    Attributes:
-        num_skipped: records or files that could not be read and were left out of the index.
-        skipped: the first of them, each with the reason.
-
-    Raises:
-        DataError: no document is left to train on.
+    `labels` are `input_ids`; the objective shifts. Documents, not samples, are held out, so that no
+    chunk of a held-out document is trained on. Subclasses add nothing but where the index comes
+    from. An index holds one document at least. Its groups, not samples, are held out, at least one.
+    A longer document becomes several samples (`chunk`), each of which begins with the last token of
+    the one before as context, so that every token but the document's first is predicted once; one,
+    without the rest (`cut`); or none (`drop`).
     """
 
     _samples: TextSamples

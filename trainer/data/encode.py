@@ -116,8 +116,7 @@ class RecordEncoder:
     def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding
         """Tokenize with special tokens, cut to `max_length` where longer ones are.
 
-        Raises:
-            DroppedError: it is longer, and longer ones are dropped.
+        Where longer ones are dropped it raises a DroppedError.
         """
         cuts = {"truncation": how.pop("truncation", True), "max_length": self.max_length}
         found = self.tokenizer(*texts, **(cuts if self.overlong == "cut" else {}), **how)
@@ -161,11 +160,7 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def text_of(record: Record, role: str) -> str:
-    """Give a text of a record.
-
-    Raises:
-        ValueError: it is none, or blank.
-    """
+    """Give a text of a record; a ValueError where it is none, or blank."""
     text = record[role]
     if not isinstance(text, str):
         raise ValueError(f"its {role} is of type {type(text).__name__}, not a string")

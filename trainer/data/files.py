@@ -51,12 +51,8 @@ def files_at(
     """List one file, or the files of a folder and its subfolders in order of their names.
 
     Names that begin with a dot are left out. Folders of runs and sweeps below it are passed over,
-    and files that `takes` refuses; `kind` says what is taken.
-
-    Raises:
-        DataError: there is no file, or something else (a pipe, a device, a link to a folder or to
-            nothing).
-        OSError: a folder cannot be read.
+    and files that `takes` refuses; `kind` says what is taken. A DataError where there is no file,
+    or something else than files and folders.
     """
     if path.is_file():
         return Listing([path])
@@ -113,12 +109,8 @@ def reading(path: Path) -> Iterator[None]:
 def progress(label: str) -> Iterator[Callable[[], None]]:
     """Say on stderr, once, what takes longer than `LONG_S`; only the first rank of a machine does.
 
-    Args:
-        label: what is being done, e.g. `indexing the standard library`.
-
-    Yields:
-        A function to call after each unit of work; it raises `Preempted` once a signal has asked
-        the run to stop.
+    Yields a function to call after each unit of work, such as `indexing the standard library`; it
+    raises `Preempted` once a signal has asked the run to stop.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     due = time.monotonic() + LONG_S if is_first else math.inf

@@ -93,11 +93,7 @@ class Format:
     unread: Sequence[str] = ()  # the other columns
 
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the values of a record by role.
-
-        Raises:
-            ValueError: a column is missing.
-        """
+        """Give the values of a record by role; a ValueError where a column is missing."""
         for role, column in self.columns.items():
             if column not in record and role not in _OPTIONAL.get(self.name, {}):
                 has = ", ".join(map(repr, record)) or "none"
@@ -113,17 +109,8 @@ def recognise(
 ) -> Format:
     """Find the format of records by their columns, for a model that is made for a task.
 
-    Args:
-        place: what the records are read from, for messages.
-        columns: of the records.
-        task: what the model is made for.
-        typed: names of columns by role, in place of the usual ones; None under the name of a
-            column leaves it out.
-
-    Raises:
-        ConfigError: a role is none, or no record has a typed column.
-        DataError: the columns are those of no format that fits the task, or one that nothing reads
-            changes what a record means.
+    Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
+    it out. One that nothing reads, and that changes what a record means, is refused.
     """
     left_out = {column for column, name in (typed or {}).items() if name is None}
     named = {role: column for role, column in (typed or {}).items() if column is not None}

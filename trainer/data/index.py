@@ -80,17 +80,9 @@ def cached_index(
 ) -> Index:
     """Open the index of a corpus, building it first where there is none, or a damaged one.
 
-    Args:
-        kind: begins the name of its folder.
-        settings: what is read and how; one index is kept for each kind and settings.
-        files: what the documents are read from; others of that name, size and time are the same.
-        build: is given a function that adds a document, and returns why records were left out, and
-            facts to keep beside the documents. It must turn its own OSError into something else:
-            one that leaves it counts as a failure to write.
-        reader: version of what reads them.
-
-    Raises:
-        DataError: the index cannot be written.
+    One index is kept for each `kind` and `settings`. It is built anew where a file has another
+    name, size or time, or the `reader` another version. `build`
+    must turn its own OSError into something else: one that leaves it counts as a failure to write.
     """
     name = f"{kind}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     hashed = hashlib.sha256(f"{reader}|{settings}".encode())
@@ -129,11 +121,7 @@ def refuse_many(bad: Sequence[str], total: int) -> None:
 
 
 def cache_folder() -> Path:
-    """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's.
-
-    Raises:
-        ConfigError: it begins with the home of a user that there is not.
-    """
+    """Name the user's cache folder: `TRAIN_CACHE`, or `step-trainer` below the system's."""
     if typed := os.environ.get("TRAIN_CACHE"):
         path = expanded(typed)
         if path.parts[0].startswith("~"):

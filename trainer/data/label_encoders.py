@@ -29,11 +29,7 @@ class Labels:
     numbers: Mapping[object, int] = field(default_factory=dict)  # of classes by what stands for one
 
     def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
-        """Give the number of a label.
-
-        Raises:
-            ValueError: it is none, or no class.
-        """
+        """Give the number of a label; a ValueError where it is none, or no class."""
         if self.names is None and isinstance(value, str):
             value = number_in(value)
         if isinstance(value, Hashable) and value in self.numbers:
@@ -75,14 +71,8 @@ def labels_of(
 ) -> Labels:
     """Find the classes of all labels: words in their order, or numbers from 0.
 
-    Args:
-        values: all of them.
-        stated: names of numbers, where the data state them.
-        model: names that the model's head has, which count where they are all of the data's.
-        fixed: names that count in any case; none at all where labels are to be numbers.
-
-    Raises:
-        ValueError: they are neither words nor numbers, or both, or words in place of numbers.
+    Names of numbers are `stated` by some data. Those of the model's head count where they are all
+    of the data's; `fixed` ones in any case, and none at all where labels are to be numbers.
     """
     found = {*values}
     distinct = found - {None}
@@ -235,11 +225,7 @@ def _tokens_of(span: tuple[int, int], found: Any) -> tuple[int, int]:  # noqa: A
 
 
 def choices_of(record: Record) -> tuple[str, list[str], Any]:
-    """Give what is asked, the choices, and the number of the right one.
-
-    Raises:
-        ValueError: the answer is none of the choices.
-    """
+    """Give what is asked, the choices, and the number of the right one, or a ValueError."""
     if "sent1" in record:
         begin = record["sent2"] or ""
         return record["sent1"], [f"{begin} {record[e]}" for e in ENDINGS], record["label"]

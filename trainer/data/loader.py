@@ -75,15 +75,9 @@ class Loader(Dataset[Any]):
     What a request gives depends on (data set, seed, request) alone: a sample that may draw random
     numbers is read, and one that the data set's `augment` or an objective changes is changed, under
     generators seeded by (seed, epoch, id), a `collate` of the data set's own under ones seeded by
-    all ids. The generators of this process stay as they were.
-
-    Args:
-        dataset: to read from.
-        num_workers: loading processes; 0 loads in this one.
-        seed: the run's.
-        pin_memory: put fields into page-locked memory, for copies to a GPU.
-        limits: what token ids and labels must be below.
-        unaligned: fields whose lengths are their own, such as labels of an encoder-decoder.
+    all ids. The generators of this process stay as they were. `limits` are what token ids and
+    labels must be below; fields that are `unaligned` have lengths of their own, such as labels of
+    an encoder-decoder.
     """
 
     def __init__(
@@ -112,11 +106,7 @@ class Loader(Dataset[Any]):
         return {**vars(self), "_sampler": None, "_workers": None}
 
     def load(self, request: Request) -> Fields:
-        """Load one micro-batch in this process.
-
-        Raises:
-            DataError: a sample cannot be read or joined with the others; names it.
-        """
+        """Load one micro-batch in this process; a DataError names what cannot be read or joined."""
         fields = self._assembled(request)
         return {n: f.pin_memory() for n, f in fields.items()} if self._pin_memory else fields
 
@@ -168,14 +158,8 @@ class Loader(Dataset[Any]):
         """Load micro-batches in the order of their requests.
 
         Workers draw `ahead` requests each, in this process, before those are asked for; without
-        workers a thread draws `AHEAD`, if it may. A stream that begins ends the one before it.
-
-        Yields:
-            The fields of each.
-
-        Raises:
-            DataError: a sample cannot be read or joined with the others, or a worker died.
-            Exception: PyTorch's loader failed for another reason.
+        workers a thread draws `AHEAD`, if it may. A stream that begins ends the one before it. A
+        sample that cannot be read or joined, or a worker that died, is a DataError.
         """
         if self.num_workers == 0:
             yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)

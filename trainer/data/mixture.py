@@ -33,14 +33,8 @@ class Joined(Dataset[Sample]):
     """Samples of several parts, one part after the other.
 
     Of a part with more samples than are taken those at even distances are; one with fewer begins
-    anew.
-
-    Args:
-        views: the parts by name.
-        counts: how many samples of each; None is all, once.
-
-    Attributes:
-        original_ids: `(samples,)`, what a person reads; None where that is the place here.
+    anew. Without `counts` every sample is taken once. `original_ids` are what a person reads,
+    `(samples,)`; None where that is the place here.
     """
 
     def __init__(
@@ -220,16 +214,9 @@ def counts_by_weight(
 class MixturePart(Joined):
     """Samples of several sources, one source after the other.
 
-    Args:
-        views: the sources by name.
-        counts: how many samples of each; None is all, once.
-        weights: for messages.
-        left_out: samples of each source that another one holds out, for messages.
-        is_marked: whether samples say their source, for its loss in training.
-
-    Attributes:
-        source_names: in their order.
-        source_ids: `(samples,)`, the number of the source of each sample.
+    Without `counts` every sample is taken once. `weights`, and the samples `left_out` as another
+    source holds them out, are for messages. Marked samples say their source, for its training loss.
+    `source_ids`, `(samples,)`, are places in `source_names`.
     """
 
     split_rule = "of each source as of data of its own"

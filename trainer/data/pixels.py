@@ -49,9 +49,7 @@ def is_image(path: Path) -> bool:
 def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
     """Read an image, upright, in red, green and blue.
 
-    Raises:
-        OSError: it is of none of the formats, or broken.
-        ValueError: it has more pixels than Pillow's limit, or more than 8 bits.
+    An OSError where it is of none of the formats, or broken; a ValueError where it is too large.
     """
     from PIL import Image, ImageOps  # noqa: PLC0415 - for images alone
 
@@ -122,11 +120,7 @@ def pixels_of(
     model_path: str | None = None,
     **_: object,  # other arguments of the data
 ) -> Pixels:
-    """Take a processor or, where size, mean or std are others than its own, none.
-
-    Raises:
-        ConfigError: the processor cannot be used, or numbers are missing for a channel.
-    """
+    """Take a processor or, where size, mean or std are others than its own, none."""
     for name, numbers in (("mean", mean), ("std", std)):
         if numbers and (len(numbers) != len(IMAGENET_MEAN) or (numbers is std and min(std) <= 0)):
             text = "needs a number each for red, green and blue, of std above 0"
@@ -140,11 +134,7 @@ def pixels_of(
 
 
 def processor_pixels(processor: str | None, model_path: str | None) -> Pixels | None:
-    """Load an image processor, or else that of the model, if it has one; runs no code of theirs.
-
-    Raises:
-        ConfigError: it cannot be loaded, or its images have several sizes.
-    """
+    """Load an image processor, or else that of the model, if it has one; runs no code of theirs."""
     source = processor or model_path
     if source is None or not (processor or model_files(source, _PROCESSOR, _NESTED)):
         return None

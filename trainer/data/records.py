@@ -76,14 +76,9 @@ class RecordSource:
     def load(self, scratch: Path) -> tuple[dict[str, Any], Sequence[str]]:
         """Give a `datasets.Dataset` of each part, mapped from files in `scratch` where it can be.
 
-        Records of JSON, and texts, are bytes in a column `text`.
-
-        Returns:
-            The part that is trained on and, where there is one, the held-out part beside it, by
-            name; and the names of those that are not taken.
-
-        Raises:
-            DataError: a file cannot be read, or no part is the one to take; names it.
+        Records of JSON, and texts, are bytes in a column `text`. Gives by name the part that is
+        trained on and, where there is one, the held-out part beside it; and the names of those that
+        are not taken.
         """
         files = [file for each in self.files.values() for file in each]
         if files and not sum(file.stat().st_size for file in files):
@@ -144,14 +139,8 @@ def find_records(
 ) -> RecordSource:
     """Find out what a path holds; a folder or files are parted by words in their names.
 
-    Args:
-        path: file, folder, or name on the hub.
-        subset: of a name on the hub, its configuration.
-        part: the one that is trained on; None is the one whose name begins with `train`.
-        is_alone: whether no other part is taken beside it.
-
-    Raises:
-        DataError: there is nothing, or files of several kinds, or no part is the one to take.
+    `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
+    whose name begins with `train`; with `is_alone` no other is taken beside it.
     """
     source = RecordSource(path=path, kind="hub", subset=subset, part=part, is_alone=is_alone)
     place = expanded(path).absolute()
@@ -206,12 +195,7 @@ def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], 
     """Choose the part that is trained on, and a held-out one beside it, by their names.
 
     Beside `train_sft` that is `test_sft`, else the one part that is called as held-out ones are.
-
-    Returns:
-        Their names, and those of the others.
-
-    Raises:
-        DataError: no name is that of the part, or several may be.
+    Gives their names, and those of the others; a DataError where none fits, or several do.
     """
     place, there = f"data.path={source.path}", ", ".join(names)
     if source.part is not None and source.part not in names:

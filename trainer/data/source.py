@@ -71,13 +71,7 @@ class SourceSpec:
     def open(self, world: World, *, compares: bool) -> DataSource:
         """Build the data, once where they give their parts, and hold a share out. Collective.
 
-        Args:
-            world: all ranks.
-            compares: look for samples on both sides.
-
-        Raises:
-            ConfigError: an argument of the data set is wrong.
-            TrainError: the data cannot be built or read.
+        With `compares` samples are looked for on both sides.
         """
         parts, rule, warnings = self._parts(world)
         asked = parts[0].facts.holdout
@@ -149,9 +143,6 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
 
     It gives them by a method `splits() -> Mapping[str, Dataset]`, or is such a mapping itself, as a
     `DatasetDict` is; else it is one part.
-
-    Raises:
-        DataError: no part is called `train`, or one has no length.
     """
     built = spec.build()
     splits = getattr(built, "splits", None)

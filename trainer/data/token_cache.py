@@ -99,13 +99,9 @@ def cached_records(
     """Open the cache of what records become, tokenising them first where there is none.
 
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
-    (the one that is trained on is the first), `other_parts` and columns that are `unread`,
-    `runs` of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`,
-    and options that are `unused`, each with why.
-
-    Raises:
-        ConfigError: the options do not fit the records.
-        DataError: the source cannot be read, is not recognised, or holds bad records.
+    (the one that is trained on is the first), `other_parts` and columns that are `unread`, `runs`
+    of rows that were kept, `dropped` by reason, `overlong`, `num_classes`, `label_names`, and
+    options that are `unused`, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
     loaded = source.load(cache_folder()) if source.kind == "hub" else None
@@ -253,11 +249,7 @@ class _Writer:
         self.runs: dict[str, list[list[int]]] = {}
 
     def add_part(self, part: str, records: Any, most: int | None) -> int:  # noqa: ANN401 - a Dataset
-        """Add the records of a part, and count those that are kept.
-
-        Raises:
-            DataError: a record is bad.
-        """
+        """Add the records of a part, and count those that are kept; a bad one is a DataError."""
         records, rows = select(records, most)
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {self._source.path}"

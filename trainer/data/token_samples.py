@@ -51,19 +51,9 @@ Kind = str | int
 class TextSamples:
     """Samples of texts, each of which is stored as its ids alone.
 
-    Args:
-        index: the texts.
-        ends: special tokens around them.
-        max_length: most tokens of a sample.
-        overlong: what becomes of longer texts; see `ByteDocuments`.
-        stored: what ids are stored in.
-        head: numbers that are stored before the ids of a text.
-
-    Attributes:
-        documents: `(samples,)`, the document of each.
-        lengths: `(samples,)`, tokens of each.
-        num_cut: `(documents,)`, tokens of each that are in no sample.
-        settings: what the samples depend on beside the index.
+    The index holds `head` numbers before the ids of each. `documents`, `(samples,)`, is the
+    document of each sample, and `lengths` its tokens. `num_cut`, `(documents,)`, counts tokens that
+    are in no sample. For `overlong` see `ByteDocuments`.
     """
 
     def __init__(
@@ -117,14 +107,9 @@ def divide(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Divide documents into samples.
 
-    Args:
-        whole: `(documents,)`, tokens of each.
-        max_length: most tokens of a sample.
-        overlong: what becomes of longer documents.
-        context: tokens that a later sample has from the end of the one before.
-
-    Returns:
-        Of each sample its document, first token there, and length, `(samples,)` each.
+    `whole` are the tokens of each document, `(documents,)`; a later sample has so many tokens of
+    `context` from the end of the one before. Gives of each sample its document, first token there,
+    and length, `(samples,)` each.
     """
     counts, stride = np.ones_like(whole), max_length - context
     if overlong == "chunk":
@@ -141,9 +126,7 @@ def divide(
 class FieldSamples:
     """Samples of several fields, each of which is a record; see `TextSamples` for the attributes.
 
-    Args:
-        index: what `packed_fields` gave for each.
-        kinds: of the fields by name, in their order.
+    The index holds what `packed_fields` gave for each; `kinds` are of the fields, in their order.
     """
 
     def __init__(self, index: Index, kinds: Mapping[str, Kind]) -> None:

@@ -85,11 +85,7 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
 
 
 def read_template(typed: str | None) -> str | None:
-    """Read a chat template, where a file was typed in place of its text.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Read a chat template, where a file was typed in place of its text."""
     if typed is None or "{" in typed:
         return typed
     file = expanded(typed)

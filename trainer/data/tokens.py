@@ -123,11 +123,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor.
-
-        Raises:
-            DataError: the file is shorter than it was, or holds a token beyond `vocab_size`.
-        """
+        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
         window = int(self.original_ids[i])
         number = int(np.searchsorted(self._ends, window, side="right"))
         first = int(self._ends[number - 1]) if number else 0

@@ -64,22 +64,10 @@ class DataFacts:
 class DataView:
     """A data set, or some of its samples.
 
-    What `Samples` lists as optional is read here, when it is first asked for.
-
-    Args:
-        dataset: as the user wrote it, or a view that this one is a part of.
-        count: samples in it; all of `dataset` by default.
-        ids_of: gives their positions in `dataset`; they are the same by default.
-        settings: what selected them, for the fingerprint.
-
-    Attributes:
-        dataset: as the user wrote it.
-        kind: name of its class.
-        num_skipped: bad records that were left out of the data set, on either side of a split.
-        skipped: the first of them, each with the reason.
-
-    Raises:
-        DataError: `__len__` fails, or gives no count.
+    What `Samples` lists as optional is read here, when it is first asked for. A view has `count`
+    samples; `ids_of` gives their positions in the data set, the same by default, and `settings`
+    say what selected them, for the fingerprint. The attribute `dataset` is what the user wrote,
+    and `num_skipped` counts the bad records that it left out, on either side of a split.
     """
 
     def __init__(
@@ -126,11 +114,7 @@ class DataView:
 
     @cached_property
     def facts(self) -> DataFacts:
-        """What the data set states about all its samples, read once.
-
-        Raises:
-            DataError: a fact cannot be read, or a number is none.
-        """
+        """What the data set states about all its samples, read once."""
         if self._whole is not None:
             return self._whole.facts
         found = {name: self.optional(name) for name in DataFacts.__dataclass_fields__}
@@ -173,9 +157,6 @@ class DataView:
 
         The data set's `lengths`; else 1 each where the first sample has no one-dimensional
         `input_ids`; else measured by reading every sample once.
-
-        Raises:
-            DataError: `lengths` does not match the data set, or a sample is empty or unreadable.
         """
         if self._whole is not None:
             return self._whole.lengths.part(self._ids_of, self._count)
@@ -215,16 +196,7 @@ class DataView:
     def check_lengths(
         self, positions: Sequence[int], samples: Sequence[Sample], aligned: Collection[str] = ()
     ) -> None:
-        """Compare samples, as they were read, with the lengths that planning counts.
-
-        Args:
-            positions: of the samples.
-            samples: as they were read.
-            aligned: the fields with one entry per token.
-
-        Raises:
-            DataError: a sample, or a field of it that is aligned, has another length.
-        """
+        """Compare samples, as they were read, with the lengths that planning counts."""
         if self.states_lengths and self.collate is not None:
             return  # which may add or cut tokens
         planned = self.lengths[np.array(positions)].tolist()
@@ -260,10 +232,6 @@ class DataView:
         """Read one sample, whose draws depend on (seed, epoch, position) alone.
 
         Seeds what it may draw from, as `seed_draws`; callers read inside `isolated_rng`.
-
-        Raises:
-            DataError: the data set failed, or the sample is no mapping from names to tensors;
-                names the sample.
         """
         return self.read_each([i], seed=seed, epoch=epoch)[0]
 
@@ -351,11 +319,7 @@ class DataView:
     def probe(
         self, positions: Iterable[int], *, seed: int
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Read some samples, but those that cannot be, which end the run where they are used.
-
-        Yields:
-            The position and the sample of each.
-        """
+        """Read some samples, by position, but those that cannot be: their use ends the run."""
         for i in positions:
             with suppress(TrainError):
                 yield i, self.read(i, seed=seed, epoch=0)
@@ -377,14 +341,9 @@ def feed_sample(update: Callable[[Any], object], sample: Sample, label: str = ""
 def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
     """Take one side of a data set that brings no split: `holdout` of its samples, or the rest.
 
-    `holdout` is the share held out, at least one sample; 0 leaves `held_out` empty.
-
-    Returns:
-        A view in the data set's own order; both sides of one view share its measured lengths.
-        Beyond `DRAWN_WHOLE` samples a formula says what is in it, and no list.
-
-    Raises:
-        DataError: there is no sample.
+    `holdout` is the share held out, at least one sample; 0 leaves `held_out` empty. Gives a view in
+    the data set's own order; both sides of one view share its measured lengths. Beyond
+    `DRAWN_WHOLE` samples a formula says what is in it, and no list.
     """
     whole = DataView.of(dataset)
     if len(whole) == 0:

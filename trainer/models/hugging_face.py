@@ -125,11 +125,7 @@ def _cause(error: Exception, *, is_missing: bool) -> str:
 
 
 def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN401 - any config
-    """Make a config of settings, else of a source.
-
-    Raises:
-        ConfigError: a setting is no field of it; it would be stored, and nothing read it.
-    """
+    """Make a config of settings, each of which has to be a field of it, else of a source."""
     from transformers import AutoConfig  # noqa: PLC0415 - seconds, and only for this option
 
     if not settings:
@@ -203,9 +199,7 @@ def _load(
 ) -> Any:  # noqa: ANN401 - any model
     """Load a model, on the meta device unread.
 
-    Raises:
-        ConfigError: weights in the files have other sizes than the model's, which does not begin
-            new with these.
+    Weights of other sizes than the model's are refused, unless it begins new with these.
     """
     refuse_files(path)
     options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -228,12 +222,7 @@ def _load(
 
 
 def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None) -> Task:  # noqa: ANN401 - any config
-    """Find what a config's model is made for, and set the labels of its head.
-
-    Raises:
-        ConfigError: nothing says it, the head that is there has other labels, or the config names
-            attention kernels on the hub, which are code.
-    """
+    """Find what a config's model is made for, and set the labels of its head."""
     names = found.architectures or ()
     is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))
     stated = task_of_class(*names, is_encoder_decoder=is_encoder_decoder)

@@ -21,8 +21,7 @@ _INDEX = "model.safetensors.index.json"
 def read_config(source: str) -> Any:  # noqa: ANN401 - any config
     """Read a config of transformers, by its path or a name on the hub.
 
-    Raises:
-        ConfigError: it has too many layers, names no classes, or names a file for the weights.
+    Too many layers, names that are no classes, and a file named for the weights are refused.
     """
     from transformers import AutoConfig, PreTrainedConfig  # noqa: PLC0415 - seconds
 

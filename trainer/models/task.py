@@ -53,10 +53,8 @@ class Purpose:
 def stated_purpose(source: str, task: Task | None) -> Purpose:
     """Read what a model is made for from its config alone.
 
-    Args:
-        source: folder or file of a config of transformers, or a name on the hub; of one that
-            cannot be read nothing is known, and the model says why.
-        task: what it is to be made for; a head for another has no labels.
+    A source is a folder or file of a config of transformers, or a name on the hub; of one that
+    cannot be read nothing is known, and the model says why. A head for another task has no labels.
     """
     read_cache_without_network(source)
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - seconds, and only for this

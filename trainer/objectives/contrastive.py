@@ -87,11 +87,7 @@ class Contrastive(CoupledObjective):
         return rows if digests is None else {**rows, DIGESTS: digests}
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
-        """See the base class.
-
-        Raises:
-            ConfigError: SigLIP's loss, and the model has no scale and bias to learn.
-        """
+        """See the base class; SigLIP's loss needs a model with scale and bias to learn."""
         query, document, count = rows["query"], rows["document"], len(rows["query"])
         pairs = query, document, rows.get(DIGESTS, query.new_zeros(count, 0))
         loss = self.loss or ("siglip" if BIAS in rows else "infonce")
@@ -126,11 +122,7 @@ class Contrastive(CoupledObjective):
 
 
 def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like
-    """Take the two embeddings out of what a model gives, `(samples, width)` each.
-
-    Raises:
-        ConfigError: there are none, or one alone.
-    """
+    """Find the two embeddings in what a model gives, `(samples, width)` each."""
     for names in SIDES:
         found = [output_part(output, name) for name in names]
         one, other = (each if isinstance(each, Tensor) else None for each in found)

@@ -39,8 +39,7 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
 def content_digests(fields: Fields) -> Tensor | None:
     """Give a number for each text and image of each sample, the same for equal contents.
 
-    Returns:
-        `(samples, contents)` int64, whatever the padding is; None where there are no contents.
+    `(samples, contents)` int64, whatever the padding is; None where there are no contents.
     """
     ids, mask = fields.get(INPUT_IDS), fields.get(ATTENTION_MASK)
     pixels, found = fields.get(PIXEL_VALUES), list[Tensor]()
