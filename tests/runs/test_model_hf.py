@@ -17,6 +17,7 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, overrides, read_json, shell, state
 from trainer.core.errors import ConfigError
 from trainer.models.hugging_face import hugging_face
+from trainer.models.task import Purpose, stated_purpose
 from trainer.models.transformers_classes import new_weights
 
 pytestmark = [
@@ -145,6 +146,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("kernel", {"attn_implementation": "someone/kernel"}),
         ("bad", {"n_embd": "abc"}),
         ("deep", {"n_layer": 1_000_000_000}),
+        ("classes", {"num_labels": 1_000_000_000}),
         ("nameless", {"architectures": [5]}),
         ("labels", {"id2label": 5}),
         ("elsewhere", {"transformers_weights": "other.safetensors"}),
@@ -182,6 +184,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("'model.config={model_type:gpt2,n_embd:abc}'", "config=gpt2: transformers cannot build"),
         ("model.config=bad", "bad: transformers cannot build it: Validation error for field"),
         ("model.path=deep", "deep: n_layer=1000000000 in its config: above 10,000"),
+        ("model.path=classes", "classes: num_labels=1000000000 in its config: above 100,000"),
         (
             "'model.config={model_type:gpt2,n_layer:1000000000}' model.task=causal_lm",
             "gpt2: n_layer=1000000000 in its config: above 10,000",
@@ -201,6 +204,10 @@ def test_what_cannot_be_built_is_one_line(typed, fault, faulty, monkeypatch):
         go(f"{LINE} {typed} steps=1")
     (line,) = str(caught.value).splitlines()
     assert fault in line
+
+
+def test_data_that_ask_for_the_purpose_of_a_faulty_config_leave_the_fault_to_the_model(faulty):
+    assert stated_purpose(str(faulty / "labels"), "causal_lm") == Purpose("causal_lm")
 
 
 @pytest.mark.nightly

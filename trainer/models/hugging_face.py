@@ -25,7 +25,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.models.check import UNUSED
 from trainer.models.lazy_loading import load_unread
-from trainer.models.model_folder import read_config, refuse_files, refuse_sizes
+from trainer.models.model_folder import CONFIG_FAULTS, read_config, refuse_files, refuse_sizes
 from trainer.models.task import task_of, task_of_class
 from trainer.models.text_pooling import set_pooling
 from trainer.models.transformers_classes import described, note_loaded, quiet
@@ -92,24 +92,30 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     import transformers  # noqa: PLC0415 - seconds, and only for this option
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
-    faults = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, TypeError)
     key = "model.config" if path is None else "model.path"
     given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in given.items() if value is not None}
     try:
         found = _read_config(settings, source)
-        made_for = _prepare(found, f"{key}={source}", task, num_classes)
-        _name_classes(found, label_names or ())
+        made_for = _prepare(found, f"{key}={source}", task, num_classes, label_names)
         kind = getattr(transformers, _CLASSES[made_for])
         with quiet():
-            module = _build(kind, found, path, options, begins_new=ignore_mismatched_sizes)
-    except (*faults, AttributeError, StrictDataclassError) as error:
+            module = (
+                kind.from_config(found, **options)
+                if path is None
+                else _load(kind, found, path, options, begins_new=ignore_mismatched_sizes)
+            )
+    except (*CONFIG_FAULTS, SafetensorError, StrictDataclassError) as error:
         is_missing = isinstance(error, OSError) and not (settings or Path(source).exists())
         raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
     if num_classes is not None and made_for not in _CLASSIFIES:
         setattr(module, UNUSED, {"num_classes": f"a model for {made_for} has no classes"})
     set_pooling(module, made_for, pooling, path)
-    return _padding(module, pad_token_id)
+    # An embedding that is built with its padding gives that row no gradient, and it may be that of
+    # the end of a text: the padding is set afterwards, and not in an export of another model.
+    if pad_token_id is not None and task_of(module) == "sequence_classification":
+        module.config.pad_token_id = pad_token_id
+    return module  # type: ignore[no-any-return]
 
 
 def _cause(error: Exception, *, is_missing: bool) -> str:
@@ -153,40 +159,8 @@ def auto_class(module: Any) -> str:  # noqa: ANN401 - any model of transformers
     return name if own.endswith(name.removeprefix("AutoModel")) else own
 
 
-def _name_classes(found: Any, names: Sequence[str]) -> None:  # noqa: ANN401 - any config
-    """Give the classes of a head their names, if it has as many."""
-    if names and len(names) == found.num_labels:
-        found.id2label = dict(enumerate(names))
-        found.label2id = {name: number for number, name in enumerate(names)}
-
-
-def _padding(module: Any, pad_token_id: int | None) -> nn.Module:  # noqa: ANN401 - any model
-    """Tell a classifier what inputs are padded with, by which it may look for the last token.
-
-    An embedding that is built with its padding gives that row no gradient, and it may be that of
-    the end of a text. So it is told afterwards, and an export of another model does not name it.
-    """
-    if pad_token_id is not None and task_of(module) == "sequence_classification":
-        module.config.pad_token_id = pad_token_id
-    return module  # type: ignore[no-any-return]
-
-
 # On the meta device it gives a model that knows where its weights are, if they are as in its files.
 hugging_face.loads_on_meta = True  # type: ignore[attr-defined]
-
-
-def _build(
-    kind: Any,  # noqa: ANN401 - of transformers, untyped
-    found: Any,  # noqa: ANN401 - any config
-    path: str | None,
-    options: Mapping[str, Any],
-    *,
-    begins_new: bool,
-) -> Any:  # noqa: ANN401 - any model
-    """Build a model, with the weights of its files where there are some."""
-    if path is None:
-        return kind.from_config(found, **options)
-    return _load(kind, found, path, options, begins_new=begins_new)
 
 
 def _load(
@@ -221,7 +195,13 @@ def _load(
     return module
 
 
-def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None) -> Task:  # noqa: ANN401 - any config
+def _prepare(
+    found: Any,  # noqa: ANN401 - any config
+    source: str,
+    task: Task | None,
+    num_classes: int | None,
+    label_names: Sequence[str] | None,
+) -> Task:
     """Find what a config's model is made for, and set the labels of its head."""
     names = found.architectures or ()
     is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))
@@ -245,4 +225,7 @@ def _prepare(found: Any, source: str, task: Task | None, num_classes: int | None
         )
     if num_classes is not None and made_for in _CLASSIFIES:
         found.num_labels = num_classes
+    if label_names and len(label_names) == found.num_labels:
+        found.id2label = dict(enumerate(label_names))
+        found.label2id = {name: number for number, name in enumerate(label_names)}
     return made_for

@@ -11,10 +11,19 @@ from typing import Any
 from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import model_files
 
-MOST_PARTS = 10_000
-"""Layers, or experts of one, that a model may have: each is built as an object of its own."""
+CONFIG_FAULTS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises where a config is not as it should be."""
 
-_PARTS = re.compile(r"(layers?|depths?|experts|blocks)$")
+_MOST = {r"(layers?|depths?|experts|blocks)$": 10_000, r"num_labels$": 100_000}
+"""Layers, or experts of one, and labels: for each an object is made, or a name."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -36,14 +45,15 @@ def read_config(source: str) -> Any:  # noqa: ANN401 - any config
 
 
 def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
-    """Refuse a config that describes more layers, or experts, than a model may have."""
+    """Refuse a config that describes more layers, experts or labels than a model may have."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             refuse_sizes(value, source)
         numbers = value if isinstance(value, list) else [value]
         most = max((each for each in numbers if isinstance(each, int)), default=0)
-        if _PARTS.search(name) and most > MOST_PARTS:
-            raise ConfigError(f"{source}: {name}={most} in its config: above {MOST_PARTS:,}")
+        limit = next((n for pattern, n in _MOST.items() if re.search(pattern, name)), most)
+        if most > limit:
+            raise ConfigError(f"{source}: {name}={most} in its config: above {limit:,}")
 
 
 def refuse_files(path: str) -> None:

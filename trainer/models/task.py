@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.config.components import Task
 from trainer.core.hub_cache import read_cache_without_network
-from trainer.models.model_folder import read_config
+from trainer.models.model_folder import CONFIG_FAULTS, read_config
 
 # Ends of class names in transformers and peft; the first that fits counts.
 _TASKS: Mapping[str, Task] = {
@@ -61,7 +61,7 @@ def stated_purpose(source: str, task: Task | None) -> Purpose:
 
     try:
         config: Any = read_config(source)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError):
+    except (*CONFIG_FAULTS, StrictDataclassError):
         return Purpose(task)
     is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     stated = task_of_class(*(config.architectures or ()), is_encoder_decoder=is_encoder_decoder)
