@@ -50,7 +50,10 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
-            model = _merged(model, adapter)
+            if not hasattr(adapter, "merge"):
+                kind = type(adapter).__name__
+                raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
+            model = adapter.merge(model)
         elif hasattr(adapter, "save"):
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
@@ -77,15 +80,6 @@ def _tokenizer(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     except ConfigError as error:  # its files may be gone
         Screen().warn(f"{error}: no tokenizer is written")
         return None
-
-
-def _merged(model: nn.Module | None, adapter: Any) -> nn.Module:  # noqa: ANN401 - any adapter
-    """Merge an adapter into the weights."""
-    if not hasattr(adapter, "merge"):
-        kind = type(adapter).__name__
-        raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
-    merged: nn.Module = adapter.merge(model)
-    return merged
 
 
 def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:

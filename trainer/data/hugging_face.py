@@ -135,6 +135,8 @@ class HuggingFaceData(TwoSides):
         self.max_length = max_length or min(filter(None, limits))
         self.vocab_size, self.pad_token_id = len(tokenizer), pad_token_of(tokenizer)
         self._tokenizer = tokenizer
+        template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
+        self._template = {"chat_template": template, **variables}
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),
@@ -147,15 +149,11 @@ class HuggingFaceData(TwoSides):
                 "truncation": truncation,
                 "assistant_only_loss": assistant_only_loss,
                 "completion_only_loss": completion_only_loss,
-                "chat_template": read_template(chat_template),
-                "chat_template_kwargs": dict(chat_template_kwargs or {}),
+                "chat_template": template,
+                "chat_template_kwargs": variables,
             },
         )
         is_alone = part is not None and holdout == 0
-        template, variables = (
-            options.of_answers[n] for n in ("chat_template", "chat_template_kwargs")
-        )
-        self._template = {"chat_template": template, **variables}
         self._source = find_records(path, subset, part, is_alone=is_alone)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"

@@ -157,7 +157,7 @@ def processor_pixels(processor: str | None, model_path: str | None) -> Pixels | 
         )
         raise ConfigError(f"data.processor={source}: {text} data.std in its place")
     low, high = (each[:, height // 2, width // 2] for each in (black, white))
-    mean, std = (-low / (high - low)).tolist(), (1 / (high - low)).tolist()
+    mean, std = (0 - low / (high - low)).tolist(), (1 / (high - low)).tolist()
     return Pixels((height, width), mean, std, found)
 
 

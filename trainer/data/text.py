@@ -76,7 +76,9 @@ class Text(ByteDocuments):
     ) -> None:
         place = expanded(path).absolute()
         with reading(place):
-            self._listing = files_at(place, _takes)
+            self._listing = files_at(
+                place, lambda file: kind_suffix(file) in {_JSON, *_JSON_LINES} or is_text(file)
+            )
         index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
@@ -85,10 +87,6 @@ class Text(ByteDocuments):
         empty = self._index.facts["empty"]
         rows = [row("", f"{empty:,} without text left out", num_empty=empty)] if empty else []
         return [*rows, *self._listing.describe()]
-
-
-def _takes(file: Path) -> bool:
-    return kind_suffix(file) in {_JSON, *_JSON_LINES} or is_text(file)
 
 
 def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: bool) -> Index:

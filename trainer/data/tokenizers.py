@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.components import ExistingPath
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
-from trainer.core.hub_cache import read_cache_without_network
+from trainer.core.hub_cache import model_folder, read_cache_without_network
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 """Patterns of the files of which a folder with a tokenizer has at least one."""
@@ -27,16 +27,14 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
     source = path or model
     if source is None:
         raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
-    folder = Path(source)
-    place = f"tokenizer.path={path}" if path else f"model: {model}"
-    folder = folder.parent if folder.is_file() else folder
+    place, name = f"tokenizer.path={path}" if path else f"model: {model}", model_folder(source)
+    folder = Path(name)
     if folder.is_dir() and not _has_tokenizer(folder):
         text = "no tokenizer there: type the folder of one, or tokenizer=bytes"
         raise ConfigError(f"{place}: {text}")
     read_cache_without_network(source)
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and only for this option
 
-    name = str(folder) if folder.is_dir() else source
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -57,7 +55,7 @@ def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = Non
         model: what the model is loaded from or configured by.
     """
     if path is None and model is not None:
-        folder = Path(model).parent if Path(model).is_file() else Path(model)
+        folder = Path(model_folder(model))
         model = model if not folder.is_dir() or _has_tokenizer(folder) else None
     return (
         byte_tokenizer() if path is None and model is None else hugging_face_tokenizer(path, model)

@@ -64,12 +64,8 @@ class Contrastive(CoupledObjective):
     def rows(self, model: ModelCall, fields: Fields) -> Mapping[str, Tensor]:
         """Embed the samples of a micro-batch.
 
-        Returns:
-            `query` and `document`, `(samples, width)` of length 1, and the model's scale and bias
-            once for each sample.
-
-        Raises:
-            ConfigError: the model gives no two embeddings, or a scale that is no single number.
+        Gives `query` and `document`, `(samples, width)` of length 1; once for each sample the
+        model's scale and bias; and the digests of its contents.
         """
         output = embed(model, fields)
         sides = embeddings_of(output)

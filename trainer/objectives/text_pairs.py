@@ -16,14 +16,10 @@ from trainer.objectives.base import ModelCall, at_least_single
 
 
 def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-    """Run a model; one that has a `POOLING` once for all texts of pairs.
+    """Run a model; one that has a `POOLING` once for all texts of pairs, `(samples, 2, time)`.
 
-    Args:
-        model: gives embeddings of its own or, of texts, a `last_hidden_state`.
-        fields: of pairs of texts, `(samples, 2, time)` each.
-
-    Returns:
-        `query` and `document`, `(samples, width)`; else what the model gives.
+    Gives then `query` and `document`, `(samples, width)`, of its `last_hidden_state`; else what the
+    model gives.
     """
     ids = fields.get(INPUT_IDS)
     pooling = getattr(getattr(model, "module", None), POOLING, None)
@@ -62,10 +58,8 @@ def _digests(contents: Tensor) -> Tensor:
 def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Make one embedding of those of a text's tokens, in fp32 at least.
 
-    Args:
-        hidden: `(texts, time, width)`, padded on the right.
-        mask: `(texts, time)`, 1 on tokens, of which each text has one at least.
-        pooling: which.
+    `hidden` is `(texts, time, width)`, padded on the right; `mask`, `(texts, time)`, is 1 on
+    tokens, of which each text has one at least.
     """
     hidden = at_least_single(hidden)
     if pooling == "cls":
