@@ -131,6 +131,7 @@ ONE = "data.sources.a.path=a.jsonl"
         ("", 2, "data.sources: data=mixture needs it, e.g. data.sources={code: {path"),
         ("data.sources=5", 2, "data.sources=5: must be a mapping, e.g. {code: {path: code.jsonl"),
         ("'data.sources={a:a.jsonl}'", 2, "must be a mapping, e.g. {code: {path: code.jsonl"),
+        ("'data.sources={a:{_target_:hf}}'", 2, "data.sources.a._target_=hf: must be the import p"),
         ("data.sources.a.weight=2", 2, "data.sources.a.path: needed; type data.sources.a.path="),
         (f"{ONE} data.sources.a.weight=0", 2, "data.sources.a.weight=0: must be a number above 0"),
         (f"{ONE} data.sources.a.weight=-1", 2, "data.sources.a.weight=-1: must be a number above"),

@@ -32,7 +32,7 @@ from trainer.config.components import (
     Component,
     owner_of,
 )
-from trainer.config.data_sets import source_components
+from trainer.config.data_sets import component_of, source_components
 from trainer.config.keys import options_of
 from trainer.config.messages import clip, show
 from trainer.config.run_config import RunConfig
@@ -228,9 +228,7 @@ def _with_inner(
         return value
     if "_target_" not in value:
         return {k: _with_inner(each, owner, f"{key}.{k}", build) for k, each in value.items()}
-    params = {name: each for name, each in value.items() if name != "_target_"}
-    target, typed = value["_target_"], owner.typed_target
-    return build(key, Component(target=target, params=params, typed_target=typed))
+    return build(key, component_of(value, key, typed=owner.typed_target))
 
 
 def _call(

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from trainer.config.components import EVAL_SETS, Component, NameInPath, Sources, extra_keys
 from trainer.config.declared import declared
 from trainer.config.keys import options_of
+from trainer.config.messages import NO_CLASS, line
+from trainer.core.errors import ConfigError
 
 Tree = Mapping[str, Any]
 
@@ -84,11 +88,20 @@ def source_components(data: Component) -> dict[str, tuple[Component, float]]:
     for key, section in sources(plain).items():
         argument, name = key.split(".")[1:]
         own = dict(data.params[argument][name])
-        params = {n: value for n, value in own.items() if n not in {WEIGHT, "_target_"}}
         is_typed = data.typed_target and "_target_" in own
-        target = Component(target=section["_target_"], params=params, typed_target=is_typed)
-        found[key] = target, float(own.get(WEIGHT, 1))
+        weight = float(own.pop(WEIGHT, 1))
+        component = component_of({**own, "_target_": section["_target_"]}, key, typed=is_typed)
+        found[key] = component, weight
     return found
+
+
+def component_of(section: Tree, key: str, *, typed: bool) -> Component:
+    """Tell a class that a value of the config names from its arguments."""
+    params = {name: value for name, value in section.items() if name != "_target_"}
+    try:
+        return Component(target=section["_target_"], params=params, typed_target=typed)
+    except ValidationError as error:
+        raise ConfigError(line(f"{key}._target_", section["_target_"], NO_CLASS)) from error
 
 
 def _section(tree: Tree, name: str) -> Tree:

@@ -34,6 +34,9 @@ _VALUE_LIMIT = 60
 _FEW = 3
 
 
+NO_CLASS = "must be the import path of a class: package.Class"
+
+
 def line(key: str, value: object, text: str) -> str:
     """Write one fault: `key=value: text`, at most `LINE_LIMIT` characters, no line break."""
     return clip(f"{key}={show(value)}: {text}")

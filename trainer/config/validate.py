@@ -44,6 +44,7 @@ from trainer.config.declared import declared
 from trainer.config.keys import KEYS, as_option, options_of
 from trainer.config.messages import (
     MISSING,
+    NO_CLASS,
     ancestors,
     clip,
     did_you_mean,
@@ -367,8 +368,7 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
         if item["loc"][-1] == "target":
             parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
             key = "".join(parts).removeprefix(".").removesuffix(".target")
-            text = "must be the import path of a class: package.Class"
-            yield line(f"{key}._target_", item["input"], text)
+            yield line(f"{key}._target_", item["input"], NO_CLASS)
         elif item["type"] == "missing":
             yield f"{path}: is missing, as in a run of an earlier version"
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):

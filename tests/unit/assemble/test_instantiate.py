@@ -120,6 +120,15 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
             construct(holder, "model", nn.Module)
 
 
+@pytest.mark.parametrize("target", ["hf", 5])
+def test_an_argument_that_names_a_class_by_no_path_is_one_line(target: object) -> None:
+    holder = component("torch.nn.Identity", x=[{"_target_": target}])
+    with pytest.raises(
+        ConfigError, match=rf"^model\.x\._target_={target}: must be the import path"
+    ):
+        construct(holder, "model", nn.Module)
+
+
 @pytest.mark.parametrize(
     ("wrong", "expected", "faults"),
     [
