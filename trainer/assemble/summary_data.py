@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from trainer.assemble.components import Components
 from trainer.core.format import number, plural, short
 from trainer.core.rows import Row, RunFacts, joined, row
@@ -34,8 +32,9 @@ def data_rows(components: Components, facts: RunFacts) -> list[Row]:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
-    records = [*_records(components.train_set, facts), *_other_records(components, facts)]
-    return [counted, *records, _classes(components.train_set)]
+    view = components.train_set
+    records = [*view.describe_records(facts), *_other_records(components, facts)]
+    return [counted, *records, _classes(view)]
 
 
 def _classes(view: DataView) -> Row:
@@ -47,13 +46,6 @@ def _classes(view: DataView) -> Row:
     return row("classes", joined(*shown), label_names=[*names])
 
 
-def _records(view: DataView, facts: RunFacts) -> Sequence[Row]:
-    """Let data say what their records are, and which of them are left out."""
-    describe = view.optional("describe_records")
-    found: Sequence[Row] = () if describe is None else describe(facts)
-    return found
-
-
 def _other_records(components: Components, facts: RunFacts) -> list[Row]:
     """Say the same of what is evaluated on and comes from elsewhere than what is trained on."""
     config, parts = components.config, components.held_out
@@ -62,6 +54,6 @@ def _other_records(components: Components, facts: RunFacts) -> list[Row]:
         row("", f"{name or 'held out'}: {each.text}")
         for name in names
         if name in parts
-        for each in _records(parts[name].loader.dataset, facts)
+        for each in parts[name].loader.dataset.describe_records(facts)
         if each.text
     ]

@@ -91,13 +91,6 @@ class HuggingFaceData(TwoSides):
         on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted by
             `num_skipped` and listed in `skipped`.
 
-    Attributes:
-        vocab_size: ids are below it.
-        num_classes: of labels; 1 of real numbers; None without labels.
-        label_names: of classes that are words; None without them.
-        pad_token_id: what `input_ids` are padded with.
-        unused: arguments that do nothing with these records, each with why.
-
     Raises:
         ConfigError: an argument does not fit the records.
         DataError: the source cannot be read, its columns are not recognised, a record is bad, or
@@ -216,20 +209,18 @@ class HuggingFaceData(TwoSides):
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say what the records were recognised as, and what became of the others."""
         known = self._index.facts
+        form, dropped = known["format"], known["dropped"]
+        others, unread = known["other_parts"], known["unread"]
         columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
-        text = joined(f"{known['format']} ({', '.join(columns)})", self._left_out())
-        others = {"num_dropped": known["dropped"], "unread_columns": known["unread"]}
-        form = known["format"]
-        shown = row("", text, data_format=form, data_columns=known["columns"], **others)
+        text = joined(
+            f"{form} ({', '.join(columns)})",
+            *(f"{count:,} {why} left out" for why, count in dropped.items()),
+            others and f"other parts: {', '.join(others)}",
+            unread and f"not read: {', '.join(unread)}",
+        )
+        about = {"num_dropped": dropped, "unread_columns": unread}
+        shown = row("", text, data_format=form, data_columns=known["columns"], **about)
         return [shown, *self._source.listing.describe()]
-
-    def _left_out(self) -> str:
-        dropped = self._index.facts["dropped"].items()
-        others = self._index.facts["other_parts"]
-        parts = [f"other parts: {', '.join(others)}"] if others else []
-        unread = self._index.facts["unread"]
-        parts += [f"not read: {', '.join(unread)}"] if unread else []
-        return ", ".join([*(f"{count:,} {why} left out" for why, count in dropped), *parts])
 
 
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:

@@ -105,9 +105,7 @@ class Joined(Dataset[Sample]):
 
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say what the records are, as the first part does."""
-        describe = self._views[0].optional("describe_records")
-        rows: Sequence[Row] = () if describe is None else describe(facts)
-        return rows
+        return self._views[0].describe_records(facts)
 
 
 @final
@@ -267,10 +265,9 @@ class MixturePart(Joined):
                 if repeats >= 1
                 else f"the same {percent(repeats)} in every epoch",
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
-                (left_out := self._left_out[name]) and f"{left_out:,} held out elsewhere",
+                (left_out := self._left_out.get(name, 0)) and f"{left_out:,} held out elsewhere",
             )
-            describe = view.optional("describe_records")
-            inner = [] if describe is None else [each.text for each in describe(facts)]
+            inner = [each.text for each in view.describe_records(facts)]
             rows += [row("", joined(text, *inner))]
             record[name] = {
                 "weight": self._weights[source],

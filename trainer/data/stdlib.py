@@ -32,7 +32,7 @@ class StdlibText(ByteDocuments):
     A document is the exact source segment, in UTF-8. Test folders are left out; so are files
     that do not decode or parse, which `num_skipped` counts. Training and held-out documents are
     split by module (file), so that no module is on both sides. See `ByteDocuments` for the
-    tokens and for what the arguments raise.
+    tokens.
 
     Args:
         split: `train` or `held_out`.

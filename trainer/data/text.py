@@ -45,7 +45,7 @@ class Text(ByteDocuments):
     Bad are records that are not UTF-8, not JSON, not an object, lack `field`, or hold something
     else than a string there. Those with nothing but white space are left out and counted. Documents
     are held out by a hash of their bytes, so that copies of one stay on one side. See
-    `ByteDocuments` for the tokens and for what the arguments raise.
+    `ByteDocuments` for the tokens.
 
     Args:
         path: file or folder.

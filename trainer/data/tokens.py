@@ -51,10 +51,6 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         holdout: share of the windows that is held out, at least one.
         vocab_size: tokens must be below it; `None` leaves them unchecked.
 
-    Attributes:
-        lengths: `(samples,)`, tokens of each window.
-        original_ids: `(samples,)`, number of each window in its files, held out or not.
-
     Raises:
         DataError: no such file, an empty one, or one whose size is not a whole number of tokens.
     """

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer.core.errors import DataError, TrainError
 from trainer.core.generators import generators_in, reseed
+from trainer.core.rows import Row, RunFacts
 from trainer.core.tensors import bits_of
 from trainer.core.world import rng_key
 from trainer.data.files import progress
@@ -145,6 +146,12 @@ class DataView:
         """What makes fields of samples in place of padding."""
         collate: Callable[[Sequence[Sample]], Any] | None = self.optional("collate")
         return collate
+
+    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+        """Let the data say what their records are, and which of them are left out."""
+        describe = self.optional("describe_records")
+        rows: Sequence[Row] = () if describe is None else describe(facts)
+        return rows
 
     @cached_property
     def states_lengths(self) -> bool:
