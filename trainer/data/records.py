@@ -157,13 +157,11 @@ def find_records(
     if len(kinds) > 1:
         listing.others[OTHER] += kinds.pop("text", 0)  # such as a licence beside the data
     if len(kinds) != 1:
-        text = (
-            f"holds files of several kinds ({', '.join(kinds)}); name one file, or a folder of one"
-        )
-        known = ", ".join(_KINDS)
-        raise DataError(
-            f"data.path={path}: {text if kinds else f'no file ends with one of {known}'}"
-        )
+        text = f"no file ends with one of {', '.join(_KINDS)}"
+        if kinds:
+            there = ", ".join(kinds)
+            text = f"holds files of several kinds ({there}); name one file, or a folder of one"
+        raise DataError(f"data.path={path}: {text}")
     (kind,) = kinds
     files = [file for file in files if _KINDS[kind_suffix(file)] == kind]
     parts = _parted(files, place, chooses=part is not None)

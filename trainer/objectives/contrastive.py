@@ -119,16 +119,14 @@ class Contrastive(CoupledObjective):
 
 def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like
     """Find the two embeddings in what a model gives, `(samples, width)` each."""
-    for names in SIDES:
-        found = [output_part(output, name) for name in names]
-        one, other = (each if isinstance(each, Tensor) else None for each in found)
+    parts = {name: output_part(output, name) for names in SIDES for name in names}
+    parts = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    for first, second in SIDES:
+        one, other = parts.get(first), parts.get(second)
         if one is not None and other is not None and one.shape == other.shape and one.ndim == 2:  # noqa: PLR2004
             return one, other
-    given = [
-        name for names in SIDES for name in names if isinstance(output_part(output, name), Tensor)
-    ]
     kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
-    shapes = ", ".join(f"{name} {tuple(output_part(output, name).shape)}" for name in given)
+    shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
     raise ConfigError(
         f"model: forward gives {shapes or 'no embeddings'} in a {kind}: "
         "objective=contrastive needs two of one shape (samples, width); return a mapping with "
