@@ -137,7 +137,7 @@ def encode_completion(
         return ids, [True] * len(ids) if learns_all else counts
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
-    chat = _Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
+    chat = Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
     whole = chat.with_arguments([*prompt, *completion])
     if learns_all:
         if any(message.get(WEIGHT, 1) == 0 for message in completion):
@@ -202,7 +202,7 @@ def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> Encoded:  # n
 
 @final
 @dataclass(frozen=True)
-class _Chat:
+class Chat:
     """A tokenizer with its template and what that is rendered with."""
 
     tokenizer: Any

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.components import Overlong
-from trainer.data.chat import READ_KEYS, Message, encode_completion, normalize_messages
+from trainer.data.chat import READ_KEYS, Chat, Message, encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
 from trainer.data.encode import (
     LONGER,
@@ -141,14 +141,10 @@ def prompt_tokens(
     if form in {"chat", "instruction"} and has_template(tokenizer, template):
         messages = [{"role": "user", "content": text}]
         whole = [*messages, {"role": "assistant", "content": _ANSWER}]
-        rendered, answered = (
-            str(tokenizer.apply_chat_template(each, tokenize=False, **template, **more))
-            for each, more in ((messages, {"add_generation_prompt": True}), (whole, {}))
-        )
-        ids, after = (
-            tokenizer(each, add_special_tokens=False, verbose=False)[INPUT_IDS]
-            for each in (rendered, answered.rpartition(_ANSWER)[2].lstrip())
-        )
+        variables = {name: value for name, value in template.items() if name != "chat_template"}
+        chat = Chat(tokenizer, None, template["chat_template"], variables)
+        ids, _ = chat.tokenize(chat.render(messages, has_header=True))
+        after, _ = chat.tokenize(chat.render(whole).rpartition(_ANSWER)[2].lstrip())
         ends += [first for first in after[:1] if first in tokenizer.added_tokens_decoder]
     else:
         text = _WITHOUT_INPUT.format(text) if form == "instruction" else text

@@ -19,6 +19,7 @@ from tests.lib.chats import (
 )
 from tests.lib.trl_masks import CASES, STORED, digest
 from trainer.data.chat import encode_completion, normalize_messages
+from trainer.data.chat_encoder import prompt_tokens
 
 USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "because it is"}
@@ -158,6 +159,9 @@ def test_today_is_the_same_day_whenever_a_template_is_rendered(tokenizer, ask):
         assert (
             ids == tokenizer.apply_chat_template(TALK, chat_template=template, **dated)["input_ids"]
         )
+        given = {"chat_template": template, **typed}
+        prompt, _ = prompt_tokens(tokenizer, TALK[0]["content"], "chat", given)
+        assert prompt == ids[: len(prompt)]
 
 
 def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
