@@ -12,6 +12,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import model_files
 
 CONFIG_FAULTS = (
+    ArithmeticError,
     AttributeError,
     ImportError,
     LookupError,
