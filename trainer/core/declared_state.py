@@ -54,7 +54,7 @@ def has_declared_state(module: nn.Module) -> bool:
 
 @final
 class EarlierState:
-    """Copies the declared state of a module, to compute from it once more."""
+    """Holds the declared state that a module has now, to compute from it once more."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -84,9 +84,20 @@ class EarlierState:
 
 
 def _cloned(buffers: Sequence[_Buffers]) -> list[_Buffers]:
-    """Copy the buffers of modules, one that several of them share once."""
+    """Clone the buffers of modules, one that several of them share once."""
     tensors = {id(b): b for each in buffers for b in each.values() if b is not None}
-    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    clones = {key: _clone(tensor) for key, tensor in tensors.items()}
     return [
-        {name: None if b is None else copies[id(b)] for name, b in each.items()} for each in buffers
+        {name: None if b is None else clones[id(b)] for name, b in each.items()} for each in buffers
     ]
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    """Clone a tensor; both share memory until either is written, through `.data` or a kernel too.
+
+    So constants, such as a mask in every block, take no more. Versions would miss such writes.
+    """
+    try:
+        return tensor._lazy_clone()
+    except RuntimeError:  # its memory is NumPy's or a file's, or a subclass lacks the operator
+        return tensor.clone()
