@@ -318,7 +318,8 @@ class Case:
         with self.running() as run:
             change(run.module)
             gradient = run._computed(self.batch.micro_batches)
-            return {**gradient, **dict(run.module.named_buffers())}
+            # A flag becomes a number, whose distance to another can be measured.
+            return {**gradient, **{name: 1 * each for name, each in run.module.named_buffers()}}
 
     def _computed(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from trainer.core.tensors import bits_of
 from trainer.models.recompute import recompute_nothing, recomputes
@@ -35,20 +34,13 @@ def check_recomputed(
     buffers = [n for n, _ in case.module.named_buffers() if n in wrong]
     # Without one it is the last module with another gradient: backward begins there.
     names = buffers or [n for n, _ in case.module.named_parameters() if n in wrong][-1:]
-    return found, found, [(n, REASON) for n in dict.fromkeys(map(_owner, names))]
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0] or name
+    owners = dict.fromkeys(n.rpartition(".")[0] or n for n in names)
+    return found, found, [(owner, REASON) for owner in owners]
 
 
 def _errors(case: Case, found: Gradient, plain: Gradient) -> Errors:
     # Equal bits are left out: between two infinities, as in a mask, there is no difference.
-    names = [n for n in {**plain, **found} if not _is_same(plain.get(n), found.get(n))]
-    return case.errors(*({n: side[n] for n in names if n in side} for side in (found, plain)))
-
-
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
-        return False
-    return torch.equal(bits_of(one), bits_of(other))
+    both = found.keys() & plain.keys()
+    equal = {n for n in both if torch.equal(bits_of(found[n]), bits_of(plain[n]))}
+    sides = ({n: g for n, g in side.items() if n not in equal} for side in (found, plain))
+    return case.errors(*sides)

@@ -599,9 +599,11 @@ class Counted(nn.Module):
         self.declares, self.counts = declares, nn.Linear(WIDTH, WIDTH)
         self.counts.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.counts.register_buffer("mask", torch.full((2,), -math.inf))
+        self.counts.register_buffer("is_odd", torch.tensor(False))
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.counts.seen += 1
+        self.counts.is_odd.logical_not_()
         self.runs += 1
         scale = self.counts.seen if self.declares else self.runs
         return hidden + torch.tanh(self.inner(hidden) / scale)
