@@ -160,18 +160,19 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
         ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
         (
             "command=plan batchnorm=micro accum.micro=4 data.size=47",
-            "batchnorm=micro: a step of 5 samples leaves a micro-batch of one sample, of which "
-            "flat gets one value of each channel: type accum.micro=5 or batch.tail=drop",
+            "batchnorm=micro: a step of 5 samples leaves a micro-batch of one sample, which has "
+            "one value of each channel: type another accum.micro or size of steps, or, for the end "
+            "of an epoch, batch.tail=drop",
         ),
         (
             "command=plan batchnorm=pooled accum.micro=5 batch.global=6",
-            "batchnorm=pooled: a step of 6 samples leaves a micro-batch of one sample, of which",
+            "batchnorm=pooled: a step of 6 samples leaves a micro-batch of one sample, which",
         ),
         (
             "command=plan batchnorm=micro accum.micro=7 batch.global=null batch=ramp "
             "'batch.stages={0: 7, 14: 8}'",
-            "a step of 8 samples leaves a micro-batch of one sample, of which flat gets one value "
-            "of each channel: type accum.micro=8",
+            "a step of 8 samples leaves a micro-batch of one sample, which has one value of each "
+            "channel: type another accum.micro",
         ),
     ],
 )

@@ -110,11 +110,6 @@ class BatchNormLayer(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call] # untyped in torch
         return self.mode.normalize(self, input)
 
-    @property
-    def moves_once(self) -> bool:
-        """Whether its forward may be computed twice: see `BatchNormMode`."""
-        return self.mode.moves_once
-
     def rows_of(self, samples: int, values: Tensor) -> int:
         """Count the rows of so many samples, which may have several each: their tokens, say."""
         rows, count = len(values), self.count.samples
@@ -241,7 +236,9 @@ class RunningStatistics(Stateful):
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
         self._layers = [
-            each for each in layers_of(model) if each.moves_once and each.running_mean is not None
+            each
+            for each in layers_of(model)
+            if each.mode.moves_once and each.running_mean is not None
         ]
         for layer in self._layers:
             layer.joins_ranks = world.size > 1
