@@ -129,19 +129,9 @@ class Pass(ABC):
     ) -> Computed:
         """Compute every micro-batch, on its device, under its seed and within its sync.
 
-        Args:
-            model: laid out over ranks.
-            objective: gives the named sums.
-            micro_batches: this rank's, in order.
-            divisors: of the step.
-            rows: of the whole global batch, from the pass before; none in the first.
-            is_last: whether this is the last pass of the step, which gives its loss.
-
-        Returns:
-            This rank's share of the loss, in float64, and of the metrics; or its samples' rows.
-
-        Raises:
-            ConfigError: the pass returns something else.
+        `rows` are of the whole global batch, from the pass before; none in the first. The last pass
+        gives this rank's share of the loss, in float64, and of the metrics; the others its samples'
+        rows.
         """
         device, found = model.world.device, list[Computed]()
         total, loss = torch.zeros((), dtype=torch.float64, device=device), None
@@ -265,11 +255,7 @@ def at_positions(rows: Rows, micro_batches: Sequence[MicroBatch], num_samples: i
 
 
 def summed(rows: Rows, world: World, name: str) -> Rows:
-    """Add what ranks put to their places; a rank without samples may have none. Collective.
-
-    Raises:
-        ConfigError: ranks gave rows of different names, shapes or dtypes; names who made them.
-    """
+    """Add what ranks put to their places; a rank without samples may have none. Collective."""
     forms = [
         [key, list(own.shape), str(own.dtype).removeprefix("torch.")]
         for key, own in sorted(rows.items())

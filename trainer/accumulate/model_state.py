@@ -17,13 +17,8 @@ class ModelState:
     """Gives all ranks the main rank's saved buffers after a step, as PyTorch's DDP does.
 
     Running statistics, counters and codebooks move by what a rank's own forwards saw. Buffers that
-    no checkpoint saves (`persistent=False`) are caches, and each rank's own.
-
-    Args:
-        model: laid out, before its first forward.
-        world: all ranks.
-        is_ordered: whether the bits are to be those of every number of ranks; then nothing may
-            move, on one rank neither.
+    no checkpoint saves (`persistent=False`) are caches, and each rank's own. With `is_ordered` bits
+    are to be those of every number of ranks; then nothing may move, on one rank neither.
     """
 
     def __init__(self, model: nn.Module, world: World, *, is_ordered: bool = False) -> None:
@@ -51,11 +46,7 @@ class ModelState:
             self._before = [bits_of(entries[name]).clone() for entries, name, *_ in self._buffers]
 
     def check(self) -> None:
-        """Refuse what forwards may not do to parameters and saved buffers.
-
-        Raises:
-            ConfigError: naming the tensor, and what to do.
-        """
+        """Refuse what forwards may not do to parameters and saved buffers."""
         for name, parameter in self._model.named_parameters():
             known = self._parameters.get(name)
             # Those of sharded models come and go with the window.

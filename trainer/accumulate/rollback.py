@@ -17,12 +17,8 @@ class Snapshot:
     """Keeps a model's declared state as it was before a step.
 
     Trained weights are the optimizer's, and not copied but where an embedding with `max_norm`
-    scales them in its forward.
-
-    Args:
-        model: on its device.
-        others: objects that a forward may move besides, such as the objective: a module's state
-            as the model's, of any other its generators.
+    scales them in its forward. `others` are objects that a forward may move besides, such as the
+    objective: of a module its state as the model's, of any other its generators.
     """
 
     def __init__(self, model: nn.Module, *others: object) -> None:

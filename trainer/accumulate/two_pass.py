@@ -74,11 +74,7 @@ class TwoPass(GradientStrategy):
 
     @full_products()
     def combine(self, objective: Objective, rows: Rows, divisors: Divisors) -> Computed:
-        """Compute the loss of all samples, and its gradient by row.
-
-        Raises:
-            ConfigError: there are too few samples.
-        """
+        """Compute the loss of all samples, and its gradient by row."""
         coupled, num_samples = _coupled(objective), len(next(iter(rows.values())))
         if num_samples < coupled.min_samples:
             raise ConfigError(too_few(coupled, f"batch.global: a step of {num_samples} sample"))

@@ -33,11 +33,7 @@ class RunBatchNorm:
             use_mode(module, self.typed.resolved(self.shape))
 
     def check(self, config: RunConfig, module: nn.Module, order: Order, total_steps: int) -> None:
-        """Refuse a mode that does not fit the model, or the sizes of the steps.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Refuse a mode that does not fit the model, or the sizes of the steps."""
         layers, name = layers_of(module), config.batchnorm.name or config.batchnorm.target
         if not layers and self.typed.needs_layers:
             kind = type(module).__name__

@@ -36,11 +36,7 @@ FAR = 10.0
 
 
 def check_parts(components: Components) -> None:
-    """Refuse what no cut can make exact, and a schedule that does not fit into the run.
-
-    Raises:
-        ConfigError: naming what, and what to type.
-    """
+    """Refuse what no cut can make exact, and a schedule that does not fit into the run."""
     components.schedule.factor(components.total_steps - 1, components.total_steps)
     check_stages(components)
     config = components.config
@@ -130,12 +126,9 @@ def try_out(components: Components) -> list[str]:
 def check_sums(components: Components) -> list[str]:
     """Compare the loss of two samples of the first step together with that of both apart.
 
-    Only where the objective does not declare that it adds samples up. Not collective; the
-    declared state of the model is put back. Gives a warning where they differ; `train verify`
-    measures the same, and more.
-
-    Raises:
-        ConfigError: the model's loss is no sum, with the settings under which it is.
+    Only where the objective does not declare that it adds samples up. Not collective; the declared
+    state of the model is put back. Gives a warning where they differ; `train verify` measures the
+    same, and more.
     """
     objective, ids = (
         components.objective,

@@ -153,11 +153,7 @@ class Components:
         return Feed(self.source, self.cut, self.layout, world, seed, start, self.noise_every)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer over the parameters that a model has now, real or fake.
-
-        Raises:
-            ConfigError: it steps within backward.
-        """
+        """Build the optimizer over the parameters that a model has now, real or fake."""
         before, optimizer = hooked(model), self.spec.build(model)
         if new := set(hooked(model)) - set(before):
             raise ConfigError(
@@ -179,9 +175,6 @@ def assemble(
 
     `saved` is what the checkpoint says that is read, where there is one. A plan for a machine that
     is not here builds the model without weights, unless `with_values`.
-
-    Raises:
-        TrainError: parts do not fit together, or the data cannot be read or do not fill a step.
     """
     saved = saved or Saved()
     batch, terms = config.batch, saved.terms
@@ -328,11 +321,7 @@ def _fitting_sizes(
 
 
 def _cut(config: RunConfig) -> Cut:
-    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks.
-
-    Raises:
-        ConfigError: `deterministic=layout` with another cut.
-    """
+    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
     cut = construct(config.accum, "accum", Cut, config.trust)
     if config.deterministic != "layout":
         return cut

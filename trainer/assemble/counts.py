@@ -34,10 +34,6 @@ def count_run(
 
     The loaders then compare numbers with what shows there, and losses know the output layer. Of
     `main`, what the main rank found, its counts are taken.
-
-    Raises:
-        CannotRunFake: the model was built without weights.
-        TrainError: the classes do not fit a metric, or the longest sample is beyond a limit.
     """
     if components.spec.asks_for_output:
         _note_output_layer(components)

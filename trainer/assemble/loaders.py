@@ -26,12 +26,7 @@ GPU_WORKERS = 4  # loading processes for a rank on a GPU where nobody says; none
 
 
 def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
-    """Load what is trained on, for a model.
-
-    Raises:
-        ConfigError: samples are longer than the model has positions, or a daemon process would have
-            to start others.
-    """
+    """Load what is trained on, for a model."""
     is_daemon = current_process().daemon
     on_gpu = planned_device(config, world).type != "cpu"
     auto_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
@@ -74,11 +69,7 @@ def prepare_with(loader: Loader, objective: Objective | None) -> None:
 def held_out_loader(
     config: RunConfig, name: str, data: DataView, loader: Loader, layout: Layout, module: nn.Module
 ) -> HeldOut:
-    """Load held-out samples as those of training are; no processes where a thread may do it.
-
-    Raises:
-        ConfigError: samples are longer than the model has positions.
-    """
+    """Load held-out samples as those of training are; no processes where a thread may do it."""
     own, most = loader.of(data, num_workers=0), config.eval.samples
     _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
     # The run's own part joins those of its sources.

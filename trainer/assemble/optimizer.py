@@ -40,12 +40,7 @@ class ChosenOptimizer:
 def typed_optimizer(config: RunConfig, given: Mapping[str, Any] | None = None) -> OptimizerSpec:
     """Build the optimizer of a config.
 
-    Args:
-        config: of the run.
-        given: arguments that the config leaves open; None for those of a model from scratch.
-
-    Raises:
-        ConfigError: an argument does not fit.
+    `given` are arguments that the config leaves open; None for those of a model from scratch.
     """
     kind = look_up(config.optimizer, "optimizer", config.trust)
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
@@ -82,11 +77,7 @@ def fitting_optimizer(
 def with_half_lives(
     chosen: ChosenOptimizer, schedule: Schedule, sizes: BatchSize
 ) -> ChosenOptimizer:
-    """Change betas and weight decay to the global batch, where the schedule asks for it.
-
-    Raises:
-        ConfigError: there is no batch to follow, or nothing that would.
-    """
+    """Change betas and weight decay to the global batch, where the schedule asks for it."""
     if not schedule.keep_half_life:
         return chosen
     key, batch = "scheduler.keep_half_life=true", schedule.reference_batch

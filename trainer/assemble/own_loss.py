@@ -28,10 +28,6 @@ def compare_losses(
 
     Those of Bart as a causal model, for one, are not shifted; a router adds to its loss. Image
     tokens that are more, or fewer, than the parts of the image are refused by the model itself.
-
-    Raises:
-        ConfigError: with the two losses, and what to type for either.
-        DataError: the model refuses the sample, and says why.
     """
     parameter = next(module.parameters(), None)
     names = inspect.signature(module.forward).parameters

@@ -31,11 +31,7 @@ PROBED = 8
 
 
 def check_reads(components: Components) -> list[str]:
-    """Warn of fields that nothing reads, and of draws that no seed governs.
-
-    Raises:
-        DataError: a sample cannot be read again, or has another length in another epoch.
-    """
+    """Warn of fields that nothing reads, and of draws that no seed governs."""
     return [*_unread_fields(components), *_untied_draws(components)]
 
 

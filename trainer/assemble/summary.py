@@ -100,11 +100,8 @@ def batch_equation(
 ) -> str:
     """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`.
 
-    Args:
-        counts: samples of every micro-batch of all ranks.
-        world_size: ranks.
-        accum_steps: micro-batches of the rank that has most.
-        whole: the global batch in words; the sum of the samples where it is None.
+    `counts` are the samples of every micro-batch of all ranks; `whole` is the global batch in
+    words.
     """
     low, high, ranks = min(counts), max(counts), plural(world_size, "rank")
     right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"

@@ -41,9 +41,6 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str,
 
     Gives the tensors, which share the live ones' memory and are in shards where those are, and the
     rest as JSON. Collective only where a part keeps what is neither in rows nor whole.
-
-    Raises:
-        TypeError: something is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     states = {
@@ -59,14 +56,8 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str,
 def restore(loaded: Loaded, parts: Mapping[str, Stateful], may_lack: Collection[str] = ()) -> None:
     """Restore parts by name; of what is in shards, each rank reads its rows.
 
-    Args:
-        loaded: what `capture` returned and `CheckpointStore` saved.
-        parts: made as those that were captured; on any device, in any shards.
-        may_lack: names of those that stay as they are where the checkpoint has none.
-
-    Raises:
-        NoCheckpointError: a part is missing, is of another version, or does not take its state.
-        TrainError: as raised by a part.
+    Parts may be on any device and in any shards. Of those in `may_lack` the checkpoint may have
+    none.
     """
     for name, part in parts.items():
         if name in may_lack and name not in loaded.parts:
@@ -85,11 +76,7 @@ def restore(loaded: Loaded, parts: Mapping[str, Stateful], may_lack: Collection[
 def state_of(
     loaded: Loaded, name: str, version: int, read: Callable[[str], Any] | None = None
 ) -> Any:  # noqa: ANN401 - any state
-    """Give the state of a part of a checkpoint; `read` gives its tensors, which stay unread else.
-
-    Raises:
-        NoCheckpointError: it is missing, or of another version.
-    """
+    """Give the state of a part of a checkpoint; `read` gives its tensors, else unread."""
     saved = loaded.parts.get(name)
     try:
         if saved is None or saved["version"] != version:
@@ -168,10 +155,7 @@ def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 class OptimizerPart(Stateful):
     """The state and the settings of an optimizer, by plain names of parameters.
 
-    Args:
-        module: whose parameters it has.
-        optimizer: the optimizer.
-        keeps_settings: whether its groups keep their settings, which were changed on purpose.
+    With `keeps_settings` its groups keep their settings, which were changed on purpose.
     """
 
     loads_unread = True
@@ -194,11 +178,7 @@ class OptimizerPart(Stateful):
         }
 
     def load(self, state: State) -> None:
-        """See the base class.
-
-        Raises:
-            NoCheckpointError: it was another class, or had other groups.
-        """
+        """See the base class."""
         parameters, groups = self._named(), read_whole(state["groups"])
         live, own_class = self._groups([*parameters]), type(self._optimizer).__qualname__
         own, theirs = ([sorted(group["params"]) for group in each] for each in (live, groups))
@@ -273,11 +253,7 @@ def _read_all(values: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - a
 
 
 def _refuse_misfits(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse states that a fused kernel would read beyond.
-
-    Raises:
-        ValueError: a shape or dtype is not its parameter's.
-    """
+    """Refuse states that a fused kernel would read beyond."""
     for name, values in states.items():
         own = parameters[name].shape, parameters[name].dtype
         for key, value in values.items():

@@ -103,11 +103,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | StoredTensor]) -> t
 
 
 def open_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """List the tensors of safetensors files, unread; rows of one in several follow each other.
-
-    Raises:
-        DamagedError: one is no such file, or parts of a tensor do not fit together.
-    """
+    """List the tensors of safetensors files, unread; rows of one in several follow each other."""
     parts: dict[str, list[Any]] = {}
     for path in paths:
         try:
@@ -150,9 +146,6 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
     """Decide which files a rank writes, and what into them; the ranks together write everything.
 
     Every rank gives the same names, whose first word decides on the file. Nothing is copied.
-
-    Raises:
-        TypeError: something is no dense tensor of a dtype that can be stored.
     """
     files: dict[str, dict[str, Tensor]] = {}
     num_sharded = 0

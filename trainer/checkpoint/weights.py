@@ -110,11 +110,7 @@ class StoredWeights:
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Copy them into a model, one tensor at a time; gives those of the meta device, unread.
-
-        Raises:
-            NoCheckpointError: they do not fit it.
-        """
+        """Copy them into a model, one tensor at a time; gives those of the meta device, unread."""
         (found, fault), state = self._match(model), model.state_dict(keep_vars=True)
         if fault:
             remedy = "init= needs weights of this very model"
@@ -200,16 +196,8 @@ def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> Sto
 def open_weights(path: Path, world: World | None = None, step: WhichStep = "last") -> StoredWeights:
     """Open weights for a new run; nothing of them is read yet. Collective.
 
-    Args:
-        path: a run, one of its checkpoints, an exported folder, that of a Hugging Face model, in
-            one file or several, or a safetensors file. Names may lack the model's prefix, or have
-            one more.
-        world: the ranks that open it.
-        step: which checkpoint of a run.
-
-    Raises:
-        ConfigError: the average is asked for, and there is none.
-        NoCheckpointError: nothing usable is there.
+    The path is a run, one of its checkpoints, an exported folder, that of a Hugging Face model, in
+    one file or several, or a safetensors file. Names may lack the model's prefix, or have one more.
     """
     world = world or World()
     opened: list[StoredWeights] = []
@@ -222,12 +210,7 @@ def open_weights(path: Path, world: World | None = None, step: WhichStep = "last
 
 
 def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
-    """Open a checkpoint of a run to read from, without setting damaged ones aside. Collective.
-
-    Raises:
-        ConfigError: its average or best is asked for, and it has none.
-        NoCheckpointError: there is none.
-    """
+    """Open a checkpoint of a run to read from, without setting damaged ones aside. Collective."""
     store = CheckpointStore(run / CHECKPOINTS)
     number = step if isinstance(step, int) else None
     if step == "best" and (number := store.best) is None:
@@ -330,19 +313,10 @@ def export(
 ) -> Path:
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
-    Args:
-        loaded: the checkpoint.
-        to: a folder that does not exist, or is empty; returned.
-        config: becomes `config.json`.
-        model: whose weights are written in place of those that are stored; one of Hugging Face
-            writes itself, for its `from_pretrained`.
-        write: writes the folder in place of either, as an adapter does.
-        beside: each writes more into it, as a tokenizer does.
-
-    Raises:
-        ConfigError: `to` is taken.
-        NoCheckpointError: it holds no model.
-        SaveError: it could not be written; nothing is left of it.
+    `to` does not exist, or is empty, and `config` becomes its `config.json`. `model` has the
+    weights that are written in place of those that are stored; one of Hugging Face writes itself,
+    for its `from_pretrained`. `write` writes the folder in place of either, as an adapter does;
+    `beside` writes more into it, as a tokenizer does.
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")

@@ -32,8 +32,7 @@ def is_generator(kind: Any) -> bool:  # noqa: ANN401 - a class, which mypy calls
 def generators_in(root: object) -> dict[str, Any]:
     """Find the generators of an object, also deep in lists, mappings and parts of its own.
 
-    Returns:
-        By their path in the object, which is the same in every process; each one once.
+    Paths are the same in every process; each generator comes once.
     """
     found: dict[str, Any] = {}
     seen, waiting = {id(root)}, deque([("", root)])

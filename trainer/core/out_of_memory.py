@@ -74,11 +74,7 @@ class AllocationGuard:
 
 @contextmanager
 def no_replay(what: str) -> Iterator[None]:
-    """End the run with `DoesNotFitError` when an allocation fails in a block that has no replay.
-
-    Raises:
-        DoesNotFitError: it did.
-    """
+    """End the run with `DoesNotFitError` when an allocation fails in a block that has no replay."""
     with AllocationGuard() as guard:
         yield
     if guard.failed:

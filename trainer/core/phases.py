@@ -64,10 +64,9 @@ class PhaseTimes:
     def spending(self) -> dict[str, Any]:
         """Give what the steps so far took, the present phase left out, as JSON has it.
 
-        Returns:
-            `steps` counted; `phases`, by name `seconds` in all, `times` entered and `least`, the
-            seconds of the shortest; `in_flight`, seconds in which at least one collective
-            travelled, and `waited`, those in which nothing else was done meanwhile.
+        Gives `steps` counted; `phases`, by name `seconds` in all, `times` entered and `least`, the
+        seconds of the shortest; `in_flight`, seconds in which at least one collective travelled,
+        and `waited`, those in which nothing else was done meanwhile.
         """
         self._add_up()
         return {

@@ -25,15 +25,11 @@ SHORT, BLOCK = 1024, 256  # tokens; the probabilities of longer documents are to
 
 @final
 class Documents:
-    """Documents laid end to end in one row.
+    """Documents laid end to end in one row of length `time`.
 
-    Args:
-        cu_seqlens: `(documents + 1,)`, where each begins, and the end of the last.
-        time: length of the row.
-        longest: tokens of the longest document, where they fill the row. Where it is not known,
-            positions after the last document form one of their own.
-        has_kernel: one kernel attends within all documents. It leaves what lies beyond `longest`
-            in a document uninitialised.
+    `cu_seqlens`, `(documents + 1,)`, says where each begins, and the end of the last. Where the
+    `longest` is not known, positions after the last document form one of their own. One kernel that
+    attends within all documents leaves what lies beyond `longest` in a document uninitialised.
     """
 
     def __init__(

@@ -203,11 +203,7 @@ def layers_of(model: nn.Module) -> list[BatchNormLayer]:
 
 
 def use_mode(model: nn.Module, mode: BatchNormMode) -> None:
-    """Let a mode normalise for every layer that normalises over samples, in place.
-
-    Raises:
-        ConfigError: a layer does not fit the mode.
-    """
+    """Let a mode normalise for every layer that normalises over samples, in place."""
     count, found = SampleCount(), False
     for name, part in model.named_modules():
         if not isinstance(part, _BatchNorm) or not normalizes_batch(part):

@@ -32,15 +32,8 @@ def bind(
     The signature is read once. A `forward` with `**kwargs` gets every field but those `OMITTED`;
     one of a single argument, as those of torchvision are, the images, whatever their name. A
     Hugging Face model that is given a mask keeps no keys and values, which nothing reads. Without
-    both it would look for packed documents in every call, and a GPU would wait for that.
-
-    Args:
-        module: any module, compiled in place or sharded too.
-        autocast: dtype of the forward's matrix products; `None` is the weights' own.
-        device_type: where autocast applies.
-
-    Returns:
-        A call that raises `ConfigError` when `forward` requires what the fields do not hold.
+    both it would look for packed documents in every call, and a GPU would wait for that. The call
+    raises `ConfigError` when `forward` requires what the fields do not hold.
     """
     # `torch.compile(module)` gives a wrapper whose own forward takes anything.
     written = getattr(module, "_orig_mod", module)
@@ -93,13 +86,10 @@ class Casts:
     PyTorch forgets casts where the outermost context ends, here one that is off: objective and
     backward compute as without. Casts made under `no_grad` have a graph too (torch >= 2.11,
     #165068), so reentrant checkpointing and two passes lose no gradient. They take half of the
-    weights' bytes. Before each call of a bound module PyTorch's counts of writes are compared,
-    some 10 us for 150 weights; within one call autocast keeps a cast, as in any program.
-
-    Args:
-        module: whose weights are cast.
-        by_value: compare values in the first block, too. Weights that are written to there without
-            being counted, as through `.data`, are then cast in every call of all blocks.
+    weights' bytes. Before each call of a bound module PyTorch's counts of writes are compared, some
+    10 us for 150 weights; within one call autocast keeps a cast, as in any program. With
+    `by_value`, values are compared in the first block, too: weights that are written to there
+    without being counted, as through `.data`, are then cast in every call of all blocks.
     """
 
     def __init__(self, module: nn.Module, *, by_value: bool = False) -> None:

@@ -19,11 +19,7 @@ UNUSED = "unused_arguments"
 
 
 def required(name: str, value: int | None) -> int:
-    """Give a number that a model needs, by its key, or that the data have.
-
-    Raises:
-        ConfigError: it was not typed, and the data do not have it.
-    """
+    """Give a number that a model needs, by its key, or that the data have."""
     if value is None:
         raise ConfigError(f"model.{name}=null: the data do not say it; type a number")
     return value
@@ -54,9 +50,6 @@ def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any])
     """Name the field whose dtype is not that of the weights, where a forward failed over it.
 
     Nothing is cast unasked: an image's scale, and what a float64 is rounded to, are the user's.
-
-    Raises:
-        DataError: it did.
     """
     text = " ".join(str(error).split())
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -97,12 +97,7 @@ def build_on_meta(
 ) -> tuple[nn.Module, FirstWeights]:
     """Build a model that `draws_on_meta` there; the generator moves as on the CPU.
 
-    Args:
-        build: makes it.
-        known: names of parameters, once it is made, whose first values are elsewhere.
-
-    Raises:
-        ConfigError: it does not, since what it fills a tensor with cannot be computed again.
+    `known` names parameters whose first values are elsewhere.
     """
     recorder = _FillRecorder()
     with recorder, torch.device("meta"):

@@ -299,11 +299,9 @@ def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Ro
     """Compute the angles of rotary position embedding (Su et al. 2021, 2104.09864, eq. 15).
 
     Computed at every forward, in at least single precision: a buffer would be rounded by
-    `.to(bfloat16)`, lost by `to_empty` after the meta device, and saved in checkpoints.
-
-    Returns:
-        Cosines and signed sines for `position_ids`, each `(batch, time, 1, 1, head_dim)`, rounded
-        to `dtype` once for all layers.
+    `.to(bfloat16)`, lost by `to_empty` after the meta device, and saved in checkpoints. Gives
+    cosines and signed sines, each `(batch, time, 1, 1, head_dim)`, rounded to `dtype` once for all
+    layers.
     """
     precise = torch.promote_types(dtype, torch.float32)
     pair = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=precise)

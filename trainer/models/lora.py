@@ -111,11 +111,7 @@ class Lora(ModelTransform):
         self.draws_on_meta = first in _DRAWN and not modules_to_save and not self._config.use_dora
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        """See the base class.
-
-        Raises:
-            ConfigError: a name fits no module, or peft cannot adapt the model.
-        """
+        """See the base class."""
         from peft.tuners.lora import LoraModel  # noqa: PLC0415 - see above
         from transformers import PreTrainedModel  # noqa: PLC0415 - see above
 
@@ -140,12 +136,7 @@ class Lora(ModelTransform):
         return model
 
     def names_in(self, folder: Path, model: nn.Module) -> Mapping[str, str]:
-        """Give the name in the model of each weight that an exported adapter holds.
-
-        Raises:
-            ConfigError: the adapter in the folder is of another base, or multiplies its matrices
-                by another factor.
-        """
+        """Give the name in the model of each weight that an exported adapter holds."""
         from peft import LoraConfig  # noqa: PLC0415 - see above
 
         theirs = LoraConfig.from_pretrained(str(folder))
@@ -196,11 +187,7 @@ class Lora(ModelTransform):
         return [f"from peft import {kind}", f'model = {kind}.from_pretrained("{folder}"{more})']
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """Add the matrices to the weights that they stand beside; the model has its own names then.
-
-        Raises:
-            ConfigError: a weight belongs to another layer, too, or peft refuses to merge it.
-        """
+        """Add the matrices to the weights beside them; the model has its own names then."""
         from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - see above
         from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: PLC0415 - see above
 
@@ -262,11 +249,7 @@ def _widen(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - a LoraConfi
 
 
 def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: list[str]) -> None:
-    """Refuse names that no module has, and patterns that none matches.
-
-    Raises:
-        ConfigError: it names the first, and what is near.
-    """
+    """Refuse names that no module has, and patterns that none matches."""
     if isinstance(wanted, str):
         try:
             is_matched = wanted == _ALL or any(re.fullmatch(wanted, name) for name in names)

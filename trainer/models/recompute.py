@@ -24,11 +24,8 @@ SIGNIFICANT = 0.2
 def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks of a model: the children of its largest lists of modules.
 
-    A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their
-    own, and counts only outside of other such lists.
-
-    Returns:
-        The blocks, in the order of `model.modules()`; empty when the model has none.
+    A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their own,
+    and counts only outside of other such lists. They come in the order of `model.modules()`.
     """
     return tuple(block for stack in repeated_stacks(model) for block in stack.children())
 
@@ -68,10 +65,8 @@ def checkpoint_blocks(model: nn.Module) -> int:
     """Make every block recompute itself in backward, from now on.
 
     Gradients stay the same bit for bit, dropout included, and so does what forwards write; names,
-    weights and hooks stay. A Hugging Face model says itself which of its layers do it.
-
-    Returns:
-        The number of blocks that recompute; 0 when the model has none, and nothing changed.
+    weights and hooks stay. A Hugging Face model says itself which of its layers do it. Gives the
+    number of blocks that recompute; 0 when the model has none, and nothing changed.
     """
     enable = _own_switch(model, "enable")
     if enable is not None:

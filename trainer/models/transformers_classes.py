@@ -66,12 +66,9 @@ def described(
 ) -> Callable[..., Any]:
     """Let a model that takes a config object be described by its config's settings.
 
-    Args:
-        target: a model of transformers, or a config; anything else is given back.
-        names: of the arguments. Of these, ids of special tokens are taken; beside what the
-            constructor names, so is what the config knows.
-        typed: whether the user named the class. If not, settings that name code to fetch from the
-            network, as those of an inner config or of a kernel may, are left out.
+    Of the `names` of arguments, ids of special tokens are taken, and what the constructor or the
+    config knows. Unless the user `typed` the class, settings that name code to fetch from the
+    network, as those of an inner config or of a kernel may, are left out.
     """
     is_config = inspect.isclass(target) and hasattr(target, "attribute_map")
     kind: Any = target if is_config else getattr(target, "config_class", None)
@@ -99,11 +96,7 @@ def described(
 def stored_dtypes(name: str | None) -> list[str]:
     """Name the dtypes of the floating-point weights in the files that a model was loaded from.
 
-    Args:
-        name: a folder, or a name on the hub.
-
-    Returns:
-        Such as `["bf16"]`; empty where the files are not known or not safetensors.
+    Such as `["bf16"]`; empty where the files are not known or not safetensors.
     """
     hub: Any = sys.modules.get("transformers.utils.hub")
     if name is None or hub is None:

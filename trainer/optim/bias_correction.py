@@ -20,8 +20,7 @@ from trainer.core.errors import ConfigError
 def change_betas(optimizer: Optimizer, group: dict[str, Any], betas: Sequence[float]) -> None:
     """Give a group other betas, and count its steps as PyTorch's optimizers do, under `step`.
 
-    Raises:
-        ConfigError: no one count of steps gives all means their divisors.
+    `ConfigError` where no one count of steps gives all means their divisors.
     """
     before, group["betas"] = group["betas"], betas
     for counts in (group, *(optimizer.state.get(p, {}) for p in group["params"])):

@@ -23,14 +23,10 @@ _LAST = re.compile(
 def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     """Give the share of the learning rate of each parameter, by its id.
 
-    Modules count in the order in which the model names them; what lies between two blocks is of
-    the one ahead of it. A tied parameter goes by the first of its names. A single number that is
-    the model's own, such as a temperature, has the whole rate, as has an output layer that the
-    model gives by `get_output_embeddings` and shares with no input.
-
-    Raises:
-        ConfigError: the model has no list of blocks, or several, whose order nobody knows, or
-            names ahead of its blocks what ends it.
+    Modules count in the order in which the model names them; what lies between two blocks is of the
+    one ahead of it. A tied parameter goes by the first of its names. A single number that is the
+    model's own, such as a temperature, has the whole rate, as has an output layer that the model
+    gives by `get_output_embeddings` and shares with no input.
     """
     stacks = repeated_stacks(model)
     if len(stacks) != 1:

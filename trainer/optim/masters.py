@@ -25,11 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def widen_gradients(model: nn.Module) -> None:
-    """Have the gradients of trained weights in half precision added up in fp32.
-
-    Raises:
-        ConfigError: a weight is wider, so that its gradient would lose bits.
-    """
+    """Have the gradients of trained weights in half precision added up in fp32."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float64:
             text = f"{name} has fp64 weights, whose gradients would lose bits; leave it out"

@@ -65,11 +65,7 @@ class Muon(OptimizerSpec):
         return parts
 
     def construct(self, params: Groups) -> Optimizer:
-        """See the base class.
-
-        Raises:
-            ConfigError: a matrix is in shards, or there is none.
-        """
+        """See the base class."""
         matrices = [group for group in params if group[_USE_MUON]]
         if not matrices:
             raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
@@ -104,10 +100,7 @@ class Muon(OptimizerSpec):
 class MuonWithAdamW(Optimizer):
     """Two optimizers that share one state and one list of groups, so that both are saved as one.
 
-    Args:
-        params: groups with `use_muon`, which chooses between the two.
-        muon: makes the first from its groups.
-        adamw: makes the second from its groups.
+    Groups name their half by `use_muon`.
     """
 
     def __init__(

@@ -85,11 +85,7 @@ class OptimizerSpec(Described, ABC):
                     parameter.requires_grad_(False)
 
     def widen_gradients(self, model: nn.Module) -> None:
-        """Have gradients of trained weights in half precision added up in fp32.
-
-        Raises:
-            ConfigError: a weight is wider than fp32.
-        """
+        """Have gradients of trained weights in half precision added up in fp32."""
         widen_gradients(model)
 
     def build(self, model: nn.Module) -> Optimizer:
@@ -187,9 +183,6 @@ class OwnOptimizer(OptimizerSpec):
         """Split the keys under `optimizer` into the spec's own and the constructor's.
 
         A learning rate or weight decay that is not given is the constructor's default.
-
-        Raises:
-            ConfigError: neither a value nor a default for the learning rate.
         """
         options = dict(params)
         shared: dict[str, Any] = {"groups": options.pop("groups", None) or {}}
@@ -215,11 +208,7 @@ class OwnOptimizer(OptimizerSpec):
         return replace(spec, options={**self.options, "betas": known})
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
-        """See the base class.
-
-        Raises:
-            ConfigError: weights are in shards, or decay in groups, which the class does not take.
-        """
+        """See the base class."""
         if issubclass(self.kind, _OF_WHOLE_WEIGHTS) and in_shards(params):
             text = (
                 f"{self.kind.__name__} needs whole weights, and fsdp and hsdp hold shards of them"
@@ -272,23 +261,11 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups, each parameter once.
 
-    Not decayed are vectors and scalars, biases, and everything in a normalisation layer.
-    Embeddings are decayed, as in GPT-2. A group that names a `weight_decay` decays all that its
-    pattern matches: `{"*": {"weight_decay": 0.1}}` decays everything. Tied parameters go by all
-    of their names.
-
-    Args:
-        model: whose parameters, by name.
-        lr: learning rate outside the groups.
-        weight_decay: outside the groups.
-        groups: settings by name pattern; of several that match, the first counts.
-        scales: factors on rates that no group names, by the id of a parameter.
-
-    Returns:
-        Groups with `name`, `params`, `lr` and `weight_decay`; frozen parameters are in none.
-
-    Raises:
-        ConfigError: a pattern matches no parameter, or nothing is left to train.
+    Not decayed are vectors and scalars, biases, and everything in a normalisation layer. Embeddings
+    are decayed, as in GPT-2. A group that names a `weight_decay` decays all that its pattern
+    matches: `{"*": {"weight_decay": 0.1}}` decays everything. Tied parameters go by all of their
+    names. Of several patterns that match, the first counts. `scales` are factors on rates that no
+    group names, by the id of a parameter. Frozen parameters are in no group.
     """
     exempt = {
         id(p)

@@ -83,9 +83,6 @@ class Schedule(Described, ABC):
 
         Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
         keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
-
-        Raises:
-            ConfigError: the batch to scale from is missing.
         """
         if self.scale == "none":
             return 1.0
@@ -194,11 +191,7 @@ class WSD(Schedule):
 
 
 def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
-    """Set the learning rate of every parameter group from its rate at factor 1.
-
-    Raises:
-        ConfigError: the factor is negative, or not finite.
-    """
+    """Set the learning rate of every parameter group from its rate at factor 1."""
     if not 0.0 <= factor < math.inf:
         raise ConfigError(f"scheduler: `factor` gave {factor}; give a finite number, 0 or more")
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):

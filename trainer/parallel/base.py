@@ -351,9 +351,7 @@ def buckets(
 ) -> Iterator[list[nn.Parameter]]:
     """Group parameters whose gradients are reduced together, the same on every rank.
 
-    Yields:
-        Those of one dtype, with gradients of one, in order, of up to `most` bytes; a larger one
-        alone.
+    Those of one dtype, with gradients of one, in order, of up to `most` bytes; a larger one alone.
     """
     for dtypes in dict.fromkeys((p.dtype, gradient_dtype(p)) for p in parameters):
         bucket: list[nn.Parameter] = []

@@ -30,10 +30,6 @@ class BlockOrder:
     """Compares the blocks that a forward comes to, just before their parameters are gathered.
 
     Blocks that are recomputed in backward follow from those of the forward, and are not looked at.
-
-    Args:
-        root: the whole model; its blocks that are gathered each on its own are FSDP2's modules.
-        world: all ranks.
     """
 
     def __init__(self, root: nn.Module, world: World) -> None:

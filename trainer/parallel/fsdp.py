@@ -41,19 +41,9 @@ from trainer.parallel.sync import Reduction
 class Sharded(Parallel):
     """Parameters, gradients and optimizer state in shards; gathered for a window.
 
-    Args:
-        module: the user's module, the same on every rank; it is sharded in place. It is whole, or
-            its parameters are on the meta device and get their memory here, in shards.
-        call: runs it.
-        blocks: submodules that are gathered and reduced each on its own; the rest forms one more.
-        world: all ranks.
-        mesh: of the ranks, from `make_mesh`.
-        weights: what parameters on the meta device begin with; each rank takes its rows. None
-            leaves their values open.
-        dtype: that fp32 parameters are gathered in; None gathers them as they are.
-
-    Raises:
-        ConfigError: a parameter cannot be sharded.
+    `blocks` are gathered and reduced each on its own; the rest forms one more. Parameters on the
+    meta device get their memory here, in shards, and begin with `weights`, whose values None leaves
+    open. fp32 parameters are gathered in `dtype`.
     """
 
     def __init__(
@@ -337,10 +327,8 @@ def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
 def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """Give the mesh of a sharded model over ranks that are not there, as its first rank sees it.
 
-    May be entered by the main rank of a real run while the others wait.
-
-    Yields:
-        The mesh; collectives allocate as they would, and send nothing.
+    May be entered by the main rank of a real run while the others wait. Collectives allocate as
+    they would, and send nothing.
     """
     # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
     import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401

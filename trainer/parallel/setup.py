@@ -115,11 +115,9 @@ class ParallelSetup(Described):
         """Choose what `sync=auto` is.
 
         One reduction a step sends least, and a step can be repeated; so it is taken wherever it
-        fits, sent during the last backward where that `overlaps`. Else shards stay shards.
-
-        Args:
-            begun: what the run took before, in this mode on as many ranks; it stays while it fits.
-            overlaps: whether collectives travel while the device computes the last backward.
+        fits, sent during the last backward where that `overlaps`. Else shards stay shards. What the
+        run took before, on as many ranks (`begun`), stays while it fits. `overlaps` is whether
+        collectives travel while the device computes the last backward.
         """
         known = {policy.name: policy for policy in POLICIES}
         best: SyncPolicy = Overlapped() if overlaps and self.mode == "ddp" else Deferred()
@@ -139,12 +137,8 @@ class ParallelSetup(Described):
     ) -> Parallel:
         """Lay a model out over the ranks; its parameters may be replaced.
 
-        Args:
-            module: the model on the rank's device, or on the meta device.
-            call: the same, bound to the run's precision.
-            world: the ranks.
-            weights: what parameters on the meta device begin with; None leaves that open.
-            mesh: of the ranks; None is that of the run.
+        A `mesh` of None is that of the run; `weights` of None leave open what parameters on the
+        meta device begin with.
         """
         mesh = mesh or self.mesh
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -162,11 +156,7 @@ class ParallelSetup(Described):
     def fake_ranks(
         self, world_size: int, call_of: Callable[[nn.Module], ModelCall], device: torch.device
     ) -> Iterator[Callable[[nn.Module], Parallel]]:
-        """Pretend ranks that are not there, on a device that is.
-
-        Yields:
-            Lays a model out, in place, as the first of the ranks.
-        """
+        """Pretend ranks that are not there; yields what lays a model out in place, as the first."""
         world = World(size=world_size, local_size=world_size, device=device)
         if self.mode not in SHARDED:
             yield lambda model: self.lay_out(model, call_of(model), world)

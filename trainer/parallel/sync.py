@@ -46,11 +46,7 @@ class SyncPolicy(Described):
 
 
 def reduction_of(policy: SyncPolicy, index: int, *, is_last: bool) -> Reduction:
-    """Ask a policy, and reduce all that is left in the last micro-batch of a step in lockstep.
-
-    Raises:
-        ConfigError: the answer is none that there is, or needs lockstep.
-    """
+    """Ask a policy, and reduce all that is left in the last micro-batch of a step in lockstep."""
     answer, name = policy.reduction(index, is_last=is_last), type(policy).__name__
     if answer not in get_args(Reduction):
         raise ConfigError(

@@ -142,12 +142,7 @@ class Plan:
         return 1.0 - float(self.lengths.sum()) / computed if computed else 0.0
 
     def check(self, layout: Layout) -> None:
-        """Refuse a plan that would train on another global batch, or hang, under its layout.
-
-        Raises:
-            ConfigError: if a sample is missing or cut twice, is longer than its micro-batch, if a
-                group is divided, or if ranks in lockstep differ in their count.
-        """
+        """Refuse a plan that would train on another global batch, or hang, under its layout."""
         fault = self._fault(layout)
         if fault:
             raise ConfigError(f"accum: the micro-batch plan is invalid: it {fault}")

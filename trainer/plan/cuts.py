@@ -67,11 +67,7 @@ class Fixed(Cut):
         return None if self.micro is None else LayoutInvariant(micro=self.micro)
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
-        """Cut one global batch in sample order; see `Cut.cut`.
-
-        Raises:
-            ConfigError: `micro` would divide a group.
-        """
+        """Cut one global batch in sample order; see `Cut.cut`."""
         size, num_samples = layout.group_size, len(lengths)
         if self.micro is not None and self.micro % size:
             nearest = max(1, round(self.micro / size)) * size
@@ -123,11 +119,7 @@ class LayoutInvariant(Cut):
         return padded_apart(ranks, lengths, layout)
 
     def smaller(self, plan: Plan) -> NoReturn:
-        """Refuse: other micro-batches would give other bits.
-
-        Raises:
-            DoesNotFitError: always.
-        """
+        """Refuse: other micro-batches would give other bits."""
         raise DoesNotFitError(
             f"a micro-batch of {self.micro} samples does not fit into memory, and "
             "deterministic=layout fixes the micro-batches: lower accum.micro"
@@ -163,11 +155,7 @@ class _Capped(Cut):
         )
 
     def _dearest(self, lengths: IntArray, layout: Layout) -> tuple[int, int]:
-        """Find the longest sample of the dearest group, and the tokens which that group takes.
-
-        Raises:
-            ConfigError: no group is as small as `micro` asks.
-        """
+        """Find the longest sample of the dearest group, and the tokens which that group takes."""
         size = layout.group_size
         if self.micro is not None and self.micro < size:
             raise ConfigError(
@@ -202,11 +190,7 @@ class Budget(_Capped):
         return self.max_tokens
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
-        """Cut one global batch at the least cost; see `Cut.cut`.
-
-        Raises:
-            ConfigError: if the cap is less than the longest sample.
-        """
+        """Cut one global batch at the least cost; see `Cut.cut`."""
         position, needed = self._dearest(lengths, layout)
         if needed > self.max_tokens:
             length = int(lengths[position])
@@ -259,11 +243,7 @@ class Auto(_Capped):
         )
 
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
-        """Cut one global batch at the least cost; see `Cut.cut`.
-
-        Raises:
-            SampleTooLongError: if one sample alone exceeds the cap.
-        """
+        """Cut one global batch at the least cost; see `Cut.cut`."""
         assert self.max_tokens is not None, "Auto.cut() was called before Auto.tuned()"
         assert self.hard_cap is not None
         layout = replace(layout, cost=self.cost or layout.cost)

@@ -37,10 +37,7 @@ def _in_turn(first: IdsOf, second: IdsOf, places: IntArray) -> IntArray:
 class Lengths:
     """Tokens of each sample: an array that is looked up, not held; named as NumPy's are.
 
-    Args:
-        values: `(values,)`, integers of any width, perhaps memory-mapped, or one number broadcast.
-        count: samples; all of `values` by default.
-        ids_of: gives the places in `values` of some samples; they are the same by default.
+    `ids_of` gives the places in `values` of some samples; they are the same by default.
     """
 
     def __init__(

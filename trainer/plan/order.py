@@ -161,11 +161,7 @@ class Order:
         return GlobalBatch(ids, at.epoch, size, is_tail, at, after)
 
     def walk(self, num_steps: int) -> Iterator[Cursor]:
-        """Walk over the first steps, some 5 us each.
-
-        Yields:
-            Where each begins, and at last where the last one ends.
-        """
+        """Give where each of the first steps begins, and where the last ends; some 5 us each."""
         cursor = self._enter(self.start)
         for _ in range(num_steps):
             yield cursor
@@ -211,9 +207,6 @@ class Order:
 
         Exactly: under `unit="tokens"` all lengths are read in the order of each epoch, some 0.1 us
         a sample.
-
-        Raises:
-            ConfigError: they depend on what the run decides.
         """
         if isinstance(self.sizes, Stateful):
             text = "decides on sizes while it runs, so that epochs give no number of steps"

@@ -29,10 +29,6 @@ class Bijection:
     n)`, whose rounds add a hash of one half to the other, modulo its size (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains"). Of the `a b` numbers fewer than one in a hundred lie
     beyond `count`; these are permuted again until they do not.
-
-    Args:
-        count: below 2^62.
-        key: selects the permutation.
     """
 
     def __init__(self, count: int, key: str) -> None:

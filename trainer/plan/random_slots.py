@@ -24,13 +24,7 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     A plan whose micro-batches look nowhere at lengths has them already: those of samples in their
     order, which is random. Each new one takes no more samples and positions than the largest of the
     plan, and all ranks have as many. A cut that does not choose sizes is left as it is, as is a
-    batch too small to divide.
-
-    Args:
-        plan: of the global batch by the cut.
-        cut: cuts the other samples.
-        layout: that both are for.
-        key: of the draw.
+    batch too small to divide. `key` is that of the draw.
     """
     wanted = -(-NUM_RANDOM // layout.world_size)
     if _ignores_lengths(plan) and plan.num_micro_batches > 1:

@@ -33,13 +33,8 @@ def batch_advice(
 ) -> str | None:
     """Say whether another global batch would pay, and what to type; None where too little is known.
 
-    Args:
-        noise: the noise scale as it was measured near the end.
-        batch: the global batch there.
-        unit: what both count.
-        least: below which no batch is advised, such as the number of ranks.
-        most: half an epoch, above which none is.
-        remedy: what to type, with `{}` for the batch.
+    The noise was measured at `batch`. No batch is advised below `least`, such as the number of
+    ranks, or above `most`, half an epoch. `remedy` is what to type, with `{}` for the batch.
     """
     if noise.measurements < LEAST_MEASUREMENTS:
         return None

@@ -131,11 +131,7 @@ class Feed(Stateful):
                 self._ahead.append(self._thread.submit(self._load_ahead))
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
-        """Cut the global batch at a cursor; a pure function of cursor, cut and layout.
-
-        Raises:
-            DoesNotFitError: one sample alone exceeds what the memory allows.
-        """
+        """Cut the global batch at a cursor; a pure function of cursor, cut and layout."""
         samples = self.source.order.next(cursor)
         try:
             lengths, step = self.source.lengths[samples.ids], samples.after.step

@@ -47,10 +47,6 @@ class Checkpointer:
         """Save the state after a step. Collective.
 
         With `is_last` the run ends here, and not well without this state on disk.
-
-        Raises:
-            SaveError: it could not be written, and the run is to stop then.
-            NonFiniteError: a weight, a moment or a buffer became not finite.
         """
         if is_last:
             self._attempt(self.writer.wait)
@@ -68,11 +64,7 @@ class Checkpointer:
         self.is_due, self._saved_at = False, time.monotonic()
 
     def mark_best(self, step: int) -> None:
-        """Keep the checkpoint of a step, and not the best one before it. Collective.
-
-        Raises:
-            SaveError: it could not be written, and the run is to stop then.
-        """
+        """Keep the checkpoint of a step, and not the best one before it. Collective."""
         self._attempt(self.writer.wait)
         self._attempt(lambda: self.world.on_main(lambda: self.writer.mark_best(step)))
 

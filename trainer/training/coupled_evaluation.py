@@ -48,12 +48,7 @@ class CollectedRows:
 
     @full_products()
     def sums(self, world: World, weights: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
-        """Sum over the samples of all ranks, the same on each. Collective.
-
-        Args:
-            world: all ranks.
-            weights: what each rank counted, by name.
-        """
+        """Sum over the samples of all ranks, the same on each. Collective."""
         counted: dict[str, float] = defaultdict(float)
         for name, counts in chain.from_iterable(each.items() for each in weights):
             counted[name] += sum(counts)

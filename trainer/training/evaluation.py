@@ -61,11 +61,7 @@ class HeldOut:
         return chosen
 
     def requests(self, rank: int) -> Iterator[Request]:
-        """Give this rank's micro-batches; over all ranks every sample comes exactly once.
-
-        Yields:
-            One request per micro-batch.
-        """
+        """Give this rank's micro-batches; over all ranks every sample comes exactly once."""
         longest = int(pad(np.array([self.lengths.max(initial=1)]), self.layout)[0])
         cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
         size = self.layout.world_size if self.is_ordered else 1
@@ -100,15 +96,8 @@ def evaluate(
 
     Sums are kept in float64. Running out of memory halves the cap and begins again; the training
     plan stays as it is. `was_asked` tells whether a signal asked this rank to stop, and is called
-    after each micro-batch.
-
-    Returns:
-        `loss`, the sum of the loss terms, then every term and metric by name. A name whose weight
-        is zero is NaN.
-
-    Raises:
-        DoesNotFitError: one sample runs out of memory.
-        Preempted: a rank was asked to stop.
+    after each micro-batch. Gives `loss`, the sum of the loss terms, then every term and metric by
+    name. A name whose weight is zero is NaN.
     """
     return _means(objective, _sums(model, objective, held_out, world, was_asked))
 

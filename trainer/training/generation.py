@@ -51,13 +51,8 @@ def generate(
     """Continue every prompt, all ranks with the tokens of the first one. Collective.
 
     Each token costs a forward of all prompts, padded on the right to one length, so that a compiled
-    or sharded model runs as it does in training; nothing is cached between two.
-
-    Returns:
-        The tokens of each prompt and of what follows it; None where memory ran out.
-
-    Raises:
-        Preempted: a rank was asked to stop.
+    or sharded model runs as it does in training; nothing is cached between two. Gives the tokens of
+    each prompt and of what follows it; None where memory ran out.
     """
     rows, is_open = [list(tokens) for tokens in prompts.tokens], [True] * len(prompts.tokens)
     model.gather()

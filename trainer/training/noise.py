@@ -186,14 +186,8 @@ def micro_batch_squares(model: Parallel, count: int) -> Iterator[list[Tensor]]:
     """Square the norm of what each of the first micro-batches of this rank adds to the gradient.
 
     Gradients are seen as a backward gives them, before they are added up or reduced: the same in
-    every layout and under every sync policy, and no copy of them is made.
-
-    Args:
-        model: in a step; each micro-batch has one backward.
-        count: of micro-batches.
-
-    Yields:
-        The squares of the 2-norms, 0-d and float64; filled at the end.
+    every layout and under every sync policy, and no copy of them is made. Each micro-batch has one
+    backward. The squares are 0-d and float64, and filled at the end.
     """
     device = model.world.device
     squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(count)]
@@ -238,11 +232,8 @@ def group_norms(
 ) -> GroupNorms:
     """Sum up the first micro-batches of a rank, which may have none.
 
-    Args:
-        squares: of the norm of what each adds to the gradient, of the first ones.
-        shares: of the step's samples and of its weight.
-        scale: what the loss was multiplied by.
-        device: of the sum.
+    `shares` are of the step's samples and of its weight; `scale` is what the loss was multiplied
+    by.
     """
     total, weight, count = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
     for square, (of_samples, of_weight) in zip(squares, shares, strict=False):

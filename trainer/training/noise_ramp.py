@@ -84,11 +84,7 @@ class NoiseRamp(BatchSize):
         return {"decisions": self._decisions, "noise": self._noise.state()}
 
     def load(self, state: State) -> None:
-        """See `Stateful`.
-
-        Raises:
-            ConfigError: the batch has grown beyond `batch.max`, or begun with another size.
-        """
+        """See `Stateful`."""
         (_, begun), (_, grown) = state["decisions"][0], state["decisions"][-1]
         if begun != self.smallest:
             raise ConfigError(f"batch.global={self.smallest}: type {begun}, as the run began")

@@ -28,11 +28,6 @@ class ParameterNorms:
     Blocks are those of the model's `nn.ModuleList`; all else goes by the modules beside it. The
     gradient is that before clipping, the weight that before the update. Where an optimizer steps
     master copies, those are measured. In a step that is measured, what is trained is copied once.
-
-    Args:
-        model: laid out.
-        optimizer: that steps it.
-        every: steps from one that is measured to the next.
     """
 
     def __init__(self, model: Parallel, optimizer: Optimizer, every: int) -> None:

@@ -26,14 +26,9 @@ def predict(
     """Give the lines of predictions.jsonl for what is held out, in the order of ids. Collective.
 
     A sample is computed alone, so that its figures are the same for every cut and number of ranks.
-
-    Returns:
-        `id`; `label` and `prediction`, by the names of the classes where the data have
-        `label_names`, and None where the objective tells nothing but a loss; `loss`, the mean over
-        the loss terms, or None without one; `terms`, their number.
-
-    Raises:
-        ConfigError: the objective couples samples, so that one alone has no loss.
+    Gives `id`; `label` and `prediction`, by the names of the classes where the data have
+    `label_names`, and None where the objective tells nothing but a loss; `loss`, the mean over the
+    loss terms, or None without one; `terms`, their number.
     """
     coupling, kind = objective.coupling, type(objective).__name__
     if coupling.kind != "none":

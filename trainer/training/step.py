@@ -66,14 +66,10 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
-    the weights, the optimizer's moments or the buffers. It still counts, as does its learning
-    rate, which is a pure function of the step. In fp16 the loss scale may be why; it is halved.
+    the weights, the optimizer's moments or the buffers. It still counts, as does its learning rate,
+    which is a pure function of the step. In fp16 the loss scale may be why; it is halved.
 
     Where memory runs out, the feed cuts this global batch, and all that follow, smaller.
-
-    Raises:
-        ConfigError: the objective or the strategy does not do what it must.
-        DoesNotFitError: even one sample per micro-batch runs out of memory.
     """
     context.world.note("normalizer", step=batch.step)
     factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0

@@ -105,11 +105,7 @@ class Outcome:
 
 
 def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
-    """Count what the sums of a step are divided by, over all ranks. Collective.
-
-    Raises:
-        ConfigError: a micro-batch weighs other names than the first sample that was weighed.
-    """
+    """Count what the sums of a step are divided by, over all ranks. Collective."""
     for names in (m.weights.keys() for m in batch.micro_batches):
         if names != set(context.terms):
             raise ConfigError(
@@ -134,19 +130,7 @@ def compute(
     divisors: StepDivisors,
     rows: Rows,
 ) -> Outcome:
-    """Walk a pass over the micro-batches of this rank; the last makes room for the reduction.
-
-    Args:
-        context: of the run.
-        batch: with this rank's micro-batches.
-        each: one pass of the strategy.
-        divisors: of the step.
-        rows: of the whole global batch, from the pass before; none in the first.
-
-    Raises:
-        ConfigError: the pass returns no loss, or what it may not.
-        DoesNotFitError: memory ran out, and other ranks wait in a collective of the micro-batch.
-    """
+    """Walk a pass over the micro-batches of this rank; the last makes room for the reduction."""
     context.world.note("compute")
     model, scale = context.model, context.loss_scale
     weights, num_random = divisors, batch.plan.random_slots * (each is context.strategy)
@@ -200,10 +184,6 @@ def exchange(context: StepContext, mine: Outcome) -> Rows:
     """Give every rank the rows of the whole global batch, once all have theirs. Collective.
 
     A pass that gave none, as one that looks alone, leaves an empty mapping.
-
-    Raises:
-        ConfigError: ranks gave rows of different names, shapes or dtypes.
-        DoesNotFitError: memory ran out, too late for a replay.
     """
     # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
     context.snapshot.restore()
@@ -252,12 +232,7 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
 
 
 def reduce(context: StepContext, agreed: Outcome) -> None:
-    """Leave the step's gradient, summed over ranks, and rank 0's model state on all. Collective.
-
-    Raises:
-        ConfigError: no parameter has a gradient.
-        DoesNotFitError: memory ran out, too late for a replay.
-    """
+    """Leave the step's gradient, summed over ranks, and rank 0's model state on all. Collective."""
     if not any(agreed.used):
         raise ConfigError(
             f"accum.gradient: {type(context.strategy).__name__} left no gradient: call .backward() "

@@ -54,13 +54,8 @@ def memory_limit(
 ) -> MemoryLimit:
     """Find what one rank may use, less a reserve.
 
-    Args:
-        device: where it computes; on a CPU the ranks of a machine share its memory.
-        resident_bytes: the model's tensors, which are part of what is used already.
-        asked: plan for so many bytes instead of looking.
-        source: who asked, for a person to read.
-        local_ranks: ranks on this machine.
-        root: of the file system, where Linux shows its limits.
+    `resident_bytes` of the model are part of what is used already; `asked` bytes are taken as they
+    are, and `root` is where Linux shows its limits.
     """
     if asked is not None:
         left, resident_bytes = asked, 0

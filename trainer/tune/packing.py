@@ -45,20 +45,10 @@ def packs(
 
     Left to itself it is done where padding would cost something and the model has one kernel for
     all documents of a row, as it says itself. Never on a CPU: there documents are attended to one
-    by one, which gains 1 % at 350 tokens in the mean, and less where they are shorter.
-
-    Args:
-        asked: `accum.packed`.
-        module: the model.
-        unfit: why data or objective cannot be packed; None when they can.
-        device: where it computes.
-        precision: of the forward, such as `bf16`.
-        fill: mean length of the data over that of the longest sample.
-        fault: runs a model that is given boundaries in other words than `cu_seqlens`, and says why
-            it cannot be packed.
-
-    Raises:
-        ConfigError: packing was asked for, and the model, data or objective cannot be packed.
+    by one, which gains 1 % at 350 tokens in the mean, and less where they are shorter. `unfit` says
+    why data or objective cannot be packed. `fill` is the mean length of the data over that of the
+    longest sample. `fault` runs a model that is given boundaries in other words than `cu_seqlens`,
+    and says why it cannot be packed.
     """
     names = inspect.signature(module.forward).parameters.keys()
     if not names & {BOUNDARIES, *OTHER_WORDS}:

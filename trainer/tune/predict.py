@@ -60,13 +60,8 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     """Lend a workload around a copy of its model and objective whose every tensor is a fake.
 
     On a copy, nothing that a forward leaves behind, such as a cache, makes the model hold fakes.
-
-    Yields:
-        The mode, entered; the copy; and what lays it out as one rank of the run has it.
-
-    Raises:
-        CannotRunFake: the model cannot be copied, or the block asked for a value.
-        TrainError: as raised by the model or the objective.
+    Yields the mode, entered, and what lays the copy out as one rank of the run has it.
+    `CannotRunFake` where the model cannot be copied, or the block asks for a value.
     """
     mode = FakeTensorMode()
     tensors = [*work.model.parameters(), *work.model.buffers()]
@@ -119,11 +114,7 @@ def _fake_of(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tens
 def fake_micro_batch(
     work: Workload, shape: Shape, *, recompute: bool = False
 ) -> Iterator[tuple[Workload, Mapping[str, Tensor], LayOut]]:
-    """Lend a fake copy of a workload, and a micro-batch of a shape.
-
-    Yields:
-        The copy, the fields, and what lays the copy out.
-    """
+    """Lend a fake copy of a workload, and a micro-batch of a shape."""
     fields = work.make_fields(*shape)
     with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):
         fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
@@ -134,10 +125,8 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     """Predict the peak of a step whose largest micro-batch has this shape; the model is not run.
 
     Gradients and optimizer state are counted where they add to it. Takes 0.1 to 0.5 s for a
-    transformer, whatever the shape, and compiled 2 to 4 s more for each length.
-
-    Raises:
-        CannotRunFake: the model needs values, not only shapes.
+    transformer, whatever the shape, and compiled 2 to 4 s more for each length. `CannotRunFake`
+    where the model needs values, not only shapes.
     """
     found: list[MemoryEstimate] = []
     for compiled in (False, True)[: 1 + (work.compiled and not recompute)]:
@@ -168,11 +157,7 @@ class Predictor:
         self.method = "memory predicted with fake tensors"
 
     def __call__(self, shape: Shape) -> MemoryEstimate:
-        """Predict; once a shape cannot run fake, that and all later ones are probed.
-
-        Raises:
-            CannotRunFake: the model is on the meta device and needs values.
-        """
+        """Predict; once a shape cannot run fake, that and all later ones are probed."""
         work, smallest, recompute = self._work, self._smallest, self._recompute
         try:
             if self._predict is None:

@@ -61,9 +61,8 @@ def positions(shape: Shape) -> int:
 def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
     """Lend the live model to be timed; it is left bit for bit as it was.
 
-    Yields:
-        Prepares forward and backward of a shape, which compiles at that; to run it waits for the
-        device.
+    What it yields prepares forward and backward of a shape, which compiles at that; to run it waits
+    for the device.
     """
     known = set[Shape]()
     compilation = with_compilation(work.model, COMPILED_SHAPES) if work.compiled else nullcontext()
@@ -177,15 +176,10 @@ def measure(
 
     The rounds are interleaved, so that a disturbance slows all shapes. What takes more than half of
     the time left is left out, and so are larger sizes once two in a row fell behind. Where no
-    second size can be timed there is nothing to compare, and nothing is timed again.
-
-    Args:
-        prepare: gives a function that computes one shape.
-        sizes: of one length, ascending; the first is always timed.
-        others: of other lengths, ascending.
-        budget: seconds per position, the best so far -> seconds to spend in all.
-        clock: seconds that the budget counts.
-        meter: seconds that a shape takes; the clock's unless given.
+    second size can be timed there is nothing to compare, and nothing is timed again. `sizes` are of
+    one length, ascending, and the first is always timed; `others` are of other lengths. `budget`
+    takes the best seconds per position so far, and gives those to spend in all, by `clock`. `meter`
+    times a shape.
     """
     timings = Timings(prepare=prepare, sizes=sizes, clock=clock, meter=meter or clock)
     for shape in (*sizes[:1], *sizes[:1], *others[:1], *sizes[1:], *others[1:]):

@@ -56,19 +56,11 @@ def tune(
     """Find the cap, the time model and whether to recompute.
 
     Not collective: one rank does it, before the model is wrapped for several, and sends it to the
-    others. The model, its gradients and buffers and the random generators are left bit for bit
-    as they were. Activation checkpointing is weighed only where memory holds the cap down:
-    elsewhere it costs a second forward and buys nothing. Takes some four predictions, and for
-    timings 2 % of the run, but at least 1.5 s and at most 5 s.
-
-    Args:
-        request: what is to be tuned.
-        cache: what is known already; gets what is found.
-        clock: seconds that timing takes, which has a budget.
-        meter: seconds that a micro-batch takes; the clock's unless given.
-
-    Raises:
-        DoesNotFitError: even one sample exceeds the memory.
+    others. The model, its gradients and buffers and the random generators are left bit for bit as
+    they were. Activation checkpointing is weighed only where memory holds the cap down: elsewhere
+    it costs a second forward and buys nothing. Takes some four predictions, and for timings 2 % of
+    the run, but at least 1.5 s and at most 5 s. `clock` times what has a budget, and `meter` a
+    micro-batch.
     """
     cache, meter = cache or TuningCache(), meter or clock
     variants: list[MemoryVariant] = []
@@ -241,11 +233,7 @@ class MemoryVariant:
         return max(map(self.peak, largest_shapes(plans)), key=lambda peak: peak.peak_bytes)
 
     def peak(self, shape: Shape) -> MemoryEstimate:
-        """Predict the peak of a step whose largest micro-batch has this shape.
-
-        Raises:
-            ConfigError: the model is to be sharded and needs values.
-        """
+        """Predict the peak of a step whose largest micro-batch has this shape."""
         request, peaks = self.request, self.facts.peaks
         if shape not in peaks:
             signals.check()
@@ -262,11 +250,7 @@ class MemoryVariant:
         return peaks[shape]
 
     def timed_speed(self, fits: int) -> SpeedModel:
-        """Time what is not known yet.
-
-        Raises:
-            DoesNotFitError: even the smallest size ran out of memory.
-        """
+        """Time what is not known yet."""
         facts, known = self.facts, self.facts.seconds
         sizes, others = self._shapes_to_time(fits)
         self.how = "timed in an earlier run"
@@ -328,11 +312,7 @@ def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> s
 
 
 def _refuse(variant: MemoryVariant) -> NoReturn:
-    """Say what does not fit, and what would.
-
-    Raises:
-        DoesNotFitError: always.
-    """
+    """Say what does not fit, and what would."""
     request, limit, there = variant.request, variant.request.limit, variant.limit_bytes
     count, longest = request.single
     needed = limit.with_overhead(variant.peak(request.single))

@@ -88,11 +88,7 @@ class Workload:
         return to_device(self.make_fields(num_samples, length), self.device)
 
     def backward(self, fields: Fields) -> None:
-        """Add the gradient of one micro-batch to `.grad`.
-
-        Raises:
-            ConfigError: it is sparse.
-        """
+        """Add the gradient of one micro-batch to `.grad`."""
         losses = sums_of(self.objective, self.call, fields, None).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
         refuse_sparse_gradients(self.model)

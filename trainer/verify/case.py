@@ -136,14 +136,10 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def copied(
     context: StepContext, dtype: torch.dtype | None, shared: Iterable[object] = ()
 ) -> StepContext:
-    """Copy the model and the objective of a run.
+    """Copy the model and the objective of a run, all but objects that are `shared`.
 
-    Hooks on parameters are not copied, and a function that holds the model goes on holding it.
-
-    Args:
-        context: the run's; the copy computes alone, on the same device.
-        dtype: of parameters and buffers; None leaves each its own.
-        shared: objects that the copy has in common with the run.
+    Hooks on parameters are not copied, and a function that holds the model goes on holding it. A
+    `dtype` of None leaves each tensor its own.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
     module, objective = duplicate(context.model.module, memo), context.objective
@@ -216,12 +212,9 @@ class Case:
         return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
 
     def load(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
-        """Load samples as one micro-batch.
+        """Load the samples at positions in the global batch as one micro-batch.
 
-        Args:
-            positions: in the global batch, `(samples,)`.
-            pad_to: length in tokens; that of the longest sample unless given. A packed plan has
-                documents end to end and takes none.
+        `pad_to` is in tokens. A packed plan has documents end to end and takes none.
         """
         samples, plan = self.batch.samples, self.batch.plan
         lengths = plan.lengths[positions]
@@ -266,11 +259,7 @@ class Case:
 
     @contextmanager
     def running(self) -> Iterator[Case]:
-        """Lend a copy to compute with, in its precision: what a forward moves goes with it.
-
-        Yields:
-            The copy.
-        """
+        """Lend a copy to compute with, in its precision: what a forward moves goes with it."""
         # Generators of the model's own are shared: no seed governs them, and that is to show.
         context = copied(
             self.context, self.dtype, own_generators(self.module, self.context.objective)
@@ -302,13 +291,7 @@ class Case:
     ) -> Gradient:
         """Compute the planned step's gradient on a copy, with one thing changed where it is given.
 
-        Args:
-            micro_batches: all of the step; the planned ones unless given.
-            kind: what the summed loss is divided by.
-            strategy: how the pieces' gradients become the step's.
-
-        Returns:
-            By parameter; those that no micro-batch used are left out.
+        Parameters that no micro-batch used are left out.
         """
         with self.running() as run:
             return run._computed(micro_batches or self.batch.micro_batches, kind, strategy)

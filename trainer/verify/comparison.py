@@ -83,15 +83,10 @@ def compared(
     """Compare gradients: max absolute difference over max absolute reference, by parameter.
 
     A gradient that only one side has is compared with zeros. What rounding leaves of terms that
-    cancel is compared with those terms instead, whose size is the measured rounding over `eps`,
-    and no more than the largest gradient; this cannot hide more than the limit times that one.
-
-    Args:
-        found: the gradient in question.
-        expected: the reference.
-        dtype: both were computed in.
-        rounding: measures, by parameter, how far the gradient goes for a relative move of the
-            weights; called where it matters, for several times the cost of one gradient.
+    cancel is compared with those terms instead, whose size is the measured rounding over `eps`, and
+    no more than the largest gradient; this cannot hide more than the limit times that one.
+    `rounding` measures, by parameter, how far the gradient goes for a relative move of the weights;
+    it is called where it matters, for several times the cost of one gradient.
     """
     rounding, eps = functools.cache(rounding), torch.finfo(dtype).eps
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
@@ -134,13 +129,7 @@ def measure_rounding(
 ) -> dict[str, float]:
     """Measure how far a gradient goes when every weight moves by a relative amount and back.
 
-    Args:
-        module: whose weights are moved in place, and put back.
-        gradient: computes it, with the weights as they are then.
-        amount: share of each weight, its sign drawn anew `NUM_DRAWS` times.
-
-    Returns:
-        The distance of the largest element by parameter.
+    The sign of each move is drawn anew `NUM_DRAWS` times. Gives distances of the largest element.
     """
     low: dict[str, Tensor] = {}
     high: dict[str, Tensor] = {}

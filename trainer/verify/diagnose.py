@@ -53,15 +53,9 @@ def diagnose(
 ) -> tuple[NamedReasons, Errors]:
     """Name the culprits of a step that is not exact, first what random draws do not explain.
 
-    Also gives the errors that are left with the draws held, and without a mean of means.
-
-    Args:
-        case: with its draws held, by `examine`, which gave `found`.
-        context: the run's.
-        found: in a few samples.
-        planned: the step's gradient in the case's precision, with what draws.
-        expected: the reference, likewise.
-        traces_whole: whether what every module gives for the whole batch fits into memory.
+    Also gives the errors that are left with the draws held, and without a mean of means. `case` has
+    its draws held, by `examine`, which gave `found`. `traces_whole` is whether what every module
+    gives for the whole batch fits into memory.
     """
     errors, culprits, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
     kind = reference_kind(context.normalizer)

@@ -147,12 +147,7 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
     """Find what makes a sample depend on its micro-batch.
 
     A module is only charged with the first of the ways to part the samples that it reacts to.
-
-    Args:
-        case: with its draws held, where that is possible.
-        whole: a micro-batch, and the samples that the parts of every way hold in this order.
-        ways: the parts may be padded differently, or to the same length.
-        excused: modules that are not charged, since they draw all the same.
+    `excused` modules are not charged, since they draw all the same.
     """
     trace, parts = record(case, whole), next(iter(ways.values()))
     moved, unrepeatable = repeat(case, trace, parts[0])
@@ -201,12 +196,7 @@ def _compare_ways(
 
 
 def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> NamedReasons:
-    """Put modules into words; those that differ in their numbers only share a line.
-
-    Args:
-        modules: all of the model, by name.
-        reasons: by the name of a module at fault.
-    """
+    """Put modules into words; those that differ in their numbers only share a line."""
     groups: dict[tuple[str, str, Reason], list[str]] = {}
     for name, reason in reasons.items():
         kind = type(modules[name]).__name__

@@ -38,18 +38,9 @@ def verify(
     """Compare the gradient of a planned step with the whole batch's.
 
     A step planned as one micro-batch is compared with its samples one by one, which proves more;
-    where they differ through its modules alone, it is the whole batch's step all the same.
-
-    Args:
-        context: the run's; its model is copied, and the generators are put back.
-        batch: the planned step, of all ranks.
-        feed: gives the same samples in other groups.
-        whole_fits: whether the whole batch in one piece fits into memory; if not, the reference
-            is one sample per pass, summed, or the smallest groups that the model runs on.
-
-    Raises:
-        ConfigError: the model runs on no group of samples but the planned ones.
-        DoesNotFitError: even a finer cut does not fit in the precision of the comparison.
+    where they differ through its modules alone, it is the whole batch's step all the same. Where
+    the whole batch in one piece does not fit into memory, the reference is one sample a pass,
+    summed, or the smallest groups that the model runs on. Random generators are put back.
     """
     devices = [context.world.device] if gpu.is_gpu(context.world.device) else []
     with torch.random.fork_rng(devices=devices):

@@ -55,16 +55,8 @@ def compare_reduced(
 ) -> ReducedError | None:
     """Compute a few samples of a step on one process and on all ranks. Collective.
 
-    Args:
-        context: of the run on one process, the same on every rank.
-        batch: the step, with the same samples on every rank.
-        feed: gives them in other groups.
-        lay_out: over the ranks.
-        world: the ranks.
-
-    Returns:
-        None where the model runs in neither float64 nor float32, which a comparison in one
-        process says better.
+    The run on one process, and the step's samples, are the same on every rank. None where the model
+    runs in neither float64 nor float32, which a comparison in one process says better.
     """
     for dtype in (torch.float64, torch.float32):
         case = Case(context=copied(context, dtype), dtype=dtype, batch=batch, feed=feed)

@@ -65,15 +65,7 @@ def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | 
     """View the same samples and positions in both.
 
     Dimensions that differ otherwise, such as time, are cut to what both have, from the front:
-    padding is on the right.
-
-    Args:
-        whole: what a module gave for a whole micro-batch.
-        part: what it gave for some of its samples.
-        share: which these are.
-
-    Returns:
-        Both, of one shape; None where it cannot be known which samples they hold.
+    padding is on the right. None where it cannot be known which samples they hold.
     """
     start, size, total, length, total_length = share
     if whole.dim() != part.dim() or not whole.dim():
@@ -155,15 +147,9 @@ class Seen(NamedTuple):
     def wrong(
         self, found: Tensors, share: Share, *, judges_all: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """List what differs where the loss depends on it.
+        """List what differs where the loss depends on it: as it should be, and as it is.
 
-        Args:
-            found: of the same call, in a smaller micro-batch.
-            share: where its samples lie in this one.
-            judges_all: whether tensors without a gradient count, of which that cannot be known.
-
-        Yields:
-            A tensor as it should be, and as it is.
+        `judges_all` is whether tensors without a gradient count, of which that cannot be known.
         """
         for path in self.values.keys() & found.keys():
             value, mask = self.values[path], None
@@ -266,9 +252,8 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Differe
 def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list[str]]:
     """Run a traced micro-batch twice more, after another one, without putting the buffers back.
 
-    Returns:
-        The modules whose results differ although nothing was drawn anew: those whose state moves,
-        and those that no seed governs.
+    Gives the modules whose results differ although nothing was drawn anew: those whose state moves,
+    and those that no seed governs.
     """
     whole = trace.micro_batch
     share = Share(0, len(whole.ids), len(whole.ids))
