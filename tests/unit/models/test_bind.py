@@ -271,12 +271,34 @@ def test_other_errors_about_dtypes_blame_no_field():
         bind(Takes(nn.Embedding(4, 4)))({**fields, "x": torch.ones(2)})
 
 
+def llama() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=1))
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_hugging_face_model_with_a_mask_gives_no_cache_and_its_config_stays(trains):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_attention_heads=1)
-    ).train(trains)
+    model = llama().train(trains)
     fields = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 4, dtype=torch.int64))
     assert list(bind(model)(fields)) == ["logits"]
     assert model.config.use_cache
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that the host reads, for which a GPU would have to be done."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_hugging_face_model_without_a_mask_looks_for_no_packed_documents():
+    model, ids = llama(), torch.ones(1, 4, dtype=torch.int64)
+    with Reads() as reads:
+        bind(model)({"input_ids": ids})
+    assert reads.count == 0
+    with Reads() as reads:
+        model(ids, use_cache=False)
+    assert reads.count == 1, "use_cache=False costs no wait any more: give it without a mask, too"
