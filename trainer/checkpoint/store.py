@@ -45,8 +45,9 @@ from trainer.checkpoint.tensor_files import (
     write_tensors,
 )
 from trainer.config.messages import first_of
-from trainer.core import durable, gpu
+from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.tensors import in_main_memory
 from trainer.core.world import World
 
 CHECKPOINTS = "checkpoints"
@@ -272,13 +273,11 @@ class CheckpointWriter:
         try:
             return self.wait()
         finally:
-            copied = {
-                file: {
-                    n: t.detach().to("cpu", copy=True, non_blocking=True) for n, t in inner.items()
-                }
-                for file, inner in files.items()
-            }
-            gpu.wait()
+            # Clones are in pageable memory; page-locked memory stays with the process.
+            copied = dict[str, Mapping[str, Tensor]]()
+            for file, inner in files.items():
+                clones = (tensor.clone() for tensor in in_main_memory(inner.values()))
+                copied[file] = dict(zip(inner, clones, strict=True))
             state = copied, copy.deepcopy(dict(parts)), self._world
             self._in_flight = self._thread.submit(self._store.save, step, *state)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the import costs half a second, which a run without shards 
     from torch.distributed.tensor import DTensor
 
 COPIED_AT_ONCE = 2**28
-"""Bytes that are copied from a GPU before the host waits for them, and so uses of main memory."""
+"""Bytes that are copied from a GPU before the host waits, and so page-locked in main memory."""
 
 
 class LazyTensor(Protocol):
@@ -56,17 +56,22 @@ def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 def in_main_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Give tensors in order, those of a GPU copied; waits for it once for `COPIED_AT_ONCE`."""
-    copies, size = list[Tensor](), 0
+    copies, size, from_gpu = list[Tensor](), 0, False
     for tensor in tensors:
         copies.append(tensor.detach().to("cpu", non_blocking=True))
         size += tensor.nbytes
+        from_gpu |= gpu.is_gpu(tensor.device)
         if size >= COPIED_AT_ONCE:
-            gpu.wait()
-            yield from copies
-            copies, size = [], 0
-    if copies:
+            yield from _arrived(copies, from_gpu=from_gpu)
+            copies, size, from_gpu = [], 0, False
+    yield from _arrived(copies, from_gpu=from_gpu)
+
+
+def _arrived(copies: list[Tensor], *, from_gpu: bool) -> list[Tensor]:
+    # A thread that only writes has the first GPU as its own: a wait there would take memory of it.
+    if from_gpu:
         gpu.wait()
-    yield from copies
+    return copies
 
 
 class RowRange(NamedTuple):
