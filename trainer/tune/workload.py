@@ -138,16 +138,14 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
 def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.
 
-    Covers `.grad`, whether modules train, numbers among their attributes, by which buffers are
-    known to be up to date, what a step's `Snapshot` does of the model and `others` such as its
-    objective, and the random state of torch on the CPU and the model's GPU, of Python and NumPy.
-    Weights are not copied: no pass changes them. The model is not wrapped; a rank may do it alone.
+    Covers `.grad`, whether modules train, what a step's `Snapshot` does of the model and `others`
+    such as its objective, and the random state of torch on the CPU and the model's GPU, of Python
+    and NumPy. Weights are not copied: no pass changes them. The model is not wrapped; a rank may do
+    it alone.
     """
     snapshot = Snapshot(model, *others)
     snapshot.take()
-    values = [(module, "training", module.training) for module in model.modules()]
-    own = [(module, n, v) for module in model.modules() for n, v in vars(module).items()]
-    values += [each for each in own if type(each[2]) in {int, float}]
+    trained = [(module, module.training) for module in model.modules()]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -157,8 +155,8 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
             yield
     finally:
         snapshot.restore()
-        for module, name, value in values:
-            setattr(module, name, value)
+        for module, is_training in trained:
+            module.training = is_training
         for parameter, gradient in grads:
             parameter.grad = gradient
 

@@ -591,11 +591,11 @@ def test_the_weight_of_a_models_loss_counts_its_labels_or_its_samples():
 
 
 class Counted(nn.Module):
-    """Scales by how often it ran, and counts that in a buffer, or in a number that is none."""
+    """Scales by how often it ran, and counts that in a buffer, or in a list."""
 
     def __init__(self, *, declares: bool) -> None:
         super().__init__()
-        self.inner, self.runs = nn.Linear(WIDTH, WIDTH), 0
+        self.inner, self.runs = nn.Linear(WIDTH, WIDTH), [0]
         self.declares, self.counts = declares, nn.Linear(WIDTH, WIDTH)
         self.counts.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.counts.register_buffer("mask", torch.full((2,), -math.inf))
@@ -604,8 +604,8 @@ class Counted(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self.counts.seen += 1
         self.counts.is_odd.logical_not_()
-        self.runs += 1
-        scale = self.counts.seen if self.declares else self.runs
+        self.runs[0] += 1
+        scale = self.counts.seen if self.declares else self.runs[0]
         return hidden + torch.tanh(self.inner(hidden) / scale)
 
 
