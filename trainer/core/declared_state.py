@@ -39,7 +39,7 @@ def undo_other_state(*roots: object) -> list[Callable[[], object]]:
     """Remember all declared state but buffers; gives what puts it back."""
     undo = list[Callable[[], object]]()
     for part in parts_of(*roots):
-        attributes, numbers = getattr(part, "__dict__", {}), dict[str, float]()
+        attributes, numbers = getattr(part, "__dict__", {}), dict[str, object]()
         for name, value in attributes.items():  # of all modules in each step: 4 us a module
             if value.__class__ in _NUMBERS:
                 numbers[name] = value
