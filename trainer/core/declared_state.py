@@ -1,9 +1,10 @@
 """Find the state that a model declares: what its forwards move and no gradient updates.
 
-Declared are buffers, saved in checkpoints or not; what `get_extra_state` gives; and of attributes
-random generators, and numbers, by which buffers are known to be up to date. Every other attribute
-stays as the forward made it: a flag put back without the hooks that it stands for would have the
-next forward register them again.
+Declared are buffers, saved in checkpoints or not; random generators among the attributes of
+modules; and what `get_extra_state` gives. Every other attribute stays as the forward made it: a
+flag put back without the hooks that it stands for would have the next forward register them again.
+Where a forward runs that is none of the step's, numbers go back too: by them buffers are known to
+be up to date.
 """
 
 from __future__ import annotations
@@ -37,22 +38,18 @@ def own_generators(*roots: object) -> Iterator[Any]:
 
 def undo_other_state(*roots: object) -> list[Callable[[], object]]:
     """Remember all declared state but buffers; gives what puts it back."""
-    undo = list[Callable[[], object]]()
+    undo = [undo_of(generator) for generator in own_generators(*roots)]
     for part in parts_of(*roots):
-        attributes, numbers = getattr(part, "__dict__", {}), dict[str, object]()
-        for name, value in attributes.items():  # of all modules in each step: 4 us a module
-            if value.__class__ in _NUMBERS:
-                numbers[name] = value
-            elif is_generator(value.__class__):
-                undo.append(undo_of(value))
-        undo.append(partial(attributes.update, numbers))
-        if isinstance(part, nn.Module) and _has_extra_state(part):
+        if isinstance(part, nn.Module) and type(part).get_extra_state is not NO_EXTRA_STATE:
             undo.append(_undo_extra(part))
     return undo
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not NO_EXTRA_STATE
+def undo_numbers(module: nn.Module) -> list[Callable[[], object]]:
+    """Remember the numbers among the attributes of all modules; gives what puts them back."""
+    own = [vars(part) for part in module.modules()]
+    numbers = [{n: v for n, v in each.items() if type(v) in _NUMBERS} for each in own]
+    return [partial(each.update, known) for each, known in zip(own, numbers, strict=True)]
 
 
 def _undo_extra(module: nn.Module) -> Callable[[], object]:
@@ -62,9 +59,8 @@ def _undo_extra(module: nn.Module) -> Callable[[], object]:
 
 
 def has_declared_state(module: nn.Module) -> bool:
-    """Whether there is anything that its forwards may move; most modules have some number."""
-    has_state = any(part._buffers or _has_extra_state(part) for part in module.modules())
-    return has_state or any(True for _ in own_generators(module))
+    """Whether there is anything that its forwards may move."""
+    return any(part._buffers for part in module.modules()) or bool(undo_other_state(module))
 
 
 @final
@@ -75,7 +71,7 @@ class EarlierState:
         self._module = module
         self._buffers = [part._buffers for part in module.modules()]
         self._copies = _cloned(self._buffers)
-        self._undo = undo_other_state(module)
+        self._undo = [*undo_other_state(module), *undo_numbers(module)]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -83,7 +79,8 @@ class EarlierState:
 
         Other tensors take the place of its buffers, whose values a backward may still need.
         """
-        now, undo = [dict(each) for each in self._buffers], undo_other_state(self._module)
+        now = [dict(each) for each in self._buffers]
+        undo = [*undo_other_state(self._module), *undo_numbers(self._module)]
         self._put(_cloned(self._copies), self._undo)
         try:
             yield

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
+from trainer.core.declared_state import undo_numbers
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.collate import PACKING
@@ -138,14 +139,14 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
 def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.
 
-    Covers `.grad`, whether modules train, what a step's `Snapshot` does of the model and `others`
-    such as its objective, and the random state of torch on the CPU and the model's GPU, of Python
-    and NumPy. Weights are not copied: no pass changes them. The model is not wrapped; a rank may do
-    it alone.
+    Covers `.grad`, whether modules train, numbers among their attributes, what a step's `Snapshot`
+    does of the model and `others` such as its objective, and the random state of torch on the CPU
+    and the model's GPU, of Python and NumPy. Weights are not copied: no pass changes them. The
+    model is not wrapped; a rank may do it alone.
     """
     snapshot = Snapshot(model, *others)
     snapshot.take()
-    trained = [(module, module.training) for module in model.modules()]
+    trained, undo = [(module, module.training) for module in model.modules()], undo_numbers(model)
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -155,6 +156,8 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
             yield
     finally:
         snapshot.restore()
+        for put_back in undo:
+            put_back()
         for module, is_training in trained:
             module.training = is_training
         for parameter, gradient in grads:

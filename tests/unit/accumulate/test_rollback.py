@@ -172,7 +172,7 @@ class Flagged(Toy):
     [
         (Buffers, 2, POINTS[1:]),
         *((Drawing, 2, POINTS[2:]), (Normed, 2, POINTS[2:]), (Renormalised, 2, POINTS[2:])),
-        *((Flagged, 1, POINTS[2:]), (Reaching, 1, POINTS[2:])),
+        (Flagged, 1, POINTS[2:]),
         *(nightly(Buffers, number, POINTS) for number in (1, 2, 3)),
         *(nightly(Drawing, number, POINTS[2:]) for number in (1, 3)),
     ],
