@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from trainer.core.declared_state import parts_of, undo_other_state
+from trainer.core.declared_state import parts_of, undo_numbers, undo_other_state
 from trainer.core.tensors import is_sharded
 
 
@@ -21,8 +21,8 @@ class Snapshot:
     objective: of a module its state as the model's, of any other its generators.
     """
 
-    def __init__(self, model: nn.Module, *others: object) -> None:
-        self._roots = (model, *others)
+    def __init__(self, model: nn.Module, *others: object, with_numbers: bool = False) -> None:
+        self._roots, self._with_numbers = (model, *others), with_numbers
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # tensors and copies, by identity
         self._undo: list[Callable[[], object]] = []
@@ -37,6 +37,7 @@ class Snapshot:
                 tensors += [] if is_sharded(table.weight) else [table.weight]
         self._copy(tensors)
         self._undo = undo_other_state(*self._roots)
+        self._undo += undo_numbers(modules) if self._with_numbers else []
 
     def _copy(self, tensors: list[Tensor]) -> None:
         before, self._copies = self._copies, {}

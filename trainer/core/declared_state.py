@@ -10,7 +10,7 @@ be up to date.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -45,9 +45,9 @@ def undo_other_state(*roots: object) -> list[Callable[[], object]]:
     return undo
 
 
-def undo_numbers(module: nn.Module) -> list[Callable[[], object]]:
-    """Remember the numbers among the attributes of all modules; gives what puts them back."""
-    own = [vars(part) for part in module.modules()]
+def undo_numbers(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
+    """Remember the numbers among the attributes of modules; gives what puts them back."""
+    own = [vars(part) for part in modules]
     numbers = [{n: v for n, v in each.items() if type(v) in _NUMBERS} for each in own]
     return [partial(each.update, known) for each, known in zip(own, numbers, strict=True)]
 
@@ -71,7 +71,7 @@ class EarlierState:
         self._module = module
         self._buffers = [part._buffers for part in module.modules()]
         self._copies = _cloned(self._buffers)
-        self._undo = [*undo_other_state(module), *undo_numbers(module)]
+        self._undo = [*undo_other_state(module), *undo_numbers(module.modules())]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class EarlierState:
         Other tensors take the place of its buffers, whose values a backward may still need.
         """
         now = [dict(each) for each in self._buffers]
-        undo = [*undo_other_state(self._module), *undo_numbers(self._module)]
+        undo = [*undo_other_state(self._module), *undo_numbers(self._module.modules())]
         self._put(_cloned(self._copies), self._undo)
         try:
             yield

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.accumulate.base import sum_of
 from trainer.accumulate.rollback import Snapshot
-from trainer.core.declared_state import undo_numbers
 from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.collate import PACKING
@@ -144,9 +143,9 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     and the model's GPU, of Python and NumPy. Weights are not copied: no pass changes them. The
     model is not wrapped; a rank may do it alone.
     """
-    snapshot = Snapshot(model, *others)
+    snapshot = Snapshot(model, *others, with_numbers=True)
     snapshot.take()
-    trained, undo = [(module, module.training) for module in model.modules()], undo_numbers(model)
+    trained = [(module, module.training) for module in model.modules()]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -156,8 +155,6 @@ def restoring(model: nn.Module, *others: object) -> Iterator[None]:
             yield
     finally:
         snapshot.restore()
-        for put_back in undo:
-            put_back()
         for module, is_training in trained:
             module.training = is_training
         for parameter, gradient in grads:
