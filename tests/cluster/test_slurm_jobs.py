@@ -123,7 +123,7 @@ def test_a_suspended_job_of_two_nodes_goes_on(slurm: Hosts) -> None:
 def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(
     typed: tuple[str, ...], code: int, slurm: Hosts
 ) -> None:
-    line = f"steps=1000 seed=0,1 hooks=[{TOYS}.Slow]"
+    line = f"steps=2000 seed=0,1 hooks=[{TOYS}.Slow]"
     limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40")
     words = ["train", "-m", "hydra/launcher=submitit_slurm", *limit, *overrides(line), *typed]
     sweep = slurm.start(0, words)
@@ -131,4 +131,4 @@ def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(
     assert sweep.returncode == code, slurm.printed()
     statuses = [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
     assert {each["state"] for each in statuses} == {"preempted" if code else "completed"}
-    assert [each["step"] == 1000 for each in statuses] == [not code] * 2
+    assert [each["step"] == 2000 for each in statuses] == [not code] * 2

@@ -139,12 +139,14 @@ def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say
     typed = ("steps=6", f"model.fault={fault}", f"model.rank={rank}", "parallel.timeout_s=3")
     ended = [finish(each) for each in start_joined(folder, *typed)]
     assert ended[rank][0] == code
-    (error,) = ended[rank][1]
+    error, *_ = ended[rank][1]
     assert error.startswith(f"train: error: {line}")
     if fault == "hang":
         assert "in happen" in (folder / "errors" / f"rank{rank}.txt").read_text()
     assert ended[1 - rank][0] == 7
-    assert [len(errors) for _, errors in ended] == [1, rank]
+    # The first rank of the run says how to go on, too.
+    assert [len(errors) for _, errors in ended] == [2, rank]
+    assert "nothing is saved: begin again with" in ended[0][1][1]
     status = read_json(folder / "status.json")
     assert (status["exit_code"], status["state"]) == (ended[0][0], "failed")
     assert ended[0][1][0].endswith(status["reason"])
@@ -158,7 +160,7 @@ def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_pa
     first, second = start_joined(tmp_path / "run", "objective=next_token")
     code, (error,) = finish(first)
     assert (code, finish(second)) == (2, (2, []))
-    assert error.startswith("train: error: objective=next_token: labels of shape (2,)")
+    assert error.startswith("train: error: objective: labels of shape (2,)")
     assert not [*tmp_path.iterdir()]
 
 

@@ -112,8 +112,8 @@ STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
     "measuring samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "+data.bad=0"), None),
     "predicting memory": (tuner, "candidate_caps", signal.SIGTERM, TUNED, None),
     "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
-    "loading": (toys, "on_read", signal.SIGTERM, (), 0),
-    "evaluating at once": (loop, "evaluate", signal.SIGTERM, ("eval.at_start=true",), 0),
+    "loading": (toys, "on_read", signal.SIGTERM, (), None),
+    "evaluating at once": (loop, "evaluate_parts", signal.SIGTERM, ("eval.at_start=true",), 0),
     "the first step": (loop, "train_step", signal.SIGTERM, (), 1),
     "saving": (CheckpointStore, "_commit", signal.SIGTERM, (), 2),
 }

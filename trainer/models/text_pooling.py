@@ -33,11 +33,7 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def set_pooling(module: Any, made_for: Task, pooling: Pooling | None, path: str | None) -> None:  # noqa: ANN401
-    """Tell a model that embeds texts how it pools; its class is named for no task.
-
-    Raises:
-        ConfigError: `pooling` is for another task, or the model has parts that are not there.
-    """
+    """Tell a model that embeds texts how it pools; its class is named for no task."""
     if made_for == "embedding":
         module.task = made_for
         setattr(module, POOLING, pooling or _stated_pooling(path))
