@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.lib import emulated_gpu  # ahead of the trainer, of which it is the GPU
 from tests.lib.emulated_kinds import KINDS
-from tests.lib.hf_toys import save_job_files
+from tests.lib.hf_toys import save_job_files, save_llama, save_tokenizer
 from tests.lib.run_support import entries
 from trainer import train
 
@@ -59,6 +59,8 @@ def main(results: Path, kinds: list[str]) -> None:
     """Write what came of each kind on both devices, or the traceback of what failed."""
     warnings.simplefilter("ignore")
     save_job_files()
+    save_llama(Path("deep"), num_hidden_layers=3)
+    save_tokenizer(Path("deep"))
     for config in Path().glob("*/config.json"):  # dropout, which the device draws otherwise
         content = json.loads(config.read_text())
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"):
