@@ -28,7 +28,7 @@ NIGHTLY = [
     (
         "cpu",
         f"precision --global-batch 4 --max-length 64 {SMALL} --rounds 1",
-        ("precision=bf16 {2}",),
+        ("precision=bf16 ",),
         3,
     ),
     ("loop", "--rounds 1 --steps 1 --threads 1", ("1", "8", "32"), 6),
