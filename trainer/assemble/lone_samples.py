@@ -30,7 +30,7 @@ def check_lone_samples(components: Components) -> None:
     if is_ragged or all(x.coupling.kind != "micro_batch" or x.coupling.joins_ranks for x in layers):
         return
     counts = step_sizes(source.order, components.total_steps)
-    lone = [count for count in counts if _leaves_one(components, count)]
+    lone = [count for count in counts if _has_lone_sample(components, count)]
     if lone and _has_one_value(components):
         raise ConfigError(
             f"batchnorm={config.batchnorm.name or config.batchnorm.target}: a step of {max(lone)} "
@@ -39,7 +39,7 @@ def check_lone_samples(components: Components) -> None:
         )
 
 
-def _leaves_one(components: Components, count: int) -> bool:
+def _has_lone_sample(components: Components, count: int) -> bool:
     lengths = np.full(count, components.source.lengths.max())
     plan = components.cut.cut(lengths, components.layout)
     return any(len(slot) == 1 for rank in plan.ranks for slot in rank)
