@@ -374,14 +374,14 @@ def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
     monkeypatch.setitem(sys.modules, place, module)
     monkeypatch.setitem(known, name, module.Search)
     line = f"-m {OWN_RUN} hydra.sweeper._target_={name} 'optimizer.lr=interval(0.01,1)' seed=3"
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "60")  # of a terminal, which a pipe is not
     assert shell(line) == 0
     _, rows = table_of(tmp_path)
     assert {row["optimizer.lr"] for row in rows} == {"0.25", "0.125"}
     assert [row["state"] for row in rows] == ["completed"] * 2
     out = capsys.readouterr().out
     assert "optimizer.lr=0.125" in out
-    assert "columns that do not fit, in sweep.csv and report.html: " in out
+    assert "do not fit" not in out
     assert shell(f"{line} resume=auto") == 2
     assert "resume=auto: this sweeper chooses its jobs anew" in capsys.readouterr().err
 

@@ -42,7 +42,7 @@ def benchmark(words: list[str], shown: Path) -> int:
     return 0
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*(fork|torch.jit):DeprecationWarning")
 @pytest.mark.parametrize("only", [("syncs",), nightly(tuple(FIELDS))])
 def test_every_section_gives_its_rows(only: tuple[str, ...], tmp_path: Path) -> None:
     found = tmp_path / "gpu.jsonl"
