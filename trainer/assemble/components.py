@@ -12,12 +12,8 @@ import torch
 from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
+from trainer.assemble import data_sets
 from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
-from trainer.assemble.data_sets import (
-    arguments_from_data,
-    open_data,
-    with_fine_tuning_batch,
-)
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import find_layout, longest
 from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
@@ -187,7 +183,7 @@ def assemble(
     sizes = _sizes(config)
 
     # The data, and which of them each step takes.
-    data = open_data(config, world, tokenizer, terms.given.get("label_names"))
+    data = data_sets.open_data(config, world, tokenizer, terms.given.get("label_names"))
     train_set, lengths = data.train, data.train.lengths
     if sizes.is_constant:
         config, sizes = _fitting_sizes(config, typed, len(lengths), terms.contract)
@@ -196,7 +192,7 @@ def assemble(
     schedule = with_length_steps(schedule, order, lengths, total_steps)
 
     # The model, as its data, its ranks and its BatchNorm ask for it.
-    given = arguments_from_data(config, train_set, terms.given)
+    given = data_sets.arguments_from_data(config, train_set, terms.given)
     batch_norm = resolve_batch_norm(config, order, cut, lengths)
     build = partial(
         build_model,
@@ -316,7 +312,7 @@ def _fitting_sizes(
 ) -> tuple[RunConfig, BatchSize]:
     """Choose the size that nobody typed by the model's weights and its data."""
     compares = typed is not None and typed.objective.coupling.kind == "batch"
-    config = with_fine_tuning_batch(config, num_samples, recorded, compares=compares)
+    config = data_sets.with_fine_tuning_batch(config, num_samples, recorded, compares=compares)
     return config, _sizes(config)
 
 

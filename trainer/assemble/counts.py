@@ -10,14 +10,9 @@ from trainer.assemble.components import Components
 from trainer.core.micro_batch import to_device
 from trainer.data.collate import LABELS
 from trainer.data.loader import Request
+from trainer.models import output_layer
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.first_weights import is_on_meta
-from trainer.models.output_layer import (
-    IS_LAST,
-    candidate,
-    declared_output,
-    note_output_matrices,
-)
 from trainer.objectives.base import sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import check_classes
@@ -50,11 +45,11 @@ def _note_output_layer(components: Components) -> None:
     """Find the output layer of a model that does not name it, by the loss of a sample."""
     module, objective = components.module, components.objective
     is_coupled = isinstance(objective, CoupledObjective)
-    if declared_output(module) is None and not is_on_meta(module) and not is_coupled:
+    if output_layer.declared_output(module) is None and not is_on_meta(module) and not is_coupled:
         fields = to_device(components.example, components.world.device)
         with restoring(module, objective):
             sums = sums_of(objective, components.call, fields, weights_of(objective, fields))
-            note_output_matrices(module, sums.losses.values())
+            output_layer.note_output_matrices(module, sums.losses.values())
 
 
 def _counted(components: Components, work: Workload) -> ComputeCounts | None:
@@ -77,4 +72,4 @@ def _heed(components: Components, counts: ComputeCounts) -> None:
     if counts.limits:
         loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
     if counts.gives_logits:  # the main rank's layer knows
-        setattr(candidate(components.module), IS_LAST, True)
+        setattr(output_layer.candidate(components.module), output_layer.IS_LAST, True)

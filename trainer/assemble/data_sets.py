@@ -14,13 +14,8 @@ from torch import Tensor
 
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
+from trainer.config import data_sets
 from trainer.config.components import EVAL_SETS, Component
-from trainer.config.data_sets import (
-    names_in_path,
-    source_components,
-    source_option,
-    sources_argument,
-)
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -59,7 +54,7 @@ def open_data(
     compares, own = config.command in {"train", "plan"}, config.data
     others = [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
     if own.eval_path is not None:
-        path = {**own.params, **names_in_path(own.target), "path": own.eval_path}
+        path = {**own.params, **data_sets.names_in_path(own.target), "path": own.eval_path}
         others.insert(0, (OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
     holds_out = not config.evaluates_all and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
@@ -93,16 +88,16 @@ def _with_sources(
     What the class of the data does not take is a setting of all sources that take it. Gives the
     data, and what to warn of.
     """
-    if (argument := sources_argument(data.target)) is None:
+    if (argument := data_sets.sources_argument(data.target)) is None:
         return data, []
     if config.evaluates_all:
         text = "all of one data set is evaluated; type data=hf data.path=OTHER"
         raise ConfigError(f"data.holdout=all: {text}")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
     shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
-    spare = {n for n in shared if shared[n] != source_option().get(n)}
+    spare = {n for n in shared if shared[n] != data_sets.source_option().get(n)}
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
-    for key, (component, weight) in source_components(data).items():
+    for key, (component, weight) in data_sets.source_components(data).items():
         names = inspect.signature(look_up(component, key, config.trust)).parameters
         params = {n: v for n, v in shared.items() if n in names or n == "holdout"}
         whole = component.model_copy(update={"params": params | component.params})

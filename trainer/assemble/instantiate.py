@@ -23,15 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.config.components import (
-    COMPONENTS,
-    EVAL_SETS,
-    LIBRARIES,
-    LIBRARY_ROOTS,
-    SHARED,
-    Component,
-    owner_of,
-)
+from trainer.config import components
 from trainer.config.data_sets import component_of, source_components
 from trainer.config.keys import options_of
 from trainer.config.messages import clip, show
@@ -53,7 +45,7 @@ PASSES_ON = "passes_on"
 
 
 def look_up(
-    component: Component, key: str, trusted: tuple[str, ...], *, inner: bool = False
+    component: components.Component, key: str, trusted: tuple[str, ...], *, inner: bool = False
 ) -> Callable[..., Any]:
     """Find the class that a component, under a config key, names.
 
@@ -69,7 +61,7 @@ def look_up(
     typed = f"{key}._target_={component.target}"
     module_name, root = component.target.rpartition(".")[0], component.target.partition(".")[0]
     is_trusted = component.typed_target or root in trusted or (root == "trainer" and not inner)
-    base_name = LIBRARIES.get(key, {}).get(module_name)
+    base_name = components.LIBRARIES.get(key, {}).get(module_name)
     if not is_trusted and base_name is None:
         raise ConfigError(
             f"{typed}: comes from a recipe or a saved run: pass it on the command line, or trust "
@@ -88,7 +80,7 @@ def look_up(
     if not is_native or not (inspect.isclass(found) or is_factory):
         raise ConfigError(f"{typed}: not a class defined in {root}")
     # Functions of the libraries load code, too, which trust in a library does not mean.
-    is_loader = root in LIBRARY_ROOTS and found.__name__ != "from_config"
+    is_loader = root in components.LIBRARY_ROOTS and found.__name__ != "from_config"
     is_permitted = component.typed_target or (root in trusted and not is_loader)
     if is_factory and not is_permitted and not _is_option(component, key):
         text = "a function, not a class; to allow it, type it on the command line"
@@ -98,9 +90,9 @@ def look_up(
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
 
 
-def _is_option(component: Component, key: str) -> bool:
+def _is_option(component: components.Component, key: str) -> bool:
     """Whether one of the built-in options names the target."""
-    option = options_of(owner_of(key) or key).get(component.name or "", {})
+    option = options_of(components.owner_of(key) or key).get(component.name or "", {})
     return bool(option.get("_target_") == component.target)
 
 
@@ -142,7 +134,7 @@ def _find(target: str) -> Any:  # noqa: ANN401 - whatever has the name
 
 
 def construct(
-    component: Component,
+    component: components.Component,
     key: str,
     expected: type[Built],
     trusted: tuple[str, ...] = (),
@@ -180,10 +172,10 @@ def check_components(config: RunConfig) -> None:
         ConfigError: one line per fault of all of them.
     """
     faults: list[str] = []
-    waiting = [(path, attrgetter(path)(config), False) for path in COMPONENTS]
+    waiting = [(path, attrgetter(path)(config), False) for path in components.COMPONENTS]
     takes_steps = config.command not in {"evaluate", "export"}
     for key, each in config.listed():
-        is_read = key.startswith(("transforms", EVAL_SETS))
+        is_read = key.startswith(("transforms", components.EVAL_SETS))
         waiting += [(key, each, False)] if takes_steps or is_read else []
     if found := source_components(config.data):  # other settings of the data are theirs
         waiting = [each for each in waiting if each[0] != "data"]
@@ -192,8 +184,8 @@ def check_components(config: RunConfig) -> None:
         try:
             target = look_up(component, key, config.trust, inner=inner)
             # Not all shared ones reach a class of the user's own, or one of PyTorch's.
-            owner = owner_of(key)
-            shared = {path: SHARED[path] for path in ("optimizer", "scheduler")}
+            owner = components.owner_of(key)
+            shared = {path: components.SHARED[path] for path in ("optimizer", "scheduler")}
             given = {**shared, "data": {"holdout"}}.get(owner or key, ())
             target, arguments = _by_settings(target, component.params, typed=component.typed_target)
             names = [name for name in arguments if name not in ("_partial_", *given)]
@@ -205,10 +197,12 @@ def check_components(config: RunConfig) -> None:
         raise ConfigError(*faults)
 
 
-def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> dict[str, Any]:
+def arguments_of(
+    component: components.Component, key: str, trusted: tuple[str, ...]
+) -> dict[str, Any]:
     """Give the arguments of a component; those that name a class with `_target_` are built."""
 
-    def build(key: str, inner: Component) -> Any:  # noqa: ANN401 - whatever it makes
+    def build(key: str, inner: components.Component) -> Any:  # noqa: ANN401 - whatever it makes
         return _call(look_up(inner, key, trusted, inner=True), inner, key, trusted, {})
 
     found: dict[str, Any] = _with_inner(component.params, component, key, build)
@@ -217,9 +211,9 @@ def arguments_of(component: Component, key: str, trusted: tuple[str, ...]) -> di
 
 def _with_inner(
     value: Any,  # noqa: ANN401 - any argument
-    owner: Component,
+    owner: components.Component,
     key: str,
-    build: Callable[[str, Component], Any],
+    build: Callable[[str, components.Component], Any],
 ) -> Any:  # noqa: ANN401
     """Put what `build` makes of a class in the place of each that a value names, at its key."""
     if isinstance(value, list):
@@ -233,7 +227,7 @@ def _with_inner(
 
 def _call(
     target: Callable[..., Any],
-    component: Component,
+    component: components.Component,
     key: str,
     trusted: tuple[str, ...],
     given: Mapping[str, Any],
@@ -261,7 +255,11 @@ def _call(
     except refusals as error:
         text = described(error) if place_of(error) else " ".join(str(error).split())
         text = _cause(error) if isinstance(error, ImportError) else text
-        if "required positional" in text and inspect.isfunction(target) and key not in COMPONENTS:
+        if (
+            "required positional" in text
+            and inspect.isfunction(target)
+            and key not in components.COMPONENTS
+        ):
             text += "; to give the function itself, add _partial_: true"
         raise ConfigError(f"{key}: {component.target}: {text}") from error
 

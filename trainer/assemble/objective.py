@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from trainer.assemble.instantiate import construct
 from trainer.assemble.own_loss import compare_losses
 from trainer.assemble.tokenizer import RunTokenizer
-from trainer.config.components import (
-    AUTO_OBJECTIVE,
-    Component,
-    NonNegative,
-    Reduction,
-    Share,
-    Task,
-    Weights,
-)
+from trainer.config import components
 from trainer.config.keys import options_of
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
@@ -46,7 +38,7 @@ _BY_TASK: Mapping[str | None, str] = {
     "embedding": "contrastive",
 }
 _NUMBERS = {"regression": "regression", "multi_label_classification": "multi_label"}
-_CLASSIFIES: tuple[Task, ...] = ("sequence_classification", "image_classification")
+_CLASSIFIES: tuple[components.Task, ...] = ("sequence_classification", "image_classification")
 _ONE, _MANY = "one label per sample", "a label per pixel"
 _TO_TYPE = (
     "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
@@ -61,7 +53,7 @@ class Chosen:
     """The objective of a run."""
 
     objective: Objective
-    component: Component  # its class and all of its arguments, as if they had been typed
+    component: components.Component  # its class and all of its arguments, as if they had been typed
     text: str  # its name, with the settings that are no defaults and the reason, for a person
 
 
@@ -70,18 +62,18 @@ class Chosen:
 class ByModel:
     """Stands for the objective that a model is made for; what is None is left to that objective."""
 
-    label_smoothing: Share | None = None
-    z_loss: NonNegative | None = None
-    class_weights: Weights | None = None
-    reduction: Reduction | None = None
+    label_smoothing: components.Share | None = None
+    z_loss: components.NonNegative | None = None
+    class_weights: components.Weights | None = None
+    reduction: components.Reduction | None = None
     causal: bool | None = None
-    mlm_probability: Share | None = None
+    mlm_probability: components.Share | None = None
 
 
 def typed_objective(config: RunConfig, tokenizer: RunTokenizer) -> Chosen | None:
     """Build the objective of a config; None where the model is to say which one it is."""
     component = config.objective
-    if component.target == AUTO_OBJECTIVE:
+    if component.target == components.AUTO_OBJECTIVE:
         return None
     given = tokenizer.given_to(component, "objective")
     objective = construct(component, "objective", Objective, config.trust, given)
@@ -112,7 +104,7 @@ def fitting_objective(
     typed = {key: value for key, value in vars(template).items() if value is not None}
     option, why = _by_model(module, load(None))
     params = {**options_of("objective")[option], **typed}
-    component = Component(target=params.pop("_target_"), params=params, name=option)
+    component = components.Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
     given = (tokenizer or RunTokenizer(config)).given_to(component, "objective")
     objective = construct(component, "objective", Objective, given=given)
@@ -156,7 +148,9 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     )
 
 
-def _chosen(config: RunConfig, objective: Objective, component: Component, why: str = "") -> Chosen:
+def _chosen(
+    config: RunConfig, objective: Objective, component: components.Component, why: str = ""
+) -> Chosen:
     check_metrics(objective, config.objective.metrics)
     object.__setattr__(objective, "named_metrics", config.objective.metrics)
     name = component.name or component.target

@@ -20,14 +20,7 @@ from trainer.core.format import size
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST
 from trainer.models.recompute import blocks_of
-from trainer.parallel.setup import (
-    SHARDED,
-    ParallelSetup,
-    gradient_bytes,
-    may_cast,
-    sync_fault,
-    training_bytes,
-)
+from trainer.parallel import setup
 from trainer.parallel.sync import Deferred, SyncPolicy, reduction_of
 from trainer.plan.traffic import MOST_OF_MEMORY, ModelBytes
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
@@ -49,7 +42,7 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
     if config.deterministic == "layout" and (policy.lockstep or policy.overlaps):
         text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
         raise ConfigError(f"sync={name}: {text}: type sync=auto")
-    if mode != "none" and (fault := sync_fault(policy, mode)) is not None:
+    if mode != "none" and (fault := setup.sync_fault(policy, mode)) is not None:
         raise ConfigError(f"sync={name}: {fault}")
     return policy
 
@@ -57,7 +50,7 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
 def may_shard(config: RunConfig, world: World) -> bool:
     """Whether each rank may hold a part of the model alone."""
     is_laid_out = config.command in {"train", "plan"}
-    return is_laid_out and parallel_mode(config, world) in {"auto", *SHARDED}
+    return is_laid_out and parallel_mode(config, world) in {"auto", *setup.SHARDED}
 
 
 def parallel_setup(
@@ -69,7 +62,7 @@ def parallel_setup(
     *,
     single_backward: bool = False,
     begun: Sequence[Any] | None = None,
-) -> ParallelSetup:
+) -> setup.ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
     `precision` is the word that it became;
@@ -84,23 +77,23 @@ def parallel_setup(
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     if config.deterministic == "layout":  # which a config of shards may not ask for
-        return ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
+        return setup.ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
     if mode == "none":
         # One rank has nothing to reduce.
-        return ParallelSetup(mode=mode, replicas=1, sync=Deferred())
+        return setup.ParallelSetup(mode=mode, replicas=1, sync=Deferred())
     mesh = None
-    if mode in SHARDED and world.long_timeout_group is not None:
+    if mode in setup.SHARDED and world.long_timeout_group is not None:
         from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second
 
         mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
     dtype = AUTOCAST.get(precision)
-    if mode not in SHARDED or not may_cast(module, planned_device(config, world)):
+    if mode not in setup.SHARDED or not setup.may_cast(module, planned_device(config, world)):
         dtype = None
     sizes = ModelBytes(
         mode=mode,
-        model_bytes=sum(map(gradient_bytes, parameters)),
+        model_bytes=sum(map(setup.gradient_bytes, parameters)),
         gathered_bytes=sum(p.numel() * (dtype or p.dtype).itemsize for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
@@ -108,7 +101,9 @@ def parallel_setup(
         scatters_whole=world.device.type == "cpu",
     )
     is_open = config.sync.name == "auto"
-    found = ParallelSetup(mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open)
+    found = setup.ParallelSetup(
+        mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open
+    )
     found = replace(found, mesh=mesh, dtype=dtype)
     if not is_open:
         return found
@@ -158,7 +153,7 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
     if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
         shares |= {"hsdp": world.local_size} if 1 < world.local_size < world.size else {}
         shares["fsdp"] = world.size
-    state = sum(p.nbytes + training_bytes(p) for p in module.parameters())
+    state = sum(p.nbytes + setup.training_bytes(p) for p in module.parameters())
     room = limit.bytes * MOST_OF_MEMORY
     mode = next((m for m, ranks in shares.items() if state / ranks <= room), [*shares][-1])
     each = [f"{name} {size(state // ranks)}" for name, ranks in shares.items()]

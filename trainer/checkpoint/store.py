@@ -29,6 +29,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from trainer.checkpoint import tensor_files
 from trainer.checkpoint.manifest import (
     FILE_NAME,
     DamagedError,
@@ -36,13 +37,6 @@ from trainer.checkpoint.manifest import (
     OtherFormatError,
     dump,
     verify,
-)
-from trainer.checkpoint.tensor_files import (
-    FileTensors,
-    StoredTensor,
-    assign_files,
-    open_tensors,
-    write_tensors,
 )
 from trainer.config.messages import first_of
 from trainer.core import durable
@@ -76,7 +70,7 @@ class Loaded:
     """A verified checkpoint."""
 
     step: int  # optimizer steps taken
-    tensors: Mapping[str, StoredTensor]  # by name, unread
+    tensors: Mapping[str, tensor_files.StoredTensor]  # by name, unread
     parts: Mapping[str, Any]  # by name, with what is no tensor, as in the manifest
     path: Path  # its folder
     messages: tuple[str, ...] = ()  # one line for each newer checkpoint that could not be used
@@ -96,7 +90,7 @@ def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) 
     manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
     return Loaded(
         step=manifest.step,
-        tensors=open_tensors(path / name for name in sorted(manifest.files)),
+        tensors=tensor_files.open_tensors(path / name for name in sorted(manifest.files)),
         parts=manifest.parts,
         path=path,
     )
@@ -131,7 +125,11 @@ class CheckpointStore:
         durable.write_record(self.folder / _BEST, {"step": step})
 
     def save(
-        self, step: int, files: FileTensors, parts: Mapping[str, Any], world: World = _ALONE
+        self,
+        step: int,
+        files: tensor_files.FileTensors,
+        parts: Mapping[str, Any],
+        world: World = _ALONE,
     ) -> Path:
         """Write a checkpoint; when this returns its folder, it survives a power cut. Collective.
 
@@ -195,11 +193,15 @@ class CheckpointStore:
             durable.make_folder(self.folder / name)
         return name
 
-    def _write(self, step: int, unfinished: Path, files: FileTensors) -> dict[str, Any]:
+    def _write(
+        self, step: int, unfinished: Path, files: tensor_files.FileTensors
+    ) -> dict[str, Any]:
         """Write one rank's files; gives size and digest of each, by its name."""
         needed = sum(each.nbytes for tensors in files.values() for each in tensors.values())
         with durable.as_save_error(self.path(step), needed):
-            written = {file: write_tensors(unfinished / file, files[file]) for file in files}
+            written = {
+                file: tensor_files.write_tensors(unfinished / file, files[file]) for file in files
+            }
         return {file: {"size": size, "sha256": digest} for file, (size, digest) in written.items()}
 
     def _commit(self, unfinished: Path, manifest: Manifest) -> None:
@@ -267,7 +269,7 @@ class CheckpointWriter:
         Gives what is now on disk: this checkpoint, or the one before it, which `wait` would have
         given; None where that is known already.
         """
-        files = assign_files(tensors, self._world.rank)
+        files = tensor_files.assign_files(tensors, self._world.rank)
         if self._thread is None:
             return self._store.save(step, files, parts, self._world)
         try:

@@ -36,14 +36,7 @@ from trainer.cli.overrides import (
 from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
 from trainer.cli.trust import consented_components, trust_faults
-from trainer.config import recipes
-from trainer.config.components import (
-    COMPONENTS,
-    GROUPS,
-    OWN,
-    SHARED,
-    targets_in,
-)
+from trainer.config import components, recipes
 from trainer.config.keys import KEYS, data_dir
 from trainer.config.messages import clip, lookup
 from trainer.config.recipes import other_versions
@@ -121,10 +114,10 @@ class Composer:
         if is_ours and _OPTIONS:
             return _OPTIONS.copy()
         options = {}
-        for group in (*GROUPS, recipes.GROUP):
+        for group in (*components.GROUPS, recipes.GROUP):
             # The primary config, which adds nothing to the search path, would be read each time.
             names = hydra.config_loader.get_group_options(group.replace(".", "/"), overrides=lines)
-            options[group] = [name for name in sorted(names) if name != OWN]
+            options[group] = [name for name in sorted(names) if name != components.OWN]
         if is_ours:
             _OPTIONS.update(options)
         return options
@@ -188,7 +181,9 @@ class Composer:
             raise ConfigError(*dict.fromkeys(_with_versions(faults, keys, chosen)))
         refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
-        for _, target in targets_in("hydra", OmegaConf.to_container(full.hydra, resolve=False)):
+        for _, target in components.targets_in(
+            "hydra", OmegaConf.to_container(full.hydra, resolve=False)
+        ):
             OWN_CODE.permit(target)
         if paths := absolute_paths(config):
             rest = [each for each in overrides if dotted(each) not in paths]
@@ -210,14 +205,20 @@ class Composer:
         full = options = self.compose([*parts.hydra, *parts.choices])
         if any(line.startswith(f"{recipes.GROUP}=") for line in parts.choices):
             choices = full.hydra.runtime.choices
-            chosen = [f"{p}={choices[p]}" for p in choices if p.replace("/", ".") in GROUPS]
+            chosen = [
+                f"{p}={choices[p]}" for p in choices if p.replace("/", ".") in components.GROUPS
+            ]
             options = self.compose([*parts.hydra, *chosen])
         examples = plain_of(options)
         # Where an option was typed, the class goes that a recipe names in its place.
         for group, _, option in (line.partition("=") for line in parts.choices):
             path = group.replace("/", ".")
             targets = [OmegaConf.select(tree, f"{path}.{TARGET}") for tree in (full, options)]
-            if path in COMPONENTS and option != OWN and targets[0] != targets[1]:
+            if (
+                path in components.COMPONENTS
+                and option != components.OWN
+                and targets[0] != targets[1]
+            ):
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
         _set_values(full, parts.values)
         return full, examples
@@ -293,8 +294,8 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
 
 def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> None:
     """Where a class was typed, take away what a recipe set for the one it replaces, in place."""
-    for path in (path for path in COMPONENTS if f"{path}.{TARGET}" in typed):
-        ours = KEYS.keys() - {f"{path}.{name}" for name in SHARED.get(path, ())}
+    for path in (path for path in components.COMPONENTS if f"{path}.{TARGET}" in typed):
+        ours = KEYS.keys() - {f"{path}.{name}" for name in components.SHARED.get(path, ())}
         section = lookup(tree, path)
         for name in list(section):
             key = f"{path}.{name}"

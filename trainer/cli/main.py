@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
+from trainer.cli import exit_messages
 from trainer.cli.argv import PAGES, split
-from trainer.cli.exit_messages import (
-    flush_std_streams,
-    piped,
-    print_crash,
-    print_error,
-    print_notes,
-    print_out,
-)
 from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line of this process, and exit."""
     code = run(sys.argv[1:])
-    flush_std_streams()
+    exit_messages.flush_std_streams()
     mirror = sys.modules.get("trainer.report.mirror")
     if mirror is not None and mirror.is_hanging():
         os._exit(code)
@@ -49,14 +42,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         return _run(argv)
     except KeyboardInterrupt as error:
-        print_notes(getattr(error, "__notes__", ()))
+        exit_messages.print_notes(getattr(error, "__notes__", ()))
         return INTERRUPTED
     except TrainError as error:
-        return print_error(error)
+        return exit_messages.print_error(error)
     except (OSError, RecursionError) as error:  # a path too long, a value too deep
-        return print_error(ConfigError(clip(f"{type(error).__name__}: {error}")))
+        return exit_messages.print_error(ConfigError(clip(f"{type(error).__name__}: {error}")))
     except Exception as error:
-        return print_crash(error)
+        return exit_messages.print_crash(error)
 
 
 def train(
@@ -93,16 +86,16 @@ def _run(argv: Sequence[str]) -> int:
     from trainer.cli.pages import show_by_hydra, show_page  # noqa: PLC0415
 
     if page in PAGES:
-        with piped():
+        with exit_messages.piped():
             show_page(page, request.overrides, flags.get("--config-dir"))
         return 0
     if "--version" in flags:
-        print_out(f"train {__version__}\n")
+        exit_messages.print_out(f"train {__version__}\n")
         return 0
     composer = composer_of(flags)
     lines = request.lines
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
-        with piped(), composer.open() as hydra:
+        with exit_messages.piped(), composer.open() as hydra:
             show_by_hydra(flags, request.overrides, hydra)
         return 0
     if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
@@ -115,11 +108,11 @@ def _run(argv: Sequence[str]) -> int:
     job = prepare_run(lines, composer, request.faults)
     raise_on_interrupt()
     if "--cfg" in flags:
-        with piped(), composer.open() as hydra:
+        with exit_messages.piped(), composer.open() as hydra:
             show_by_hydra(flags, job.typed, hydra)
         return 0
     if job.done is not None:
-        print_out(f"{job.done}\n", is_prose=True)
+        exit_messages.print_out(f"{job.done}\n", is_prose=True)
         return 0
     if global_rank() > 0:
         # The first rank makes the folder, and sends its name to the others.

@@ -21,30 +21,13 @@ from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import Groups, dotted, parse, text
-from trainer.config import trackers
+from trainer.config import run_config, trackers
 from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
 from trainer.config.recipes import ONLY_TYPED, asked
-from trainer.config.run_config import (
-    READING,
-    RunConfig,
-    contract,
-    reading_faults,
-    step_faults,
-    to_plain,
-)
 from trainer.config.validate import from_plain
-from trainer.core import consent
-from trainer.core.durable import (
-    UNFINISHED,
-    as_save_error,
-    make_folders,
-    read_json,
-    read_yaml,
-    rename,
-    write_json,
-)
+from trainer.core import consent, durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, shown_path
 from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, TEXTS_FILE, truncate_after
@@ -126,7 +109,7 @@ def newest_sweep(
     found = []
     for path in outputs.glob(f"multirun/**/{record}"):
         with suppress(*_UNREADABLE):
-            begun = [str(line) for line in read_yaml(path)["hydra"]["overrides"]["task"]]
+            begun = [str(line) for line in durable.read_yaml(path)["hydra"]["overrides"]["task"]]
             found += [path.parent] if settings(begun) == settings(overrides) else []
     return max(found, key=_began, default=None)
 
@@ -135,13 +118,13 @@ def record_start(run: Path) -> None:
     """Record once when a run begins; file times of a copy are those of the copying."""
     path = run / STARTED
     if not path.exists():
-        make_folders(path.parent)
-        write_json(path, {"started": time.time()})
+        durable.make_folders(path.parent)
+        durable.write_json(path, {"started": time.time()})
 
 
 def _began(folder: Path) -> tuple[float, str]:
     """When a run, or the first job of a sweep, began, in seconds since the epoch."""
-    records = map(read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
+    records = map(durable.read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
     times = [r["started"] for r in records if isinstance(r.get("started"), int | float)]
     return min(times, default=0.0), str(folder)
 
@@ -176,7 +159,7 @@ def checkpoint_of(run: Path, step: str) -> Path:
         raise ConfigError(f"step=ema: the average of weights {text}")
     folder = run / CHECKPOINTS
     steps = {step_of(path): path for path in sorted(folder.glob("step-*"))}
-    best = read_json(folder / "best.json").get("step")
+    best = durable.read_json(folder / "best.json").get("step")
     number = best if step == "best" else int(step) if step.isdecimal() else None
     if number not in steps:
         has = ", ".join(str(each) for each in steps if each is not None) or "none"
@@ -190,16 +173,16 @@ def fork(checkpoint: Path, folder: Path) -> None:
     Files are linked where the disk can do it, and copied elsewhere; none is ever changed.
     """
     step, run = step_of(checkpoint) or 0, checkpoint.parent.parent
-    with as_save_error(folder / CHECKPOINTS / checkpoint.name):
-        make_folders(folder / CHECKPOINTS)
+    with durable.as_save_error(folder / CHECKPOINTS / checkpoint.name):
+        durable.make_folders(folder / CHECKPOINTS)
         for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
             if (run / name).is_file():
                 shutil.copyfile(run / name, folder / name)
                 truncate_after(folder / name, step)
-        write_json(folder / FORKED, {"run": str(run), "step": step})
-        unfinished = folder / CHECKPOINTS / f"{UNFINISHED}{checkpoint.name}"
+        durable.write_json(folder / FORKED, {"run": str(run), "step": step})
+        unfinished = folder / CHECKPOINTS / f"{durable.UNFINISHED}{checkpoint.name}"
         shutil.copytree(checkpoint, unfinished, copy_function=_link)
-        rename(unfinished, folder / CHECKPOINTS / checkpoint.name)
+        durable.rename(unfinished, folder / CHECKPOINTS / checkpoint.name)
 
 
 def _link(source: str, target: str) -> None:
@@ -218,7 +201,7 @@ def last_step(run: Path) -> int:
 def saved_config(run: Path) -> dict[str, Any]:
     """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
     try:
-        content = read_yaml(run / "config.yaml")
+        content = durable.read_yaml(run / "config.yaml")
     except _UNREADABLE:
         return {}
     return content if isinstance(content, dict) else {}
@@ -231,7 +214,7 @@ def saved_overrides(run: Path) -> list[Override]:
     """
     path = _newest_overrides(run)
     try:
-        lines = read_yaml(path)
+        lines = durable.read_yaml(path)
     except _UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
@@ -260,7 +243,7 @@ def _newest_overrides(run: Path) -> Path:
     return resumed if is_whole else run / SUBFOLDER / "overrides.yaml"
 
 
-def record_consent(run: Path, records: Path, config: RunConfig) -> None:
+def record_consent(run: Path, records: Path, config: run_config.RunConfig) -> None:
     """Note that the user starts a run with a config, whose new files are in `records`."""
     if config.packages:
         consent.record(run, _digest(run, records), config.packages)
@@ -302,7 +285,7 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     return [*staying, *new]
 
 
-def is_finished(run: Path, config: RunConfig) -> bool:
+def is_finished(run: Path, config: run_config.RunConfig) -> bool:
     """Whether a run has done all that is asked of it now."""
     if read_status(run).get("state") != COMPLETED:
         return False
@@ -313,26 +296,30 @@ def is_finished(run: Path, config: RunConfig) -> bool:
     return isinstance(epochs, int) and epochs >= config.total_epochs
 
 
-def stopped(run: Path, config: RunConfig) -> str | None:
+def stopped(run: Path, config: run_config.RunConfig) -> str | None:
     """Why a run ended before its last step, where it would do so again without a step."""
-    is_same = to_plain(config)["stop"] == saved_config(run).get("stop")
+    is_same = run_config.to_plain(config)["stop"] == saved_config(run).get("stop")
     ended = is_same and read_status(run).get("state") == COMPLETED
-    return read_json(run / "result.json").get("stopped") if ended else None
+    return durable.read_json(run / "result.json").get("stopped") if ended else None
 
 
-def refuse_changes(run: Path, config: RunConfig) -> None:
+def refuse_changes(run: Path, config: run_config.RunConfig) -> None:
     """Compare the step of a run, or what its figures depend on, with what is asked for now."""
     try:
-        old = contract(from_plain(saved_config(run)))
+        old = run_config.contract(from_plain(saved_config(run)))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
-    if faults := (reading_faults if config.command in READING else step_faults)(config, old):
+    if faults := (
+        run_config.reading_faults
+        if config.command in run_config.READING
+        else run_config.step_faults
+    )(config, old):
         raise ConfigError(*faults)
 
 
-def refuse_other_weights(run: Path, config: RunConfig) -> None:
+def refuse_other_weights(run: Path, config: run_config.RunConfig) -> None:
     """Let a run begin again with the weights it was to begin with; its folder cannot name them."""
     saved = saved_config(run)
     before, step = saved.get("init"), saved.get("step", "last")

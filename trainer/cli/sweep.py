@@ -25,19 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.checkpoint.status import read_status
-from trainer.cli import saved_runs
+from trainer.cli import launchers, saved_runs, sweep_jobs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error
-from trainer.cli.launchers import (
-    BASIC_LAUNCHER,
-    BASIC_SWEEPER,
-    begin_search,
-    record_of,
-    refuse_other_jobs,
-    settings_of,
-    slots_of,
-    tidy,
-)
 from trainer.cli.overrides import (
     classify,
     cover,
@@ -49,14 +39,6 @@ from trainer.cli.overrides import (
     read,
     without,
     word_of,
-)
-from trainer.cli.sweep_jobs import (
-    ENDED,
-    STOP,
-    Sweep,
-    SweepTask,
-    figures_of,
-    passing_signals_on,
 )
 from trainer.config.messages import clip, line, show
 from trainer.config.metric_mode import mode_of, rank, title_of
@@ -86,13 +68,17 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
         raise_on_interrupt()
         try:
             if not sweep.jobs:
-                begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
+                launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
             # Launchers start Python with `-m`, which has the current folder first.
             safe = {"PYTHONSAFEPATH": os.environ.get("PYTHONSAFEPATH", "1"), **_AT_USR1}
-            passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
+            passing = (
+                sweep_jobs.passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
+            )
             with env_override(safe), passing:
-                hydra.multirun(CONFIG_NAME, SweepTask.of(sweep, composer), [*sweep.lines])
-            tidy(sweep.folder)
+                hydra.multirun(
+                    CONFIG_NAME, sweep_jobs.SweepTask.of(sweep, composer), [*sweep.lines]
+                )
+            launchers.tidy(sweep.folder)
         except KeyboardInterrupt:
             interrupted = True
         except Exception as error:  # of a launcher or sweeper, which may be anybody's
@@ -104,12 +90,14 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
             codes = _exit_codes(sweep)
             if sweep.command == "train":
                 report(sweep, Console())
-    if interrupted or (sweep.is_parallel and (sweep.folder / STOP).exists()):
+    if interrupted or (sweep.is_parallel and (sweep.folder / sweep_jobs.STOP).exists()):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
     return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
 
 
-def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
+def prepare_sweep(
+    overrides: Sequence[Override], faults: list[str], composer: Composer
+) -> sweep_jobs.Sweep:
     """Check every job of a sweep, over a composer that is open."""
     resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
     if resume not in (None, saved_runs.AUTO):
@@ -120,7 +108,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     hydra = parse(parts.hydra)[0]
     # A search could have more combinations than anybody can check.
     sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
-    jobs = expand(parts.lines) if sweeper == BASIC_SWEEPER else cover(parts.lines)
+    jobs = expand(parts.lines) if sweeper == launchers.BASIC_SWEEPER else cover(parts.lines)
     checked: list[Job] = []
     faults += parts.faults
     for each in jobs:
@@ -135,18 +123,20 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     lines, record = _with_absolute_paths(parts.lines, checked), first.composed.hydra
     folder = _folder_of(first, lines, goes_on=resume is not None)
     goes_on = resume is not None and folder.exists()
-    slots = slots_of(checked, record, folder, len(jobs) if sweeper == BASIC_SWEEPER else None)
+    slots = launchers.slots_of(
+        checked, record, folder, len(jobs) if sweeper == launchers.BASIC_SWEEPER else None
+    )
     direction = mode_of("sweep.metric", metric, mode, "sweep.mode")
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
         f"hydra.sweep.dir={quote(folder)}",
         f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}",
-        *settings_of(record, parts.hydra, slots, seed=first.config.seed),
+        *launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed),
     ]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
-    return Sweep(
+    return sweep_jobs.Sweep(
         command=first.config.command,
-        jobs=expand(lines) if sweeper == BASIC_SWEEPER else (),
+        jobs=expand(lines) if sweeper == launchers.BASIC_SWEEPER else (),
         lines=(*own, *lines),
         folder=folder,
         goes_on=resume is not None,
@@ -156,7 +146,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         storage=record.sweeper.get("storage"),
         typed=lines,
         slots=slots,
-        is_parallel=record.launcher._target_ != BASIC_LAUNCHER,
+        is_parallel=record.launcher._target_ != launchers.BASIC_LAUNCHER,
     )
 
 
@@ -164,9 +154,11 @@ def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
     """Choose the folder of a sweep: the newest of the same words, or a new one."""
     record, found = first.composed.hydra, None
     if goes_on:
-        refuse_other_jobs(record)
+        launchers.refuse_other_jobs(record)
         outputs = Path(first.config.outputs).absolute()
-        found = saved_runs.newest_sweep(outputs, lines, record_of(record.sweeper._target_))
+        found = saved_runs.newest_sweep(
+            outputs, lines, launchers.record_of(record.sweeper._target_)
+        )
     return found or Path(str(record.sweep.dir)).absolute()
 
 
@@ -195,15 +187,15 @@ def _folders(sweep: Path) -> dict[int, Path]:
     return {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
 
 
-def _exit_codes(sweep: Sweep) -> list[Any]:
+def _exit_codes(sweep: sweep_jobs.Sweep) -> list[Any]:
     """Read the exit code of every job, whichever process ran it; None where it did not end."""
     found = _folders(sweep.folder)
     count = len(sweep.jobs) or max(found, default=0) + 1
-    ended = (read_json(found[n] / ENDED) if n in found else {} for n in range(count))
+    ended = (read_json(found[n] / sweep_jobs.ENDED) if n in found else {} for n in range(count))
     return [each.get("exit_code", 1) for each in ended]
 
 
-def report(sweep: Sweep, console: Console) -> None:
+def report(sweep: sweep_jobs.Sweep, console: Console) -> None:
     """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
 
     Where the sweep has no folder yet, nothing is written.
@@ -275,11 +267,11 @@ def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]
 
 def _ended(folder: Path) -> dict[str, Any]:
     """Give how a job ended by its records; it has none where it never started."""
-    status, ended = read_status(folder), read_json(folder / ENDED)
+    status, ended = read_status(folder), read_json(folder / sweep_jobs.ENDED)
     return {
         "state": str(status.get("state", "failed" if ended else "not started")),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
-        **figures_of(folder),
+        **sweep_jobs.figures_of(folder),
         "reason": status.get("reason") or ended.get("reason"),
         "folder": folder if folder.is_dir() else None,
     }

@@ -14,14 +14,7 @@ from trainer.assemble.saved import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, load_step
-from trainer.commands.exported import (
-    describe,
-    lines_to_load,
-    loads_by_auto,
-    tokenizer_of,
-    with_tokenizer,
-    writers_beside,
-)
+from trainer.commands import exported
 from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
@@ -44,9 +37,9 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
     model, write = built(config, loaded, world), None
-    description, tokenizer = describe(config, given, loaded.step), _tokenizer(config)
-    is_theirs = loads_by_auto(tokenizer)
-    lines = lines_to_load(config, model, to, has_tokenizer=is_theirs)
+    description, tokenizer = exported.describe(config, given, loaded.step), _tokenizer(config)
+    is_theirs = exported.loads_by_auto(tokenizer)
+    lines = exported.lines_to_load(config, model, to, has_tokenizer=is_theirs)
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
@@ -58,7 +51,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
             lines = adapter.how_to_load(model, base, to) if hasattr(adapter, "how_to_load") else []
-            lines = with_tokenizer(lines, to) if is_theirs else lines
+            lines = exported.with_tokenizer(lines, to) if is_theirs else lines
         else:
             description["adapter"], lines = to_plain(config)["adapter"], []
             kind = type(adapter).__name__
@@ -66,7 +59,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
                 f"{kind} has no method `save`: the whole model is written, with the names that it "
                 "has under the adapter; only init= with the same adapter reads them"
             )
-    export(loaded, to, description, model, write, writers_beside(config, model, tokenizer))
+    export(loaded, to, description, model, write, exported.writers_beside(config, model, tokenizer))
     show_read(loaded, f"weights written to {to}")
     for line in lines:
         Screen().line(f"  {line}", is_command=True)
@@ -76,7 +69,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 def _tokenizer(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
     """Build the tokenizer that is written, where there is one."""
     try:
-        return tokenizer_of(config)
+        return exported.tokenizer_of(config)
     except ConfigError as error:  # its files may be gone
         Screen().warn(f"{error}: no tokenizer is written")
         return None

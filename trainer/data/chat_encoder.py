@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config.components import Overlong
+from trainer.data import encode
 from trainer.data.chat import READ_KEYS, Chat, Message, encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL, LABELS
-from trainer.data.encode import (
-    LONGER,
-    DroppedError,
-    Fields,
-    Record,
-    RecordEncoder,
-    ends_of,
-    text_of,
-)
 from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
 
@@ -74,7 +66,9 @@ def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collectio
     }
 
 
-def answer_fields(encoder: RecordEncoder, record: Record, options: Mapping[str, Any]) -> Fields:
+def answer_fields(
+    encoder: encode.RecordEncoder, record: encode.Record, options: Mapping[str, Any]
+) -> encode.Fields:
     """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
     prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
     is_turns = not isinstance(prompt, str) and "completion" not in record
@@ -90,19 +84,21 @@ def answer_fields(encoder: RecordEncoder, record: Record, options: Mapping[str, 
     ids, counts = np.array(found), np.array(counted)
     if len(ids) > encoder.max_length:
         if encoder.overlong == "drop":
-            raise DroppedError(LONGER)
+            raise encode.DroppedError(encode.LONGER)
         is_right = options["truncation"] == "right"
         rest = slice(encoder.max_length) if is_right else slice(-encoder.max_length, None)
         ids, counts = ids[rest], counts[rest]
     if not counts[1:].any():  # the first token is never predicted
-        raise DroppedError("without a loss term")
+        raise encode.DroppedError("without a loss term")
     return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED_LABEL)}
 
 
-def _parts(record: Record, *, is_chat: bool) -> tuple[str | list[Message], str | list[Message]]:
+def _parts(
+    record: encode.Record, *, is_chat: bool
+) -> tuple[str | list[Message], str | list[Message]]:
     """Give what is given and what is learned; a conversation is learned as a whole."""
     system = record.get("system")
-    begin = [{"role": "system", "content": text_of(record, "system")}] if system else []
+    begin = [{"role": "system", "content": encode.text_of(record, "system")}] if system else []
     if "messages" in record:
         messages = normalize_messages(record["messages"])
         if begin and messages[0]["role"] in {"system", "developer"}:
@@ -111,7 +107,7 @@ def _parts(record: Record, *, is_chat: bool) -> tuple[str | list[Message], str |
     if "completion" in record:
         return _side(record["prompt"]), _side(record["completion"])
     # An instruction is one turn of a chat, or as Alpaca wrote it.
-    asked, answer = text_of(record, "instruction"), text_of(record, "output")
+    asked, answer = encode.text_of(record, "instruction"), encode.text_of(record, "output")
     more = record.get("input") or ""
     if not is_chat:
         if begin:
@@ -149,5 +145,5 @@ def prompt_tokens(
     else:
         text = _WITHOUT_INPUT.format(text) if form == "instruction" else text
         found = tokenizer(text, add_special_tokens=False, verbose=False)[INPUT_IDS]
-        ids = [*ends_of(tokenizer, is_causal=True).prefix, *found]
+        ids = [*encode.ends_of(tokenizer, is_causal=True).prefix, *found]
     return ids, [end for end in ends if end is not None]

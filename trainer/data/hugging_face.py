@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.config.components import (
-    ColumnNames,
-    Count,
-    ExistingPath,
-    NameInPath,
-    Overlong,
-    Pair,
-    Share,
-    Task,
-    TemplateVariables,
-    Text,
-)
+from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, joined, row
 from trainer.data.chat_encoder import prompt_tokens
@@ -101,25 +90,25 @@ class HuggingFaceData(TwoSides):
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
-        path: Text,
+        path: components.Text,
         tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
-        task: Task | None = None,
+        task: components.Task | None = None,
         max_positions: int | None = None,
         model_labels: Sequence[str] | None = None,
         label_names: Sequence[str] | None = None,
-        subset: NameInPath | None = None,
-        part: NameInPath | None = None,
-        columns: ColumnNames | None = None,
-        max_length: Pair | None = None,
-        overlong: Overlong | None = None,
+        subset: components.NameInPath | None = None,
+        part: components.NameInPath | None = None,
+        columns: components.ColumnNames | None = None,
+        max_length: components.Pair | None = None,
+        overlong: components.Overlong | None = None,
         truncation: Literal["right", "left"] = "right",
-        holdout: Share = HOLDOUT,
+        holdout: components.Share = HOLDOUT,
         seed: int = 0,
-        max_samples: Count | None = None,
+        max_samples: components.Count | None = None,
         assistant_only_loss: bool = True,
         completion_only_loss: bool = True,
-        chat_template: ExistingPath | None = None,
-        chat_template_kwargs: TemplateVariables | None = None,
+        chat_template: components.ExistingPath | None = None,
+        chat_template_kwargs: components.TemplateVariables | None = None,
         on_bad: Literal["stop", "skip"] = "stop",
     ) -> None:
         # Set, it also spares processes that are forked later a warning of the library.

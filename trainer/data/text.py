@@ -11,19 +11,10 @@ from trainer.config.components import ExistingPath, FieldName, Overlong, Pair, S
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts, row
+from trainer.data import lines
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import Add, Index, cached_index, refuse_many
-from trainer.data.lines import (
-    fault,
-    is_text,
-    json_object,
-    json_records_of,
-    kind_suffix,
-    paragraphs_of,
-    place_of,
-    whole_text_of,
-)
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _JSON = ".json"
@@ -77,7 +68,10 @@ class Text(ByteDocuments):
         place = expanded(path).absolute()
         with reading(place):
             self._listing = files_at(
-                place, lambda file: kind_suffix(file) in {_JSON, *_JSON_LINES} or is_text(file)
+                place,
+                lambda file: (
+                    lines.kind_suffix(file) in {_JSON, *_JSON_LINES} or lines.is_text(file)
+                ),
             )
         index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
@@ -102,8 +96,8 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
                 try:
                     document = document_of(record)
                 except ValueError as error:
-                    before, why = fault(error)
-                    bad.append(f"{place_of(file, number + before)}: {why}")
+                    before, why = lines.fault(error)
+                    bad.append(f"{lines.place_of(file, number + before)}: {why}")
                     if not skips:
                         text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error
@@ -125,12 +119,12 @@ def _records(
     path: Path, files: Sequence[Path], field: str | None
 ) -> Iterator[tuple[Path, int, bytes, Callable[[bytes], bytes]]]:
     """Divide files into records; yields file, number, bytes, and what reads the text in them."""
-    is_json = field is not None or all(kind_suffix(file) == _JSON for file in files)
+    is_json = field is not None or all(lines.kind_suffix(file) == _JSON for file in files)
     of_object = partial(_text_in, name=field or _FIELD)
-    of_text = paragraphs_of if files == [path] else whole_text_of
+    of_text = lines.paragraphs_of if files == [path] else lines.whole_text_of
     for file in files:
-        is_lines = is_json or kind_suffix(file) in _JSON_LINES
-        for number, record in (json_records_of if is_lines else of_text)(file):
+        is_lines = is_json or lines.kind_suffix(file) in _JSON_LINES
+        for number, record in (lines.json_records_of if is_lines else of_text)(file):
             yield file, number, record, of_object if is_lines else _checked
 
 
@@ -142,7 +136,7 @@ def _checked(text: bytes) -> bytes:
 
 def _text_in(record: bytes, name: str) -> bytes:
     """Take the text out of a record, in UTF-8; a ValueError says what is bad."""
-    fields = json_object(record)
+    fields = lines.json_object(record)
     if name not in fields:
         has = ", ".join(map(repr, fields)) or "none"
         raise ValueError(f"no field {name!r}; it has {has}; data.field=NAME takes another")

@@ -17,46 +17,9 @@ from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.chat_encoder import (
-    answer_fields,
-    answer_options,
-    has_template,
-    unread_by_template,
-)
-from trainer.data.encode import (
-    OF_ANSWERS,
-    DroppedError,
-    Encoded,
-    Fields,
-    Record,
-    RecordEncoder,
-    ends_of,
-    records_of,
-    text_fields,
-)
+from trainer.data import chat_encoder, encode, index, label_encoders
 from trainer.data.files import progress
 from trainer.data.formats import Format, recognise
-from trainer.data.index import (
-    LISTED_SKIPS,
-    Add,
-    Index,
-    cache_folder,
-    cached_index,
-    refuse_many,
-)
-from trainer.data.label_encoders import (
-    choice_fields,
-    choices_of,
-    label_fields,
-    labels_in,
-    labels_of,
-    pair_fields,
-    space_before_words,
-    span_fields,
-    tag_fields,
-    target_fields,
-    values_of,
-)
 from trainer.data.lines import fault
 from trainer.data.records import RecordSource, select
 from trainer.data.samples import INPUT_IDS
@@ -70,7 +33,11 @@ _OVERLONG: Mapping[str, Overlong] = {
     **{"text": "chunk", "chat": "drop", "prompt and completion": "drop", "instruction": "drop"},
 }
 """What becomes of longer records where nobody says; of all others the head is kept."""
-_WITHOUT_LABELS = {"span": span_fields, "source and target": target_fields, "pair": pair_fields}
+_WITHOUT_LABELS = {
+    "span": label_encoders.span_fields,
+    "source and target": label_encoders.target_fields,
+    "pair": label_encoders.pair_fields,
+}
 _LAST_USE = {"truncation": None, "padding": None}
 
 
@@ -95,7 +62,7 @@ def cached_records(
     options: EncodeOptions,
     *,
     skips: bool,
-) -> Index:
+) -> index.Index:
     """Open the cache of what records become, tokenising them first where there is none.
 
     Its facts are `format`, `columns` by role, `kinds` of the fields, `counts` of records by part
@@ -104,18 +71,18 @@ def cached_records(
     options that are `unused`, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
-    loaded = source.load(cache_folder()) if source.kind == "hub" else None
+    loaded = source.load(index.cache_folder()) if source.kind == "hub" else None
     found = loaded[0].values() if loaded else ()
     state = source.digest or sorted(str(part._fingerprint) for part in found)
 
-    def build(add: Add) -> tuple[list[str], dict[str, Any]]:
-        with TemporaryDirectory(dir=cache_folder(), prefix=".records-") as scratch:
+    def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
+        with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
             parts, others = loaded or source.load(Path(scratch))
             form = _recognised(source, parts, options)
             some = islice(_records(source, parts), _LOOKED_AT)
-            ignored = unread_by_template(form, some, tokenizer, options.of_answers)
+            ignored = chat_encoder.unread_by_template(form, some, tokenizer, options.of_answers)
             fields_of, facts = _fields_of(source, parts, form, tokenizer, options)
-            encoder = RecordEncoder(
+            encoder = encode.RecordEncoder(
                 format=form,
                 is_json=source.kind == "json",
                 tokenizer=tokenizer,
@@ -140,7 +107,7 @@ def cached_records(
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.is_alone}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
-    return cached_index("hf", settings, {}, build, reader=f"7|{state}")
+    return index.cached_index("hf", settings, {}, build, reader=f"7|{state}")
 
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
@@ -150,7 +117,7 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
         raise DataError(f"{place}: holds no records")
     columns = list[str](records.column_names)
     if source.kind == "json":
-        first = records_of(records[:_LOOKED_AT], is_json=True)
+        first = encode.records_of(records[:_LOOKED_AT], is_json=True)
         found = [each for each in first if isinstance(each, dict)]
         columns = [*dict.fromkeys(name for record in found for name in record)]
         if not found:
@@ -159,14 +126,14 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     return recognise(place, columns, options.task, options.columns)
 
 
-def _unused(options: EncodeOptions, encoder: RecordEncoder, form: str) -> dict[str, str]:
+def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) -> dict[str, str]:
     """Say of options that were typed and do nothing what they are for."""
-    is_chat = has_template(encoder.tokenizer, options.of_answers)
-    used = answer_options(form, encoder.overlong, is_chat=is_chat)
+    is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
+    used = chat_encoder.answer_options(form, encoder.overlong, is_chat=is_chat)
     these = f"and these records are {form} under data.overlong={encoder.overlong}"
     return {
         name: f"{purpose}, {these}"
-        for name, (default, purpose) in OF_ANSWERS.items()
+        for name, (default, purpose) in encode.OF_ANSWERS.items()
         if options.of_answers[name] != default and name not in used
     }
 
@@ -177,36 +144,38 @@ def _fields_of(
     form: Format,
     tokenizer: Any,  # noqa: ANN401
     options: EncodeOptions,
-) -> tuple[Callable[[RecordEncoder, Record], Fields], dict[str, Any]]:
+) -> tuple[Callable[[encode.RecordEncoder, encode.Record], encode.Fields], dict[str, Any]]:
     """Choose what encodes a record; labels and choices are looked at first."""
     if form.name == "text":
-        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
-        return partial(text_fields, ends=ends), {}
+        ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
+        return partial(encode.text_fields, ends=ends), {}
     if options.overlong == "chunk":
         raise ConfigError(
             f"data.overlong=chunk: a record of the format {form.name} is one sample, and is not "
             "divided; use drop or cut"
         )
     if form.name in _OVERLONG:
-        return partial(answer_fields, options=options.of_answers), {}
+        return partial(chat_encoder.answer_fields, options=options.of_answers), {}
     if form.name == "choices":
         count = _num_choices(form, _records(source, parts))
-        return partial(choice_fields, num_choices=count), {}
+        return partial(label_encoders.choice_fields, num_choices=count), {}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_LABELS[form.name], {}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
-        values = values_of(_records(source, parts), column)
+        values = label_encoders.values_of(_records(source, parts), column)
         names = options.label_names or options.model_labels
-        values = labels_in(values, names) if source.kind == "csv" else values
+        values = label_encoders.labels_in(values, names) if source.kind == "csv" else values
         stated = _class_names(_trained_on(parts), column)
-        labels = labels_of(values, stated, options.model_labels, options.label_names)
+        labels = label_encoders.labels_of(values, stated, options.model_labels, options.label_names)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     if form.name == "label":
-        return partial(label_fields, labels=labels), facts
-    return partial(tag_fields, labels=labels, space=space_before_words(tokenizer)), facts
+        return partial(label_encoders.label_fields, labels=labels), facts
+    return partial(
+        label_encoders.tag_fields, labels=labels, space=label_encoders.space_before_words(tokenizer)
+    ), facts
 
 
 def _trained_on(parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Dataset
@@ -217,7 +186,7 @@ def _num_choices(form: Format, records: Iterator[Any]) -> int:
     """Count the choices of the first record that is sound; bad ones are named later."""
     for record in records:
         with suppress(Exception):
-            return len(choices_of(form.take(record))[1])
+            return len(label_encoders.choices_of(form.take(record))[1])
     return 0
 
 
@@ -225,7 +194,7 @@ def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
     """Give the records of all parts one after the other."""
     for records in parts.values():
         for batch in records.iter(1000):
-            yield from records_of(batch, is_json=source.kind == "json")
+            yield from encode.records_of(batch, is_json=source.kind == "json")
 
 
 def _class_names(records: Any, column: str) -> Sequence[str] | None:  # noqa: ANN401 - a Dataset
@@ -240,7 +209,7 @@ class _Writer:
     """Encodes the parts of a source one after the other into an index."""
 
     def __init__(
-        self, source: RecordSource, encoder: RecordEncoder, add: Add, *, skips: bool
+        self, source: RecordSource, encoder: encode.RecordEncoder, add: index.Add, *, skips: bool
     ) -> None:
         self._source, self._encoder, self._add, self._skips = source, encoder, add, skips
         self.bad, self.dropped = list[str](), Counter[str]()
@@ -257,18 +226,18 @@ class _Writer:
         with progress(f"{label}, {len(records):,} records") as advance, encoded as found:
             for row, each in zip(rows, found, strict=True):
                 advance()
-                if isinstance(each, Encoded):
+                if isinstance(each, encode.Encoded):
                     self.kinds = self.kinds or each.kinds
                     self._add(each.entry, each.group)
                     count += 1
                     if not runs or sum(runs[-1]) != row:
                         runs.append([int(row), 0])
                     runs[-1][1] += 1
-                elif isinstance(each, DroppedError):
+                elif isinstance(each, encode.DroppedError):
                     self.dropped[str(each)] += 1
                 else:
                     # A name is found by reading the file up to there.
-                    is_listed = len(self.bad) < LISTED_SKIPS
+                    is_listed = len(self.bad) < index.LISTED_SKIPS
                     before, why = fault(each)
                     name = self._source.name_of(part, int(row), before) if is_listed else "data"
                     self.bad.append(f"{name}: {why}")
@@ -280,7 +249,7 @@ class _Writer:
     def check(self, count: int) -> None:
         """Refuse a source of which too much is bad, or nothing is kept."""
         total = count + len(self.bad) + sum(self.dropped.values())
-        refuse_many(self.bad, total)
+        index.refuse_many(self.bad, total)
         if count == 0:
             why = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
             raise DataError(f"data.path={self._source.path}: no record is left ({why or 'none'})")

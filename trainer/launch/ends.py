@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer.config.secrets import without_secrets
-from trainer.core.errors import (
-    ConfigError,
-    DoesNotFitError,
-    RankFailedError,
-    TrainError,
-    error_from_dict,
-    error_to_dict,
-)
+from trainer.core import errors
 from trainer.core.rank_progress import Position
 from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
@@ -141,15 +134,15 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
 
     text = " ".join(str(error).split())
     if is_out_of_memory(error):  # before the command began
-        error = DoesNotFitError(f"out of memory while the ranks joined: {text:.200}")
-    is_crash = not isinstance(error, TrainError)
-    is_users = isinstance(error, ConfigError) and error.__cause__ is not None
+        error = errors.DoesNotFitError(f"out of memory while the ranks joined: {text:.200}")
+    is_crash = not isinstance(error, errors.TrainError)
+    is_users = isinstance(error, errors.ConfigError) and error.__cause__ is not None
     keeps = is_crash or is_users or excerpt(error) != ""
     # Ranks on other machines know the folder when they have met.
     path = keep_traceback(error, folder, rank) if keeps and folder.is_dir() else None
     where = "" if path is None else f"; its traceback is in {path}"
-    if isinstance(error, TrainError):
-        report = error_to_dict(error)
+    if isinstance(error, errors.TrainError):
+        report = errors.error_to_dict(error)
         return {**report, "text": report["text"] + where}
     text = without_secrets(described(error), os.environ)[:300]
     if is_peer_failure(error):
@@ -157,7 +150,7 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     return {"crash": text + where, "code": 1}
 
 
-def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> TrainError | None:
+def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> errors.TrainError | None:
     """Name why ranks ended: as one of them gave it, else by what is known; None where all is well.
 
     Of every rank, or of those of which there is word; stacks are looked for in the run folder.
@@ -171,10 +164,10 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> Train
         is_shared = failed[1:] and all(end.report.get("text") == text for end in failed)
         if first.rank and not is_shared:
             text = f"rank {first.rank}, {first.place}: {text}"
-        return error_from_dict({**first.report, "text": text})
+        return errors.error_from_dict({**first.report, "text": text})
     if first.is_killed:
-        return RankFailedError(_name_hung(failed, folder, timeout_s))
-    return RankFailedError(_name(first))
+        return errors.RankFailedError(_name_hung(failed, folder, timeout_s))
+    return errors.RankFailedError(_name(first))
 
 
 def _order(end: Ended) -> int:

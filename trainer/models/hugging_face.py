@@ -12,15 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.config.components import (
-    Attention,
-    ConfigFields,
-    Count,
-    ExistingPath,
-    FloatType,
-    Pooling,
-    Task,
-)
+from trainer.config import components
 from trainer.core.errors import ConfigError
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.models.check import UNUSED
@@ -30,7 +22,7 @@ from trainer.models.task import task_of, task_of_class
 from trainer.models.text_pooling import set_pooling
 from trainer.models.transformers_classes import described, note_loaded, quiet
 
-_CLASSES: Mapping[Task, str] = {
+_CLASSES: Mapping[components.Task, str] = {
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
@@ -46,16 +38,16 @@ _CLASSIFIES = {"sequence_classification", "token_classification", "image_classif
 
 
 def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
-    path: ExistingPath | None = None,
-    config: ExistingPath | ConfigFields | None = None,
-    task: Task | None = None,
-    dtype: FloatType = "float32",
-    attn_implementation: Attention | None = None,
-    num_classes: Count | None = None,
+    path: components.ExistingPath | None = None,
+    config: components.ExistingPath | components.ConfigFields | None = None,
+    task: components.Task | None = None,
+    dtype: components.FloatType = "float32",
+    attn_implementation: components.Attention | None = None,
+    num_classes: components.Count | None = None,
     ignore_mismatched_sizes: bool = False,
     label_names: Sequence[str] | None = None,
     pad_token_id: int | None = None,
-    pooling: Pooling | None = None,
+    pooling: components.Pooling | None = None,
 ) -> nn.Module:
     """Build a model of transformers; no code of a model's folder is run, and no pickle read.
 
@@ -198,10 +190,10 @@ def _load(
 def _prepare(
     found: Any,  # noqa: ANN401 - any config
     source: str,
-    task: Task | None,
+    task: components.Task | None,
     num_classes: int | None,
     label_names: Sequence[str] | None,
-) -> Task:
+) -> components.Task:
     """Find what a config's model is made for, and set the labels of its head."""
     names = found.architectures or ()
     is_encoder_decoder = bool(getattr(found, "is_encoder_decoder", False))

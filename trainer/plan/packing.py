@@ -13,14 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainer.plan import partition
 from trainer.plan.cut import FloatArray, IntArray, Layout, Plan
-from trainer.plan.partition import (
-    deal_by_cost,
-    deal_in_snake,
-    padded_apart,
-    reduce_groups,
-    samples_of_groups,
-)
 
 TRIES_PER_DOCUMENT = 1  # rows passed over for each document, on average, before balancing gives up
 
@@ -37,24 +31,24 @@ def pack(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = No
     """
     size = layout.group_size
     counted = np.maximum(lengths, 1)
-    totals = reduce_groups(np.add, counted, size)
+    totals = partition.reduce_groups(np.add, counted, size)
     order = np.argsort(-totals, kind="stable")
     # Attention pays document by document.
-    costs = reduce_groups(np.add, layout.cost.per_sample(counted), size)[order]
+    costs = partition.reduce_groups(np.add, layout.cost.per_sample(counted), size)[order]
     limit = max(1, max_micro // size) if max_micro else len(totals)
     if layout.lockstep:
         rows = pack_rows(totals[order], costs, cap, limit, multiple_of=layout.world_size)
-        shares = deal_in_snake(len(rows), layout.world_size)
+        shares = partition.deal_in_snake(len(rows), layout.world_size)
         ranks = [[order[rows[index]] for index in share] for share in shares]
     else:
         ranks = []
         dearest_first = np.argsort(-costs, kind="stable")
-        for share in deal_by_cost(costs[dearest_first], layout.world_size):
+        for share in partition.deal_by_cost(costs[dearest_first], layout.world_size):
             mine = np.sort(dearest_first[share])
             rows = pack_rows(totals[order[mine]], costs[mine], cap, limit)
             ranks.append([order[mine[row]] for row in rows])
-    samples = samples_of_groups(ranks, size, len(lengths))
-    return padded_apart(samples, lengths, replace(layout, packed=True), cap)
+    samples = partition.samples_of_groups(ranks, size, len(lengths))
+    return partition.padded_apart(samples, lengths, replace(layout, packed=True), cap)
 
 
 def pack_rows(

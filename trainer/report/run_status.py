@@ -13,22 +13,14 @@ from trainer.checkpoint.status import FILE_NAME, State, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.config.trackers import sends
-from trainer.core import consent, durable
-from trainer.core.errors import (
-    INTERRUPTED,
-    ConfigError,
-    DataError,
-    NoCheckpointError,
-    Preempted,
-    TrainError,
-)
+from trainer.core import consent, durable, errors
 from trainer.core.format import shown_path
 from trainer.core.user_code import excerpt
 from trainer.report import journal
 from trainer.report.page import write_own_page
 
 STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
-_REFUSALS = (ConfigError, DataError, NoCheckpointError)
+_REFUSALS = (errors.ConfigError, errors.DataError, errors.NoCheckpointError)
 
 
 @contextmanager
@@ -68,16 +60,16 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if excerpt(error) or not isinstance(error, TrainError | KeyboardInterrupt):
+        if excerpt(error) or not isinstance(error, errors.TrainError | KeyboardInterrupt):
             keep_traceback(error, folder, 0)
         if before is not None and isinstance(error, _REFUSALS) and _files(folder / STAGED):
             with suppress(OSError):
                 durable.write_file_atomic(path, before)
             raise
         reason = str(error) or type(error).__name__
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        code = error.exit_code if isinstance(error, TrainError) else code
-        is_saved = isinstance(error, Preempted)
+        code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        code = error.exit_code if isinstance(error, errors.TrainError) else code
+        is_saved = isinstance(error, errors.Preempted)
         step = saved_step(folder) if is_saved else last_step(folder)
         state: State = "preempted" if is_saved else "failed"
         write_status(folder, state, step, code, reason.splitlines()[0])

@@ -26,18 +26,8 @@ from trainer.accumulate.base import Rows, StepDivisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.optim.schedules import apply_factor
+from trainer.training import window
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import (
-    AT_BEGINNING,
-    Outcome,
-    StepContext,
-    agree,
-    compute,
-    count,
-    exchange,
-    gather,
-    reduce,
-)
 
 NO_LOSS_TERMS = "no loss terms"
 NOT_FINITE = "not finite"
@@ -62,7 +52,7 @@ class StepReport:
     peak_bytes: int = 0  # the most memory that any rank had had when ranks agreed; 0 for one rank
 
 
-def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:
+def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
@@ -77,20 +67,20 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     apply_factor(context.optimizer, [lr * scale for lr in context.base_lrs], factor)
     if context.follow_batch is not None:
         context.follow_batch(batch.samples.size, scale)
-    with no_replay(AT_BEGINNING):
+    with no_replay(window.AT_BEGINNING):
         context.snapshot.take()
     while True:
-        divisors = count(context, batch)
+        divisors = window.count(context, batch)
         report = partial(StepReport, batch=batch, lr=context.lr * scale * factor, replays=replays)
         if not any(divisors.weights[name] for name in context.losses):
             return report(skipped=NO_LOSS_TERMS)
-        gather(context, batch.step)
+        window.gather(context, batch.step)
         agreed = _compute_passes(context, batch, divisors)
         if agreed.loss is not None:
             break
         _roll_back(context)
         batch, replays = _cut_for_replay(context, batch, feed, replays), replays + 1
-    reduce(context, agreed)
+    window.reduce(context, agreed)
     context.world.note("update")
     norm = context.model.gradient_norm()
     report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
@@ -103,28 +93,32 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     return report(norms=_update(context, batch.step, norm))
 
 
-def _compute_passes(context: StepContext, batch: PlannedBatch, divisors: StepDivisors) -> Outcome:
+def _compute_passes(
+    context: window.StepContext, batch: PlannedBatch, divisors: StepDivisors
+) -> window.Outcome:
     """Compute and agree: once, but where a loss is over the whole batch. Collective.
 
     Gives what ranks agreed on in the last pass, or in the first that ran out of memory anywhere.
     """
     rows: Rows = {}
     for each in context.strategy.before:
-        agreed = agree(context, compute(context, batch, each, divisors, rows), divisors)
+        agreed = window.agree(
+            context, window.compute(context, batch, each, divisors, rows), divisors
+        )
         if agreed.loss is None:
             return agreed
-        rows = exchange(context, agreed)
-    last = compute(context, batch, context.strategy, divisors, rows)
-    return agree(context, last, divisors)
+        rows = window.exchange(context, agreed)
+    last = window.compute(context, batch, context.strategy, divisors, rows)
+    return window.agree(context, last, divisors)
 
 
-def _roll_back(context: StepContext) -> None:
+def _roll_back(context: window.StepContext) -> None:
     """Forget the gradients and what forwards wrote."""
     context.model.drop_gradients()
     context.snapshot.restore()
 
 
-def _skip(context: StepContext) -> str:
+def _skip(context: window.StepContext) -> str:
     """Roll back what is not finite, and say why: a loss scale that is now halved, or not."""
     _roll_back(context)
     return (
@@ -132,7 +126,7 @@ def _skip(context: StepContext) -> str:
     )
 
 
-def _update(context: StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
+def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
     """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
@@ -152,7 +146,7 @@ def _update(context: StepContext, step: int, norm: Tensor) -> Mapping[str, Tenso
 
 
 def _cut_for_replay(
-    context: StepContext, batch: PlannedBatch, feed: Feed, replays: int
+    context: window.StepContext, batch: PlannedBatch, feed: Feed, replays: int
 ) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
     release_memory()
