@@ -25,7 +25,7 @@ from tests.lib.picture_toys import draw_pictures, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
-from trainer.assemble.shown_images import draw_images
+from trainer.assemble.shown_samples import draw_images
 from trainer.data.pixels import open_image, pixels_of
 from trainer.data.tokenizers import byte_tokenizer
 

@@ -16,8 +16,7 @@ from trainer.config.components import AMOUNT, SHARED
 from trainer.config.messages import line
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
-from trainer.optim.library_schedules import OwnScheduler
-from trainer.optim.schedules import Schedule
+from trainer.optim.schedules import OwnScheduler, Schedule
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.config.cadence import cadence_steps
 from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
 from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
+from trainer.optim.optimizers import without_compiler
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -196,3 +201,46 @@ def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float)
         raise ConfigError(f"scheduler: `factor` gave {factor}; give a finite number, 0 or more")
     for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["lr"] = base_lr * factor
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OwnScheduler(Schedule):
+    """Any subclass of `LRScheduler`, a user's too; it counts steps from the end of the warm-up."""
+
+    kind: type[LRScheduler]  # the class
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments beside the optimizer
+
+    def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
+        """See the base class."""
+        while len(self._known) <= step - warmup_steps:
+            factor, other = next(self._factors)
+            if not math.isclose(factor, other, rel_tol=1e-9, abs_tol=1e-12):
+                raise ConfigError(
+                    f"scheduler: {self.kind.__name__} sets rates, not factors of optimizer.lr, by "
+                    "arguments such as eta_min or max_lr; type scheduler=cosine scheduler.floor=0.1"
+                )
+            self._known.append(factor)
+        return self._known[step - warmup_steps]
+
+    @cached_property
+    def _known(self) -> list[float]:
+        """The factors of the first steps."""
+        return []
+
+    @cached_property
+    def _factors(self) -> Iterator[tuple[float, float]]:
+        """The factors of the next steps, from two learning rates, which have to agree."""
+        return zip(self._walk(1.0), self._walk(0.5), strict=True)
+
+    def _walk(self, lr: float) -> Iterator[float]:
+        optimizer = without_compiler(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(0))], lr=lr)
+        try:
+            scheduler = self.kind(optimizer, **self.options)
+            while True:
+                yield optimizer.param_groups[0]["lr"] / lr
+                optimizer.step()
+                scheduler.step()
+        except (TypeError, ValueError, KeyError) as error:  # such as of one that asks for a metric
+            text = f"{self.kind.__name__} is no function of the step alone, or refuses: {error}"
+            raise ConfigError(f"scheduler: {text}") from error

@@ -5,7 +5,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from trainer.core.errors import ConfigError
-from trainer.optim.library_schedules import OwnScheduler
+from trainer.optim.schedules import OwnScheduler
 
 TOTAL = 40
 
