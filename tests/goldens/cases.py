@@ -47,6 +47,15 @@ WORDS = {
     "SMALL": f"{SHAPE} data.max_length=64 batch.global=16 steps=4",
     "TEXT": f"data=text data.path=lines.txt data.max_length=48 {SHAPE}",
     "FIXED": "accum=fixed accum.micro=5",
+    "SHORT": "data=hf batch.global=8 steps=3 accum=fixed accum.micro=3",
+    "CHAT": "model=hf model.path=llama data=hf data.path=chat.jsonl data.max_length=64 \
+batch.global=8 steps=3 accum=fixed accum.micro=3",
+    "BERT": "model=hf model.path=bert",
+    "DIGITS": "model=resnet data=digits batch.global=32 steps=3 accum=fixed accum.micro=10",
+    "PICTURES": "data=images data.path=pictures data.size=16 batch.global=16 steps=3 accum=fixed \
+accum.micro=5",
+    "TOWERS": "model._target_=mine.Towers data._target_=mine.Couples objective=contrastive \
+batch.global=16 steps=3 accum=fixed accum.micro=5",
     "IMAGES": "model._target_=mine.Conv data._target_=mine.Rings batch.global=32",
 }
 """What a word of the table stands for."""
@@ -141,6 +150,38 @@ wrong-argument: model._target_=mine.Net model.widht=3 LOUD
 raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt \
 batch.global=16 FIXED steps=2
 not-finite: OWN FIXED optimizer=sgd optimizer.lr=1e30 clip_norm=null nonfinite.limit=2 steps=9
+chat: CHAT log.generate=["the","a"] ; plan CHAT data.show=2
+chat-lora: CHAT adapter=lora adapter.r=2 ; export run={run} export.to=adapter ; \
+evaluate run={run} eval.predictions=true
+reviews: BERT model.task=sequence_classification SHORT data.path=reviews.csv \
+objective.metrics=[accuracy,f1]
+entities: BERT model.task=token_classification SHORT data.path=ner.jsonl
+answers: BERT model.task=question_answering SHORT data.path=squad.jsonl
+summaries: model=hf model.path=t5 SHORT data.path=summaries.jsonl
+masked: BERT SHORT data.path=corpus.jsonl objective=masked_lm
+text-pairs: BERT model.task=feature_extraction SHORT data.path=couples.jsonl
+mixture: model=hf model.path=llama data=mixture batch.global=8 steps=3 accum=fixed accum.micro=3 \
+data.sources={web:{path:corpus.jsonl,weight:2},chat:{path:chat.jsonl}}
+batchnorm: DIGITS
+batchnorm-pooled: DIGITS batchnorm=pooled batchnorm.precise=64 ; evaluate run={run}
+batchnorm-ghost: DIGITS batchnorm=ghost batchnorm.group=8 accum.micro=16
+batchnorm-micro: DIGITS batchnorm=micro ; verify run={run}
+batchnorm-frozen: DIGITS batchnorm=frozen
+batchnorm-sync: DIGITS batchnorm=sync parallel=ddp parallel.ranks=2
+pictures: model=vit model.patch=4 PICTURES ; export run={run} export.to=weights
+contrastive: TOWERS ; evaluate run={run}
+contrastive-ddp: TOWERS parallel=ddp parallel.ranks=2
+noise: OWN FIXED log.noise_scale=1 steps=4
+noise-ramp: OWN FIXED batch=noise_ramp batch.max=64 batch.every=2 steps=6
+ramp: OWN FIXED batch=ramp batch.stages={0:8,32:16} steps=5
+average: OWN FIXED ema.decay=0.9 steps=3 ; evaluate run={run} step=ema
+muon: SMALL FIXED optimizer=muon
+best: OWN FIXED eval.every=1 checkpoint.best=eval_loss steps=3 ; export run={run} step=best \
+export.to=weights
+sets: OWN FIXED eval.sets={more:{path:more.txt}} steps=3
+parameters: SMALL FIXED log.parameters=2
+page: OWN FIXED steps=3 ; report run={run}
+tensorboard: OWN FIXED logger=[tensorboard] steps=3
 sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
 """
 """Case by case, what is typed. `;` divides commands; every one is quiet unless it is LOUD; what is
@@ -182,6 +223,7 @@ FILES: dict[str, str | bytes] = {
         f"{'line ' * (1 + 7 * i % 11)}{i} of a small text whose lines differ in length\n\n"
         for i in range(120)
     ),
+    "more.txt": "".join(f"{'more ' * (1 + i % 5)}{i}\n\n" for i in range(20)),
     "rows.jsonl": "".join(
         json.dumps({"body": f"{'word ' * (i % 9 + 1)}{i}"}) + "\n" for i in range(64)
     ),

@@ -178,3 +178,21 @@ class Raising(Lines):
         if i == 7:
             raise ValueError("sample 7 is broken")
         return super().__getitem__(i)
+
+
+class Towers(nn.Module):  # two embeddings of each sample
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.document = nn.Linear(6, 4), nn.Linear(8, 4)
+
+    def forward(self, query, document):
+        return self.query(query), self.document(document)
+
+
+class Couples:
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, i: int):
+        noise = torch.randn(14, generator=torch.Generator().manual_seed(i))
+        return {"query": noise[:6], "document": noise[6:] + noise[0]}

@@ -11,6 +11,7 @@ change and one after it, on one machine. What may differ, and why, stands in `ma
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from tests.goldens.cases import CASES, FILES, Case, Line
 
 HERE = Path(__file__).parent
 TIMED = {"seconds", "tokens_per_second", "memory_bytes", "wall_seconds", "eval_seconds"}
-TIMED |= {"model_flops_per_second"}
+TIMED |= {"model_flops_per_second", "memory_limit_bytes", "step_seconds", "seconds_per_step"}
 """Entries whose values no two runs share."""
+VARYING = re.compile(r"^  (time|speed)  |^  memory .* at the peak|tokens/s  mfu|\bETA\b")
+"""Lines of the screen that no two runs share."""
 STEPS_TO_SIGNAL = 5
 
 
@@ -57,14 +61,35 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    lines = [run_line(line, folder) for line in case.lines]
+    typed = " ".join(word for line in case.lines for word in line.typed)
+    for path in toys(folder.parent / "toys"):
+        if path.name in re.split(r"[\s=:,}]", typed):
+            (folder / path.name).symlink_to(path)
+    lines = [run_line(line, folder, exact=case.exact) for line in case.lines]
     configs = sorted(folder.glob("outputs/**/config.yaml"))
     copies = {".hydra", "files", "wandb"}  # where Hydra and W&B keep a run's config
     runs = [path.parent for path in configs if not copies & set(path.parts)]
     return {"lines": lines, "runs": [describe(run, exact=case.exact) for run in runs]}
 
 
-def run_line(line: Line, folder: Path) -> dict[str, Any]:
+@cache
+def toys(folder: Path) -> list[Path]:
+    """Save small models of transformers, records for them, and pictures."""
+    from tests.lib.hf_toys import TEXTS, save_job_files, write_lines  # noqa: PLC0415
+    from tests.lib.picture_toys import draw_pictures  # noqa: PLC0415
+
+    if folder.exists():
+        return sorted(folder.iterdir())
+    folder.mkdir()
+    with contextlib.chdir(folder):
+        save_job_files()
+        draw_pictures(Path("pictures"))
+        couples = [{"anchor": text, "positive": text.split()[0]} for text in TEXTS]
+        write_lines(Path("couples.jsonl"), couples)
+    return sorted(folder.iterdir())
+
+
+def run_line(line: Line, folder: Path, *, exact: bool) -> dict[str, Any]:
     """Run one command; gives its exit code, and its words for a person without what varies."""
     runs = sorted(folder.glob("outputs/2*/*/"))
     typed = [part.replace("{run}", str(runs[-1] if runs else "none")) for part in line.typed]
@@ -92,6 +117,9 @@ def run_line(line: Line, folder: Path) -> dict[str, Any]:
         "errors": [neutral(answer, folder) for answer in answers],
         "num_error_lines": None if killed or line.launcher else len(err.splitlines()),
         "prints": bool(out.strip()),
+        "screen": [neutral(row, folder) for row in out.splitlines() if not VARYING.search(row)]
+        if exact
+        else [],
     }
 
 
@@ -105,7 +133,10 @@ def neutral(line: str, folder: Path) -> str:
     """Drop what differs from run to run."""
     line = line.replace(str(folder), "FOLDER")
     line = re.sub(r"\d{4}-\d\d-\d\d/[\d-]+", "DATE", line)
-    return re.sub(r"\d+(\.\d+)? ?(s|MiB|GiB|KiB)\b", "N \\2", line)
+    line = re.sub(r"[\d.,]+[kM]? (tokens|samples)/s", "N \\1/s", line)
+    line = re.sub(r"\d:\d\d:\d\d left", "N left", line)
+    line = re.sub(r"[\d.]+% of [\d.]+ GiB", "N% of N GiB", line)
+    return re.sub(r"\d+(\.\d+)? ?(s|ms|min|MiB|GiB|KiB)\b", "N \\2", line)
 
 
 def describe(run: Path, *, exact: bool) -> dict[str, Any]:
@@ -117,7 +148,9 @@ def describe(run: Path, *, exact: bool) -> dict[str, Any]:
     )
     known: dict[str, Any] = {"files": files}
     for path in sorted(run.glob("*.json")):
-        known[path.name] = shape_of(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+        is_whole = exact and path.name == "plan.json"
+        known[path.name] = values_of(content, run) if is_whole else shape_of(content)
     entries = list(entries_of(run / "metrics.jsonl"))
     known["metrics_keys"] = sorted({key for entry in entries for key in entry})
     keep = {"step", "epoch", "samples", "tokens", "loss", "lr", "grad_norm", "eval_loss", "skipped"}
@@ -162,6 +195,17 @@ def shape_of(content: object, key: str = "") -> object:
     if isinstance(content, list):
         return [shape_of(content[0])] if content else []
     return key if key in TIMED else type(content).__name__
+
+
+def values_of(content: object, run: Path, key: str = "") -> object:
+    """Keep a JSON file whole, but for what no two runs share."""
+    if isinstance(content, Mapping):
+        return {name: values_of(value, run, name) for name, value in content.items()}
+    if isinstance(content, list):
+        return [values_of(value, run, key) for value in content]
+    if isinstance(content, str):
+        return neutral(content, run.parents[2])
+    return key if key in TIMED else content
 
 
 def compare(old: Path, new: Path) -> int:
