@@ -19,9 +19,9 @@ import pytest
 
 from tests.lib.nightly import LIMIT_S
 from tests.lib.tracked import mirror_of
+from trainer.features.trackers.mlflow import MlflowTracker
 from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
-from trainer.report.trackers.mlflow import MlflowTracker
 
 pytestmark = [
     pytest.mark.nightly,

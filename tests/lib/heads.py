@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from trainer.objectives.model_loss import ModelLoss
+from trainer.features.heads.model_loss import ModelLoss
 
 VOCABULARY, NUM_LABELS = 19, 3
 

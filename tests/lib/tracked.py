@@ -6,9 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from trainer.features.trackers.wandb import _logged
 from trainer.report.mirror import Mirror
 from trainer.report.tracker import Tracker
-from trainer.report.trackers.wandb import _logged
 
 Steps = dict[str, list[int]]
 

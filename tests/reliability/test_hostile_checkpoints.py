@@ -38,9 +38,9 @@ from trainer.checkpoint.weights import open_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import Stateful
+from trainer.features.trackers.wandb import WandbTracker
 from trainer.report.metrics import evaluation_at
 from trainer.report.mirror import close_all
-from trainer.report.trackers.wandb import WandbTracker
 
 SLOTS = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"]
 

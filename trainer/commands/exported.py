@@ -28,9 +28,9 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
 from trainer.core.world import World
-from trainer.data.pixels import copy_input_files
 from trainer.data.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.hugging_face import auto_class
+from trainer.models.model_folder import copy_input_files
 from trainer.models.text_pooling import writer_of_pooling
 from trainer.report.console import Screen
 from trainer.training.precise_statistics import precise_statistics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ CONFIG_FAULTS = (
 _MOST = {r"(layers?|depths?|experts|blocks)$": 10_000, r"num_labels$": 100_000}
 """Layers, or experts of one, and labels: for each an object is made, or a name."""
 _INDEX = "model.safetensors.index.json"
+_INPUT_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+"""Files that say how a model's inputs are made, beside those of its tokenizer."""
 
 
 def read_config(source: str) -> Any:  # noqa: ANN401 - any config
@@ -67,3 +73,9 @@ def refuse_files(path: str) -> None:
             if Path(str(name)).name != name or not name.endswith(".safetensors"):
                 text = f"{_INDEX} names {name!r}; weights are read from safetensors files beside it"
                 raise ConfigError(f"model.path={path}: {text}")
+
+
+def copy_input_files(source: str, folder: Path) -> None:
+    """Copy what says how a model's inputs are made into a folder of its weights."""
+    for file in model_files(source, *_INPUT_FILES):
+        shutil.copyfile(file, folder / file.name)

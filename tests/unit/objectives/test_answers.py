@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.objectives.numbers import Numbers
-from trainer.objectives.question_answering import QuestionAnswering
+from trainer.features.heads.numbers import Numbers
+from trainer.features.heads.question_answering import QuestionAnswering
 
 
 def test_numbers_are_as_the_model_gives_them_and_several_labels_have_chances() -> None:

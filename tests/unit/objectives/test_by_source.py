@@ -10,11 +10,11 @@ from torch import Tensor
 
 from trainer.core.micro_batch import Fields
 from trainer.data.collate import pack, pad
+from trainer.features.heads.numbers import Numbers
 from trainer.objectives import next_token
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
-from trainer.objectives.numbers import Numbers
 
 TOKENS = 11
 LENGTHS = (4, 2, 5, 3)

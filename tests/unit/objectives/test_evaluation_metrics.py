@@ -13,6 +13,8 @@ from sklearn.metrics import f1_score
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
+from trainer.features.heads.model_loss import ModelLoss
+from trainer.features.heads.numbers import Numbers
 from trainer.objectives.base import Objective
 from trainer.objectives.classify import Classify
 from trainer.objectives.metrics import (
@@ -22,9 +24,7 @@ from trainer.objectives.metrics import (
     figures_of,
     statistics_of,
 )
-from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
-from trainer.objectives.numbers import Numbers
 
 COUNT = 500
 

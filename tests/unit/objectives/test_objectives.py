@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
+from trainer.features.heads.model_loss import ModelLoss
 from trainer.objectives.base import Objective, Sums, sums_of
 from trainer.objectives.classify import Classify
-from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}

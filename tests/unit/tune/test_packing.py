@@ -16,10 +16,10 @@ from tests.lib.heads import TINY
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.data.loader import Loader, Request
+from trainer.features.heads.model_loss import ModelLoss
 from trainer.models.bind import bind
 from trainer.models.by_document import attend_by_document
 from trainer.objectives.base import Objective
-from trainer.objectives.model_loss import ModelLoss
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed

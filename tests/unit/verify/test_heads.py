@@ -15,7 +15,7 @@ from torch import nn
 from tests.lib.heads import Examples, Head
 from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench
-from trainer.objectives.seq2seq import Seq2Seq
+from trainer.features.heads.seq2seq import Seq2Seq
 from trainer.plan.cuts import Budget, Fixed
 from trainer.report.records import VerifyReport
 

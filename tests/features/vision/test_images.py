@@ -13,13 +13,13 @@ from transformers import AutoImageProcessor
 
 from tests.lib.picture_toys import save_processor
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.augment import Augment
-from trainer.data.digits import Digits
-from trainer.data.images import ImageFolders
 from trainer.data.loader import Loader, Request
 from trainer.data.mixture import Mixture, MixtureSource
-from trainer.data.pixels import open_image
 from trainer.data.view import DataView
+from trainer.features.vision.augment import Augment
+from trainer.features.vision.digits import Digits
+from trainer.features.vision.images import ImageFolders
+from trainer.features.vision.pixels import open_image
 
 
 class Shift:

@@ -17,11 +17,11 @@ from trainer.config.components import Augmentations, Count, ExistingPath, PerCha
 from trainer.core.errors import DataError
 from trainer.core.format import expanded, plural
 from trainer.core.rows import Row, RunFacts, joined, row
-from trainer.data import pixels
-from trainer.data.augment import Augment
 from trainer.data.collate import LABELS
 from trainer.data.files import RUNS, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, PIXEL_VALUES, TRAIN
+from trainer.features.vision import pixels
+from trainer.features.vision.augment import Augment
 
 
 @final

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,11 +27,6 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of red, green and blue from 0 to 1, which most pretrained models expect."""
 _PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json"
-_INPUT_FILES = (
-    *(_PROCESSOR, _NESTED, "video_preprocessor_config.json", "chat_template.json"),
-    *("sentence_bert_config.json", "config_sentence_transformers.json"),
-)
-"""Files that say how a model's inputs are made, beside those of its tokenizer."""
 
 
 def is_image(path: Path) -> bool:
@@ -165,9 +159,3 @@ def write_processor(folder: Path, **settings: Any) -> None:  # noqa: ANN401 - as
     """Write what makes the pixels into a folder of weights, as transformers reads it."""
     (folder / _NESTED).unlink(missing_ok=True)  # which would count
     (folder / _PROCESSOR).write_text(pixels_of(**settings).to_json())
-
-
-def copy_input_files(source: str, folder: Path) -> None:
-    """Copy what says how a model's inputs are made into a folder of its weights."""
-    for file in model_files(source, *_INPUT_FILES):
-        shutil.copyfile(file, folder / file.name)

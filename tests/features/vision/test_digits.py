@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer.data.digits import Digits
+from trainer.features.vision.digits import Digits
 
 
 def test_every_digit_is_an_image_from_0_to_1_with_its_class():

@@ -19,7 +19,7 @@ from trainer.core.rows import Row, RunFacts, row
 from trainer.data.chat import encode_completion, normalize_messages
 from trainer.data.collate import IGNORED_LABEL
 from trainer.data.lines import fault, json_object, json_records_of, place_of
-from trainer.data.pixels import open_image, processor_pixels
+from trainer.features.vision.pixels import open_image, processor_pixels
 
 IMAGE = "<image>"
 """What stands for the image in a text, and the token of which one stands for each of its parts."""

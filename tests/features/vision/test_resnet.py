@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer.core.errors import ConfigError
-from trainer.models.resnet import ResNet
-from trainer.models.vit import ViT, positions_of_grid
+from trainer.features.vision.resnet import ResNet
+from trainer.features.vision.vit import ViT, positions_of_grid
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config.components import Augmentations
-from trainer.data.augment import Augment
 from trainer.data.collate import LABELS
 from trainer.data.samples import PIXEL_VALUES
+from trainer.features.vision.augment import Augment
 
 
 @final

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.lib.tracked import mirror_of, mlflow_steps
+from trainer.features.trackers.mlflow import MlflowTracker
 from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
-from trainer.report.trackers.mlflow import MlflowTracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.core.errors import ConfigError
-from trainer.objectives.masked_lm import MaskedLM
+from trainer.features.heads.masked_lm import MaskedLM
 
 MASK, SPECIAL, COUNT = 4, [0, 1, 2], 100_000
 

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import DataError
 from trainer.data import tokenizers
-from trainer.data.image_text import ImageText
+from trainer.features.vision.image_text import ImageText
 
 IMAGE_ID = 258
 CHATML = (

@@ -13,11 +13,11 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.tracked import mirror_of, mlflow_steps, tensorboard_steps, wandb_steps
+from trainer.features.trackers.mlflow import MlflowTracker
+from trainer.features.trackers.tensorboard import TensorBoardTracker
+from trainer.features.trackers.wandb import WandbTracker
 from trainer.report.journal import truncate_after
 from trainer.report.mirror import close_all
-from trainer.report.trackers.mlflow import MlflowTracker
-from trainer.report.trackers.tensorboard import TensorBoardTracker
-from trainer.report.trackers.wandb import WandbTracker
 
 TRACKERS = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker, "mlflow": MlflowTracker}
 STEPS = {"wandb": wandb_steps, "tensorboard": tensorboard_steps, "mlflow": mlflow_steps}
@@ -72,7 +72,7 @@ def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(
     folder = tmp_path / "run"
     folder.mkdir()
     program = (
-        f"import sys; sys.path.insert(0, {str(CHECKOUT / 'tests/unit/report/trackers')!r})\n"
+        f"import sys; sys.path.insert(0, {str(CHECKOUT / 'tests/features/trackers')!r})\n"
         "from pathlib import Path; import test_resumed\n"
         "test_resumed.run_until_killed(Path(sys.argv[1]), *sys.argv[2:])"
     )

@@ -16,9 +16,9 @@ from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from tests.lib.tracked import mirror_of
+from trainer.features.trackers.wandb import WandbTracker
 from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
-from trainer.report.trackers.wandb import WandbTracker
 
 PATIENCE_S = 7
 """For which a command waits for W&B; what else its end takes depends on the machine."""
@@ -170,7 +170,7 @@ def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp
     program = (
         "import sys; from pathlib import Path; from tests.lib.tracked import mirror_of\n"
         "from trainer.report.mirror import close_all\n"
-        "from trainer.report.trackers.wandb import WandbTracker\n"
+        "from trainer.features.trackers.wandb import WandbTracker\n"
         "folder = Path(sys.argv[1]); (folder / 'plan.json').write_text('{}')\n"
         "mirror = mirror_of('wandb', WandbTracker(), folder, print)\n"
         "mirror.start(); (folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 1.0}\\n')\n"
