@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import ratchets
 from tests.lib.walk import files_naming, files_of_a_sample
 
 CHECKOUT = Path(__file__).parent.parent
@@ -18,16 +19,7 @@ FILES = {
     for path in sorted((CHECKOUT / "trainer").rglob("*.py"))
 }
 LONGEST_FILE = 400
-MOST_IMPORTS = 15  # modules of ours that one imports; numbers of the exceptions may only fall
-MORE_IMPORTS = {
-    "trainer/assemble/components.py": 33,
-    "trainer/assemble/tuning.py": 25,
-    "trainer/cli/main.py": 16,
-    "trainer/training/window.py": 17,
-    "trainer/assemble/run.py": 16,
-    "trainer/commands/train.py": 16,
-    "trainer/commands/verify_sync.py": 17,
-}
+SLACK = 0.96  # of a limit, below which it is to be lowered
 
 TOOLS = {
     "ruff check": ["-m", "ruff", "check", "."],
@@ -51,19 +43,17 @@ def test_every_file_is_small_says_what_it_is_for_and_is_no_drawer_for_everything
     assert not [name for name, text in FILES.items() if text and not text.startswith('"""')]
 
 
-def imported(text):
-    """Name the modules of ours that a file imports, also within functions."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("trainer."):
-            path = node.module.replace(".", "/")
-            inner = {f"{path}/{alias.name}.py" for alias in node.names} & FILES.keys()
-            yield from inner or {f"{path}.py"}
-
-
-def test_a_module_imports_few_of_ours():
-    counts = {name: len(set(imported(text))) for name, text in FILES.items()}
-    more = {name: count for name, count in counts.items() if count > MOST_IMPORTS}
-    assert more == MORE_IMPORTS, "lower the numbers of those that fell, and take out the others"
+def test_what_may_only_fall_does_not_rise():
+    """Figures that fell far are to be written down, by `python -m tests.lib.ratchets`."""
+    limits, now = json.loads(ratchets.RATCHETS.read_text()), ratchets.measured()
+    for kind, figures in now.items():
+        for name, figure in figures.items():
+            limit = limits[kind].get(name, ratchets.MOST_IMPORTS)
+            assert figure <= limit, f"{kind} {name}: {figure} is above {limit}"
+            assert figure >= SLACK * limit, (
+                f"{kind} {name}: {figure} is far below {limit}: lower it"
+            )
+        assert limits[kind].keys() <= figures.keys(), "take out what is gone"
 
 
 PICKLES = "pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib"

@@ -159,7 +159,7 @@ entities: BERT model.task=token_classification SHORT data.path=ner.jsonl
 answers: BERT model.task=question_answering SHORT data.path=squad.jsonl
 summaries: model=hf model.path=t5 SHORT data.path=summaries.jsonl
 masked: BERT SHORT data.path=corpus.jsonl objective=masked_lm
-text-pairs: BERT model.task=feature_extraction SHORT data.path=couples.jsonl
+text-pairs: BERT model.task=embedding SHORT data.path=couples.jsonl
 mixture: model=hf model.path=llama data=mixture batch.global=8 steps=3 accum=fixed accum.micro=3 \
 data.sources={web:{path:corpus.jsonl,weight:2},chat:{path:chat.jsonl}}
 batchnorm: DIGITS

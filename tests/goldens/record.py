@@ -84,7 +84,7 @@ def toys(folder: Path) -> list[Path]:
     with contextlib.chdir(folder):
         save_job_files()
         draw_pictures(Path("pictures"))
-        couples = [{"anchor": text, "positive": text.split()[0]} for text in TEXTS]
+        couples = [{"query": text, "passage": text.split()[0]} for text in TEXTS]
         write_lines(Path("couples.jsonl"), couples)
     return sorted(folder.iterdir())
 

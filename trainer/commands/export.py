@@ -15,7 +15,7 @@ from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, load_step
 from trainer.commands import exported
-from trainer.commands.exported import built
+from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
 from trainer.config.keys import load_yaml
 from trainer.config.run_config import RunConfig, to_plain

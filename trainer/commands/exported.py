@@ -1,39 +1,27 @@
-"""Build the model that is exported, and say what stands beside its weights."""
+"""Say what stands beside exported weights: arguments, tokenizer, and the lines that load them."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from trainer.assemble.components import assemble
 from trainer.assemble.instantiate import look_up
-from trainer.assemble.model import build_model
-from trainer.assemble.resumption import refuse_changed_data
-from trainer.assemble.run_plan import prepare
-from trainer.assemble.saved import Saved, read_terms
-from trainer.assemble.step import step_context
 from trainer.assemble.tokenizer import RunTokenizer, source_of_model
-from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.weights import checkpoint_weights
 from trainer.config.components import NO_ADAPTER, Component
 from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
-from trainer.core.world import World
 from trainer.data.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.hugging_face import auto_class
 from trainer.models.model_folder import copy_input_files
 from trainer.models.text_pooling import writer_of_pooling
-from trainer.report.console import Screen
-from trainer.training.precise_statistics import precise_statistics
 
 
 def describe(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -135,36 +123,3 @@ def _is_changed(config: RunConfig) -> bool:
     """Whether a model is more than what its constructor gives for plain arguments."""
     has_class = any(isinstance(value, dict) for value in config.model.params.values())
     return bool(config.transforms) or config.adapter.target != NO_ADAPTER or has_class
-
-
-def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
-    """Build the model where the weights alone will not do, or it may be one of transformers."""
-    if config.batchnorm.precise is not None:
-        return _with_precise_statistics(config, loaded, world)
-    kind = look_up(config.model, "model", config.trust)  # which imports what makes it
-    given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
-    has_adapter = config.adapter.target != NO_ADAPTER
-    may_be_theirs = "transformers" in sys.modules or not inspect.isclass(kind)
-    if not (may_be_theirs or stored.frozen or has_adapter):
-        return None
-    try:
-        return build_model(config, world, given, stored=stored)[0]
-    except ConfigError as error:  # what it was loaded from may be gone
-        if stored.frozen or has_adapter:
-            raise
-        Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
-        return None
-
-
-def _with_precise_statistics(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
-    """Build the run with its data, and estimate its running statistics again."""
-    saved = Saved.read(config, loaded, world)
-    components = assemble(config, world, saved)
-    refuse_changed_data(components, saved.terms)
-    components = prepare(components).components
-    model = step_context(components).model
-    with closing(components.feed(world)) as feed:
-        with precise_statistics(model, feed, config.batchnorm.precise):
-            values = {name: value.clone() for name, value in components.module.named_buffers()}
-        components.module.load_state_dict(values, strict=False)
-    return components.module
