@@ -30,7 +30,7 @@ from common import FOLDER, write_results
 
 from trainer.plan.cut import Cost, IntArray, Layout, Plan
 from trainer.plan.cuts import Budget, Fixed
-from trainer.plan.partition import cut_sorted, deal_by_cost, deal_in_snake, even_starts, split
+from trainer.plan.partition import cut_sorted, deal_by_cost, deal_in_snake, even_starts, split_at
 
 COST = Cost(fixed=33.0, quadratic=0.00094)
 """Measured on two CPU cores for a model of width 256."""
@@ -88,7 +88,7 @@ def sorted_groups(lengths: IntArray, layout: Layout, settings: Settings) -> Plan
     # No group may be empty.
     starts = np.maximum.accumulate(starts - np.arange(groups)) + np.arange(groups)
     starts = np.minimum(starts, len(order) - groups + np.arange(groups))
-    pieces = split(order, starts)
+    pieces = split_at(order, starts)
     return _plan(
         lengths, [[pieces[i] for i in share] for share in deal_in_snake(groups, layout.world_size)]
     )
@@ -96,7 +96,7 @@ def sorted_groups(lengths: IntArray, layout: Layout, settings: Settings) -> Plan
 
 def contiguous_planned(lengths: IntArray, layout: Layout, settings: Settings) -> Plan:
     """Consecutive samples to each rank, which cuts its own at the least cost."""
-    shares = split(np.arange(len(lengths)), even_starts(len(lengths), layout.world_size))
+    shares = split_at(np.arange(len(lengths)), even_starts(len(lengths), layout.world_size))
     return _cut_alone(lengths, list(shares), layout, settings)
 
 
@@ -129,7 +129,7 @@ def _cut_alone(
     for share in shares:
         mine = share[np.argsort(-lengths[share], kind="stable")]
         starts = cut_sorted(lengths[mine], settings.cap, layout.cost, len(mine))
-        ranks.append(list(split(mine, starts)))
+        ranks.append(list(split_at(mine, starts)))
     return _plan(lengths, ranks, fill=layout.lockstep)
 
 

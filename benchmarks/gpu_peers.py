@@ -20,9 +20,9 @@ from gpu_run import Scale, synchronize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.data.collate import pad
+from trainer.core.micro_batch import IGNORED
+from trainer.data.collate import pad_samples
 from trainer.models.gpt import GPT
-from trainer.objectives.base import IGNORED
 
 Sample = Mapping[str, Tensor]
 
@@ -72,7 +72,7 @@ def next_tokens(labels: Tensor) -> Tensor:
 def padded(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Pad samples to the longest; the first label, which nothing predicts, is left out."""
     longest = max(len(sample["input_ids"]) for sample in samples)
-    fields = pad(samples, ("input_ids", "labels"), longest, str)
+    fields = pad_samples(samples, ("input_ids", "labels"), longest, str)
     fields["labels"][:, 0] = IGNORED
     return fields
 

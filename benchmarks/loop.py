@@ -48,7 +48,7 @@ from trainer.plan.order import Order
 from trainer.report.console import Screen
 from trainer.report.reporter import RunReporter
 from trainer.training.batches import Feed, Source
-from trainer.training.loop import record_of
+from trainer.training.loop import step_record
 from trainer.training.step import train_step
 from trainer.training.window import StepContext
 
@@ -170,7 +170,9 @@ def our_loop(
                 report = train_step(context, batch, feed)
                 tokens += batch.num_tokens
                 seconds = time.perf_counter() - started
-                reporter.step(record_of(feed, report, tokens, seconds), batch.samples.ids.tolist())
+                reporter.step(
+                    step_record(feed, report, tokens, seconds), batch.samples.ids.tolist()
+                )
                 yield float(report.loss)
         finally:
             feed.close()

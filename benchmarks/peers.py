@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from trainer.data.collate import pad
+from trainer.core.micro_batch import IGNORED
+from trainer.data.collate import pad_samples
 from trainer.data.samples import Sample
-from trainer.objectives.base import IGNORED
 from trainer.objectives.next_token import shifted_labels
 
 
@@ -102,7 +102,7 @@ def collate(documents: Sequence[Sample]) -> dict[str, Tensor]:
     counts the terms of the loss.
     """
     longest = max(len(document["input_ids"]) for document in documents)
-    fields = pad(documents, ("input_ids", "labels"), longest, str)
+    fields = pad_samples(documents, ("input_ids", "labels"), longest, str)
     fields["labels"][:, 0] = IGNORED
     return fields
 

@@ -48,18 +48,20 @@ def page() -> str:
         if name not in in_options and key.annotation is not None
     ]
     lines += table(rows)
-    for group in (*GROUPS, trackers.GROUP):
+    for group in (*GROUPS, trackers.TRACKER_GROUP):
         lines += [f"## `{group}`", ""]
-        folder = trackers.FOLDER if group == trackers.GROUP else group.replace(".", "/")
+        folder = (
+            trackers.OPTIONS_FOLDER if group == trackers.TRACKER_GROUP else group.replace(".", "/")
+        )
         for file in sorted((data_dir("conf") / folder).glob("*.yaml")):
             if file.stem == OWN:
                 continue
             docs = docs_of(file)
-            root = file.stem if group == trackers.GROUP else group
+            root = file.stem if group == trackers.TRACKER_GROUP else group
             values = flat(load_yaml(file))
             head = takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
             about = " ".join(line.lstrip("# ") for line in head)
-            option = f"[{file.stem}]" if group == trackers.GROUP else file.stem
+            option = f"[{file.stem}]" if group == trackers.TRACKER_GROUP else file.stem
             lines += [f"### `{group.replace('.', '/')}={option}`", "", about, ""]
             rows = [
                 (f"`{root}.{key}`", f"`{show(value)}`", words(f"{root}.{key}"), docs.get(key, ""))

@@ -13,9 +13,9 @@ from torch import nn
 
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, TinyLM, relative_error
 from trainer.accumulate.normalizer import divisors
-from trainer.core.micro_batch import MicroBatch
+from trainer.core.micro_batch import IGNORED, MicroBatch
 from trainer.core.world import World
-from trainer.objectives.base import IGNORED, Objective, Sums
+from trainer.objectives.base import Objective, Sums
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cuts import Budget, Fixed

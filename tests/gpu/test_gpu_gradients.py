@@ -19,7 +19,7 @@ from tests.lib.gpu_support import (
 from tests.lib.nightly import nightly
 from tests.lib.support import Bench, relative_error
 from trainer.core.errors import DoesNotFitError
-from trainer.data.collate import pack, pad
+from trainer.data.collate import pack_samples, pad_samples
 from trainer.models.bind import bind
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 from trainer.objectives.next_token import NextToken
@@ -48,9 +48,9 @@ def gradient(model, micro_batches, autocast=None):
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_a_packed_row_has_the_gradient_of_its_documents(device, positions, spare):
     samples = documents(LENGTHS)
-    alone = [pad([s], FIELDS, len(s["input_ids"]), str) for s in samples]
+    alone = [pad_samples([s], FIELDS, len(s["input_ids"]), str) for s in samples]
     expected = gradient(make_gpt("cpu", positions).double(), alone)
-    row = pack(samples, FIELDS, sum(LENGTHS) + spare, str)
+    row = pack_samples(samples, FIELDS, sum(LENGTHS) + spare, str)
     with soiled_memory(device):
         found = gradient(make_gpt(device, positions), [row], torch.bfloat16)
     assert float((found - expected).norm() / expected.norm()) < BF16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.argv import split
+from trainer.cli.argv import split_argv
 from trainer.cli.compose import Job
 from trainer.cli.main import composer_of
 from trainer.cli.prepare import prepare_run
@@ -65,7 +65,7 @@ def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_C
 
 def prepared(line: str) -> Job:
     """Check a command line, and start nothing."""
-    request = split(shlex.split(line))
+    request = split_argv(shlex.split(line))
     return prepare_run(request.lines, composer_of(request.flags))
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.hf_toys import TEXTS, save_job_files, write_lines
 from tests.lib.run_support import shell, small_library
-from trainer.cli.argv import split
+from trainer.cli.argv import split_argv
 from trainer.cli.main import composer_of
 from trainer.cli.prepare import prepare_run
 
@@ -168,7 +168,7 @@ def check(line: str) -> None:
     words = [word for word in words if word != "-m" and not (sweeps and word.startswith("hydra"))]
     if sweeps:
         words = [re.sub(r"=([^\[{,]+),.*$", r"=\1", word) for word in words if "(" not in word]
-    request = split(words)
+    request = split_argv(words)
     prepare_run(request.lines, composer_of(request.flags))
 
 

@@ -22,7 +22,7 @@ from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import RealBytes, start_sharded
 from tests.lib.support import VOCABULARY
 from tests.reliability.support import parts_of
-from trainer.checkpoint.manifest import DamagedError, verify
+from trainer.checkpoint.manifest import DamagedError, verify_folder
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import open_tensors, write_tensors
@@ -263,7 +263,7 @@ def test_ranks_share_the_verification_and_agree_on_damage(ranks, tmp_path):
         readers = 0
         for rank in range(3):
             try:
-                verify(path, rank=rank, num_ranks=3)
+                verify_folder(path, rank=rank, num_ranks=3)
             except DamagedError:
                 readers += 1
         assert readers == 1, "each file is read by one of the ranks"

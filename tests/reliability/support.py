@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.manifest import verify_folder
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.tensor_files import assign_files
@@ -77,7 +77,7 @@ def save(folder: Path, *steps: int) -> None:
 def intact_steps(folder: Path) -> list[int]:
     """Verify every folder that is named like a checkpoint; a damaged one raises."""
     store = CheckpointStore(folder)
-    return [verify(store.path(step), step).step for step in store.steps()]
+    return [verify_folder(store.path(step), step).step for step in store.steps()]
 
 
 def leftovers(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from tests.lib.nightly import counts
 from tests.reliability.faults import FaultyDisk
 from tests.reliability.support import assert_is, cases, intact_steps, replay, save
-from trainer.checkpoint.manifest import dump, parse
+from trainer.checkpoint.manifest import dump, parse_manifest
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError
@@ -123,8 +123,8 @@ def test_with_none_intact_there_is_one_line_and_no_checkpoint(folder):
 
 def test_another_format_is_named_and_nothing_is_touched(folder):
     path = newest(folder, "manifest.json")
-    manifest = parse(path.read_bytes())
-    assert parse(dump(manifest)) == manifest
+    manifest = parse_manifest(path.read_bytes())
+    assert parse_manifest(dump(manifest)) == manifest
     path.write_bytes(dump(manifest.model_copy(update={"format_version": 5})))
     refusal = r"checkpoint format 5, and this version reads format 4: use the version that wrote"
     with pytest.raises(NoCheckpointError, match=refusal):

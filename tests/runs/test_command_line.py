@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 import trainer
 from tests.lib.cli_support import CHECKOUT, OWN_RUN, faults, make_own_folder, prepared, python
 from tests.lib.run_support import only_run, shell
-from trainer.cli.argv import COMMANDS
+from trainer.cli.argv import COMMAND_HELP
 from trainer.cli.main import composer_of
-from trainer.cli.overrides import parse, quote, read
+from trainer.cli.overrides import parse, quote, read_override
 from trainer.cli.python_api import literal
 from trainer.cli.sweep import prepare_sweep
 from trainer.config.components import GROUPS, OWN
@@ -162,9 +162,9 @@ VALUES = st.recursive(
 @settings(max_examples=12)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30), VALUES)
 def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: Any) -> None:
-    assert read(f"x={literal(value)}").value() == value
+    assert read_override(f"x={literal(value)}").value() == value
     if "${" not in text and "\\" not in text:
-        assert read(f"x={quote(text)}").value() == text
+        assert read_override(f"x={quote(text)}").value() == text
 
 
 # The page of --help, and Hydra's own flags.
@@ -179,7 +179,7 @@ def test_help_is_complete_and_fast(tmp_path: Path) -> None:
     done = python("-m trainer --help", tmp_path, COLUMNS="80")
     assert done.returncode == 0
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < WITHOUT_TORCH_S
-    for key in (*KEYS, *COMMANDS):
+    for key in (*KEYS, *COMMAND_HELP):
         assert key in done.stdout, key
     for group in GROUPS:
         for file in (data_dir("conf") / group.replace(".", "/")).glob("*.yaml"):

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from trainer.core import gpu
-from trainer.core.coupling import Kind
+from trainer.core.coupling import CouplingKind
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import MicroBatch, to_device
 from trainer.core.rows import Described
+from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.data import samples
 from trainer.models.check import refuse_sparse_gradients, unmoved
@@ -180,7 +181,7 @@ class Pass(ABC):
 class GradientStrategy(Pass, Described):
     """How the gradients of micro-batches become the step's gradient: passes, the last its own."""
 
-    couplings: ClassVar[frozenset[Kind]] = frozenset({"none", "group", "micro_batch"})
+    couplings: ClassVar[frozenset[CouplingKind]] = frozenset({"none", "group", "micro_batch"})
     """The couplings of an objective that it is exact for."""
 
     single_backward: ClassVar[bool] = False
@@ -197,7 +198,7 @@ class GradientStrategy(Pass, Described):
 
 def seed_draws(key: int, device: torch.device) -> None:
     """Tie every random draw that follows to a key: of PyTorch, NumPy and Python (10 us)."""
-    samples.seed_draws(key)
+    samples.seed_cpu_draws(key)
     if gpu.is_gpu(device):
         gpu.backend().manual_seed(key)
 
@@ -256,10 +257,7 @@ def at_positions(rows: Rows, micro_batches: Sequence[MicroBatch], num_samples: i
 
 def summed(rows: Rows, world: World, name: str) -> Rows:
     """Add what ranks put to their places; a rank without samples may have none. Collective."""
-    forms = [
-        [key, list(own.shape), str(own.dtype).removeprefix("torch.")]
-        for key, own in sorted(rows.items())
-    ]
+    forms = [[key, list(own.shape), dtype_name(own.dtype)] for key, own in sorted(rows.items())]
     given = [each for each in world.collect(forms) if each]
     if any(each != given[0] for each in given):
         raise ConfigError(f"{name}: ranks gave rows of different names, shapes or dtypes: {given}")

@@ -9,11 +9,11 @@ from trainer.accumulate.base import StepDivisors
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World
 
-Kind = Literal["tokens", "samples", "micro_batches"]
+WeightUnit = Literal["tokens", "samples", "micro_batches"]
 
 
 def divisors(
-    kind: Kind, terms: Sequence[str], micro_batches: Sequence[MicroBatch], world: World
+    kind: WeightUnit, terms: Sequence[str], micro_batches: Sequence[MicroBatch], world: World
 ) -> StepDivisors:
     """Compute the divisors of every micro-batch of one step. Collective: one small vector.
 
@@ -38,6 +38,6 @@ def divisors(
     return StepDivisors(weights=weights, whole=whole, each=each)
 
 
-def reference_kind(kind: Kind) -> Kind:
+def reference_kind(kind: WeightUnit) -> WeightUnit:
     """Name the normalizer of the whole-batch step that one approximates: mostly itself."""
     return "tokens" if kind == "micro_batches" else kind

@@ -36,7 +36,7 @@ ROUNDING = {"fp32": 1e-4, "tf32": 0.005, "bf16": 0.02, "fp16": 0.005}
 # Relative error from which on a loss is no sum, rather than one with a little beside it
 LARGE = 0.02
 # How many times smaller the error is under the settings that are meant
-FAR = 10.0
+CLEARLY_BETTER = 10.0
 
 
 def check_parts(components: Components) -> None:
@@ -167,7 +167,7 @@ def _refuse(components: Components, objective: Objective, pair: IntArray, error:
     """Refuse a model's loss that is no sum, unless by little; name settings that make it one."""
     others = objective.variants()
     errors = [_error(components, other, pair, is_padded=True) for other in others]
-    best, is_better = others[errors.index(min(errors))], min(errors) * FAR <= error
+    best, is_better = others[errors.index(min(errors))], min(errors) * CLEARLY_BETTER <= error
     if error <= LARGE and not is_better:
         return
     typed = [

@@ -21,15 +21,12 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.mixture import MixtureSource
-from trainer.data.samples import faults_of, image_field
+from trainer.data.samples import HOLDOUT, faults_of, image_field
 from trainer.data.source import DataSource, SourceSpec
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 from trainer.models.task import Purpose, stated_purpose, task_of_class
 from trainer.models.transformers_classes import pretrained_of
-
-HOLDOUT = 0.05
-"""Share that is held out where nobody says."""
 
 FINE_TUNING = (8, 128, 100)
 """Smallest and largest default global batch where weights are loaded, and the steps an epoch that

@@ -273,7 +273,7 @@ def _by_settings(
     if is_model and isinstance(config, Mapping) and "_target_" not in config:
         arguments |= arguments.pop("config")
     if "config" not in arguments:
-        target = transformers_classes.described(target, arguments, typed=typed)
+        target = transformers_classes.with_config_settings(target, arguments, typed=typed)
     return target, arguments
 
 

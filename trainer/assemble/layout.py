@@ -19,7 +19,7 @@ from trainer.data.view import DataView
 from trainer.models.by_document import attend_by_document, attend_whole_rows
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.plan.cut import Cost, IntArray, Layout
-from trainer.plan.partition import ladder, pad
+from trainer.plan.partition import ladder, pad_lengths
 from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault, packs
 
 GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
@@ -97,7 +97,7 @@ def layout_for(
     multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
     shapes: tuple[int, ...] = ()
     if compiled and not packed:
-        padded = pad(lengths, Layout(pad_multiple=multiple, longest=longest))
+        padded = pad_lengths(lengths, Layout(pad_multiple=multiple, longest=longest))
         shapes = ladder(padded, COMPILED_SHAPES, Cost())
     return Layout(
         world_size=world_size,

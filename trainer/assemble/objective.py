@@ -17,12 +17,12 @@ from trainer.config.keys import options_of
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.task import POOLING, task_of
-from trainer.objectives.base import IGNORED, Objective
+from trainer.objectives.base import Objective
 from trainer.objectives.metrics import check_metrics
 
 _BY_TASK: Mapping[str | None, str] = {
@@ -65,7 +65,7 @@ class ByModel:
     label_smoothing: components.Share | None = None
     z_loss: components.NonNegative | None = None
     class_weights: components.Weights | None = None
-    reduction: components.Reduction | None = None
+    reduction: components.LossReduction | None = None
     causal: bool | None = None
     mlm_probability: components.Share | None = None
 

@@ -18,7 +18,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful
 from trainer.models.task import task_of
 from trainer.models.transformers_classes import loaded_from, new_weights
-from trainer.optim.optimizers import Job, OptimizerSpec, OwnOptimizer
+from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer, TrainingJob
 from trainer.optim.schedules import Schedule
 from trainer.plan.batch_size import BatchSize
 
@@ -95,14 +95,14 @@ def with_half_lives(
     return replace(chosen, spec=spec, reference=chosen.spec) if sizes.is_constant else chosen
 
 
-def _settings(config: RunConfig, job: Job) -> Mapping[str, Any]:
+def _settings(config: RunConfig, job: TrainingJob) -> Mapping[str, Any]:
     """Give what the class of an optimizer declares for a job; most declare nothing."""
     kind = look_up(config.optimizer, "optimizer", config.trust)
     found: Mapping[str, Any] = getattr(kind, "by_job", {}).get(job, {})
     return found
 
 
-def _job(config: RunConfig, module: nn.Module) -> tuple[Job, str]:
+def _job(config: RunConfig, module: nn.Module) -> tuple[TrainingJob, str]:
     """Tell what is done with a model, and why one thinks so."""
     for key, entry in config.model_transforms.items():
         kind = look_up(entry, key, config.trust)

@@ -25,7 +25,7 @@ from trainer.parallel.sync import Deferred, SyncPolicy, reduction_of
 from trainer.plan.traffic import MOST_OF_MEMORY, ModelBytes
 from trainer.tune.memory_limit import MEBI, MemoryLimit, memory_limit
 
-ASKED = 8  # micro-batches that a policy is asked about before the first step
+POLICY_MICRO_BATCHES = 8  # micro-batches that a policy is asked about before the first step
 
 
 def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
@@ -33,7 +33,7 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
     policy = construct(config.sync, "sync", SyncPolicy, config.trust)
     name, kind = policy.name, type(policy).__name__
     # Which also refuses an answer that no micro-batch may have.
-    answers = [reduction_of(policy, index, is_last=False) for index in range(ASKED)]
+    answers = [reduction_of(policy, index, is_last=False) for index in range(POLICY_MICRO_BATCHES)]
     if any(each != answers for each in world.collect(answers)):
         raise ConfigError(
             f"sync={name}: `reduction` of {kind} answers otherwise on other ranks, which would "

@@ -26,7 +26,7 @@ from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
 from trainer.tune.workload import restoring
 
-PROBED = 8
+PROBED_SAMPLES = 8
 """Samples that are read again: of draws as rare as a coin's head, 1 in 256 runs sees none."""
 
 
@@ -42,7 +42,7 @@ def _untied_draws(components: Components) -> list[str]:
         components.source.loader,
         components.source.lengths,
     )
-    for i in data.spaced(PROBED):
+    for i in data.spaced(PROBED_SAMPLES):
         first, again, _ = (
             loader.load(Request((i,), epoch, int(lengths[i]), components.layout.packed))
             for epoch in (0, 0, 1)

@@ -16,7 +16,7 @@ from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
 from trainer.report.journal import PLAN_FILE
 from trainer.report.mirror import Mirror
-from trainer.report.records import Record
+from trainer.report.records import PlanRecord
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish
 from trainer.report.tracker import Tracker
@@ -26,7 +26,7 @@ SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of
 
 
 def open_reporter(
-    components: Components, plan: Record, folder: Path, loaded: Loaded | None
+    components: Components, plan: PlanRecord, folder: Path, loaded: Loaded | None
 ) -> Reporter:
     """Open the records of a run, which may go on from a checkpoint. Collective."""
     config = components.config
@@ -101,7 +101,7 @@ def _tracker(component: Component, index: int, trusted: tuple[str, ...]) -> Trac
     return tracker
 
 
-def _record_begin(folder: Path, plan: Record, components: Components) -> None:
+def _record_begin(folder: Path, plan: PlanRecord, components: Components) -> None:
     """Record how the run goes on, now that nothing refuses it."""
     parts = {name: each.loader.dataset for name, each in components.held_out.items()}
     publish(folder)

@@ -19,7 +19,7 @@ from trainer.checkpoint.weights import ModelPart
 from trainer.config.run_config import contract_diff
 from trainer.core.stateful import MainDecides, Stateful, as_part
 from trainer.report.metrics import evaluation_at
-from trainer.report.records import Record
+from trainer.report.records import PlanRecord
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
 from trainer.training.run import Progress, Run
@@ -30,7 +30,7 @@ MEMORY_FIGURES = ("predicted_peak_bytes", "memory_limit_bytes")  # of plan.json
 @contextmanager
 def open_run(
     run_plan: RunPlan,
-    plan: Record,
+    plan: PlanRecord,
     store: CheckpointStore,
     saved: Saved,
     terms: Terms,

@@ -14,7 +14,7 @@ from trainer.config.keys import as_option
 from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
-from trainer.core.stateful import Natural, SavedFields, State
+from trainer.core.stateful import SavedFields, State, StoredCount
 from trainer.core.world import World
 from trainer.plan.cut import Cost, Cut
 from trainer.training.batches import Feed
@@ -31,9 +31,9 @@ class Terms(SavedFields):
     held_out: str | None = None  # of those that are held out
     # What the model's constructor took from the data
     given: dict[str, Any] = Field(default_factory=dict)
-    total_steps: Natural = 0
+    total_steps: StoredCount = 0
     # Layout, number of ranks, and what `sync=auto` took there
-    sync: tuple[str, Natural, str] | None = None
+    sync: tuple[str, StoredCount, str] | None = None
     # What the run last ran on; nothing depends on it
     environment: dict[str, Any] = Field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class SavedCut(SavedFields):
     cost: Cost = Cost()
     settings: dict[str, Any] = Field(default_factory=dict)  # of the cut, as its fields have them
     tuning: Tuning | None = None
-    evaluation_tokens: Annotated[Natural, Field(ge=1)] = 1
+    evaluation_tokens: Annotated[StoredCount, Field(ge=1)] = 1
     # Of the run that goes on: it cuts smaller where memory ran out, and its cut is saved
     _feed: Feed | None = PrivateAttr(None)
 

@@ -20,7 +20,7 @@ from trainer.optim.schedules import OwnScheduler, Schedule
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
 
-NEAR = 1e-6  # of an amount: shares of an epoch do not add up to the last bit
+AMOUNT_TOLERANCE = 1e-6  # of an amount: shares of an epoch do not add up to the last bit
 
 
 def typed_schedule(config: RunConfig) -> Schedule:
@@ -57,7 +57,7 @@ def with_length_steps(
             counts = reversed([*counts]) if span == "last" else counts
             wanted, most = float(number) * 1000 ** " kMG".index(prefix or " "), 0.0
             for steps, most in enumerate(accumulate(counts), 1):
-                if most > wanted - NEAR:
+                if most > wanted - AMOUNT_TOLERANCE:
                     changed: dict[str, Any] = {name: steps}
                     schedule = replace(schedule, **changed)
                     break

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from trainer.assemble.components import Components
 from trainer.core.format import plural, printable_lines, shown_path
-from trainer.core.micro_batch import Fields
-from trainer.core.rows import Row, joined, row
+from trainer.core.micro_batch import IGNORED, Fields
+from trainer.core.rows import Row, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.models.task import task_of
-from trainer.objectives.base import IGNORED, Objective, weights_of
+from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Parallel
 from trainer.report.page_runs import WORST
 from trainer.training.predictions import predict
@@ -44,7 +44,7 @@ def shown_samples(components: Components, folder: Path) -> list[Row]:
             text = printable_lines(shown.text())
         tokens = plural(source.lengths[i], "token")
         terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
-        name = joined(view.name_of(i), shown.terms is not None and tokens, terms)
+        name = join_parts(view.name_of(i), shown.terms is not None and tokens, terms)
         rows.append(row("sample", f"{name}\n{text}", in_plan=True))
         drawn.append((fields, (shown.learned(fields.get(LABELS)) or "").strip("[]")))
         records.append({"id": int(view.original_ids([i])[0]), "text": text})

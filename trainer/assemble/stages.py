@@ -8,7 +8,7 @@ from trainer.assemble.components import Components
 from trainer.assemble.summary_rates import changes
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, plural
-from trainer.core.rows import Row, joined, row
+from trainer.core.rows import Row, join_parts, row
 from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cut import IntArray
 from trainer.plan.order import Stage
@@ -58,7 +58,7 @@ def stage_rows(components: Components) -> list[Row]:
         by = {"linear": by, "sqrt": f"sqrt({by})"}.get(schedule.scale, f"{lr / before:.3g}")
         rate = f"lr {lr:.3g}" + f" ({before:.3g} x {by})" * (lr != before)
         begin = f"from step {number(each['step'])} (sample {number(each['samples'])})"
-        text = joined(
+        text = join_parts(
             f"{begin}: {plural(each['size'], unit)}",
             plural(each["steps"], "step"),
             plural(each["accum_steps"], "accumulation step"),

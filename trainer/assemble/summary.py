@@ -19,13 +19,13 @@ from trainer.config.cadence import cadence_steps, warmup_steps
 from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
 from trainer.core.format import duration, number, percent, plural, size
-from trainer.core.rows import Noun, Row, RunFacts, joined, row
+from trainer.core.rows import Noun, Row, RunFacts, join_parts, row
 from trainer.tune.flops import PEAK_SHARE
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "average", "activations", "buffers")
 
 
-def describe(run_plan: RunPlan) -> list[Row]:
+def describe_run(run_plan: RunPlan) -> list[Row]:
     """Describe a run in rows, in the order in which a person reads them.
 
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
@@ -116,7 +116,7 @@ def _named(config: RunConfig) -> Row:
     """Name the classes that were named by their path and stand in no other row."""
     typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
     names = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
-    return row("with", joined(*names), named_classes=names)
+    return row("with", join_parts(*names), named_classes=names)
 
 
 def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
@@ -128,7 +128,7 @@ def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
         text = f"{size(peak)} of tensors predicted, {share}"
     note = None if run_plan.is_here else "an estimate for a machine that is not here"
-    shown = text and joined(text + " per rank" * (facts.world_size > 1), note)
+    shown = text and join_parts(text + " per rank" * (facts.world_size > 1), note)
     names = MEMORY_PARTS if predicted else ()
     parts = {name.replace("_", " "): getattr(predicted, name) for name in names}
     terms = " + ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
@@ -150,7 +150,7 @@ def _length(components: Components) -> list[Row]:
     optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
     warmup = warmup_steps(components.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
-    rate = joined(f"{lr:g}", optimizer, scheduler, warmup and share)
+    rate = join_parts(f"{lr:g}", optimizer, scheduler, warmup and share)
     return [
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
@@ -164,13 +164,13 @@ def _time(run_plan: RunPlan) -> list[Row]:
     components, seconds, note = run_plan.components, run_plan.step_seconds, _time_note(run_plan)
     total = seconds and not components.stages and duration(seconds * components.total_steps)
     each = seconds and f"about {duration(seconds)} per step"
-    text = joined(each, total and f"{total} in all", note)
+    text = join_parts(each, total and f"{total} in all", note)
     config, here = components.config, components.world.device
     is_away = planned_device(config, components.world).type != here.type
     device = f"{config.device} (not here)" if is_away else str(here)
     workers = components.source.loader.num_workers
     loading = plural(workers, "loading process") + " each" * (components.world.size > 1)
-    means = joined(device, dtypes_of(components)["compute"], workers and loading)
+    means = join_parts(device, dtypes_of(components)["compute"], workers and loading)
     return [
         row("time", text, step_seconds=seconds, time_note=note),
         row("compute", means, device=device, precision=components.precision, num_workers=workers),
@@ -187,7 +187,7 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         "tokens": fmean(int(plan.lengths.sum()) for plan in plans),
         "steps": float(len(plans)),
     }
-    text = joined(
+    text = join_parts(
         f"mean of {number(len(plans))} steps: {plural(round(means['tokens']), facts.noun)}",
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
@@ -211,7 +211,7 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
             in_plan=True,
             epoch_means=means,
         ),
-        row("cadence", joined(*times), in_plan=True, cadences=cadences),
+        row("cadence", join_parts(*times), in_plan=True, cadences=cadences),
     ]
 
 

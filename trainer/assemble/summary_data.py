@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.assemble.components import Components
 from trainer.core.format import number, plural, short
-from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 
@@ -17,7 +17,7 @@ def data_rows(components: Components, facts: RunFacts) -> list[Row]:
     name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
     num_tokens = int(lengths.sum())
     counts = {"": 0, **{name: len(part.lengths) for name, part in parts.items()}}
-    text = joined(
+    text = join_parts(
         plural(len(lengths), "sample"),
         facts.noun == "token" and f"{short(num_tokens)} tokens",
         cut and f"{short(cut)} more are left out",
@@ -43,7 +43,7 @@ def _classes(view: DataView) -> Row:
     shown = [f"{i} {name}" for i, name in enumerate(names) if name != str(i)]
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
-    return row("classes", joined(*shown), label_names=[*names])
+    return row("classes", join_parts(*shown), label_names=[*names])
 
 
 def _other_records(components: Components, facts: RunFacts) -> list[Row]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from trainer.assemble.components import Components
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.summary_batch_norm import batch_norm_rows, batch_norm_warnings
@@ -14,20 +12,13 @@ from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, number, plural
-from trainer.core.rows import Row, joined, row
-from trainer.core.tensors import gradient_dtype
+from trainer.core.rows import Row, join_parts, row
+from trainer.core.tensors import dtype_word, gradient_dtype
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.models.check import vocabulary_of
 from trainer.models.first_weights import is_on_meta
 from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
 from trainer.verify.diagnose import low_precision
-
-SHORT = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 def model_rows(run_plan: RunPlan) -> list[Row]:
@@ -39,9 +30,9 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     trained = sum(count for is_trained, count in sizes if is_trained)
     frozen = sum(count for is_trained, count in sizes if not is_trained)
     count = plural(trained + frozen, "parameter")
-    text = joined(name, count, frozen and f"{number(frozen)} frozen")
+    text = join_parts(name, count, frozen and f"{number(frozen)} frozen")
     stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
-    begins = joined(init, stored, f"{dtypes['memory']} in memory")
+    begins = join_parts(init, stored, f"{dtypes['memory']} in memory")
     return [
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
         _adapter(config),
@@ -54,14 +45,17 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
 def _gradients(components: Components) -> Row:
     """Say in which dtype gradients are added up, and which weights the optimizer steps."""
     trained = [p for p in components.module.parameters() if p.requires_grad]
-    dtypes = sorted({SHORT.get(gradient_dtype(p), str(p.dtype)) for p in trained})
-    low = sorted({SHORT[p.dtype] for p in trained if gradient_dtype(p) != p.dtype})
+    dtypes = sorted({dtype_word(gradient_dtype(p)) for p in trained})
+    low = sorted({dtype_word(p.dtype) for p in trained if gradient_dtype(p) != p.dtype})
     names = ", ".join(dtypes)
     text = f"added up{' and reduced' * (components.world.size > 1)} in {names}"
     copies = f"the optimizer steps fp32 master copies of the {' and '.join(low)} weights, rounded"
     is_shown = components.config.accum.buffer == "fp32" or dtypes != ["fp32"]
     return row(
-        *("gradients", joined(text, low and f"{copies} back to the nearest") if is_shown else None),
+        *(
+            "gradients",
+            join_parts(text, low and f"{copies} back to the nearest") if is_shown else None,
+        ),
         gradient_dtypes=names,
         has_master_weights=bool(low),
     )
@@ -73,7 +67,9 @@ def _adapter(config: RunConfig) -> Row:
     if adapter.target == NO_ADAPTER:
         return row(adapter=None)
     settings = [f"{name}={show(value)}" for name, value in adapter.params.items() if value]
-    return row("adapter", joined(adapter.name or adapter.target, *settings), adapter=adapter.params)
+    return row(
+        "adapter", join_parts(adapter.name or adapter.target, *settings), adapter=adapter.params
+    )
 
 
 def tokenizer_rows(components: Components) -> list[Row]:
@@ -81,7 +77,7 @@ def tokenizer_rows(components: Components) -> list[Row]:
     if (tokenizer := components.tokenizer) is None:
         return []
     name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
-    text = joined(name, plural(len(tokenizer), "id"))
+    text = join_parts(name, plural(len(tokenizer), "id"))
     return [row("tokenizer", text, tokenizer=name, num_ids=len(tokenizer))]
 
 
@@ -97,14 +93,14 @@ def _init(components: Components) -> str:
     )
     is_whole = components.weights is None and not is_on_meta(module)
     how = components.is_sharded and is_whole and "built whole on every rank"
-    return joined(source, loaded_but(module), how) or ""
+    return join_parts(source, loaded_but(module), how) or ""
 
 
 def dtypes_of(components: Components) -> dict[str, str | None]:
     """Name the dtypes of weights in their files and in memory, and of matrix products."""
     params = components.config.model.params
     weights = [p for p in components.module.parameters() if p.is_floating_point()]
-    memory = ", ".join(sorted({SHORT.get(p.dtype, str(p.dtype)) for p in weights}))
+    memory = ", ".join(sorted({dtype_word(p.dtype) for p in weights}))
     follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
     return {
         "disk": ", ".join(stored_dtypes(loaded_from(components.module, params))) or None,

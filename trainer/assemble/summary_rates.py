@@ -6,11 +6,11 @@ from typing import Any
 
 from trainer.assemble.components import Components
 from trainer.assemble.data_sets import FINE_TUNING
+from trainer.config.keys import KEYS
 from trainer.config.messages import first_of, flat, show
-from trainer.config.rules import DEFAULT_GLOBAL
 from trainer.config.run_config import to_plain
 from trainer.core.format import plural
-from trainer.core.rows import Row, joined, row
+from trainer.core.rows import Row, join_parts, row
 from trainer.optim.depth import depth_scales
 from trainer.optim.optimizers import OptimizerSpec, match_groups
 
@@ -20,7 +20,7 @@ def by_job_row(components: Components, optimizer: str) -> Row:
     chosen = components.chosen_optimizer
     words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
     texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
-    text = joined(*texts, chosen.why) if texts else None
+    text = join_parts(*texts, chosen.why) if texts else None
     settings = {name: getattr(chosen.reference or chosen.spec, name) for name in chosen.by_job}
     return row(
         *("optimizer", text and f"{optimizer} {text}"),
@@ -44,7 +44,7 @@ def changes(first: OptimizerSpec, second: OptimizerSpec) -> tuple[dict[str, Any]
         f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
         for name, (old, new) in changed.items()
     ]
-    return changed, joined(*texts)
+    return changed, join_parts(*texts)
 
 
 def _spaced(value: object) -> str:
@@ -92,9 +92,11 @@ def defaults_row(components: Components) -> Row:
     plain |= flat({"optimizer": by_job})
     values = {key: plain.get(key) for key in config.unset}
     clock = {"steps", "epochs"}
-    if values.get("batch.global") == DEFAULT_GLOBAL:  # conf has it, and nothing chose another
+    if (
+        values.get("batch.global") == KEYS["batch.global"].default
+    ):  # conf has it, and nothing chose another
         del values["batch.global"]
     typed = [f"{k}={show(v)}" for k, v in values.items() if v is not None or k not in clock]
     _, largest, least = FINE_TUNING
     why = f"batch.global at most {largest}, for {least} steps an epoch, as weights are loaded"
-    return row("defaults", joined(*typed, "batch.global" in values and why), defaults=typed)
+    return row("defaults", join_parts(*typed, "batch.global" in values and why), defaults=typed)

@@ -23,10 +23,10 @@ from trainer.models.boundaries import BOUNDARIES
 from trainer.models.first_weights import is_on_meta
 from trainer.plan.cut import Cost, Cut, IntArray, Plan
 from trainer.plan.memory import Shape, largest_shapes
-from trainer.plan.partition import pad
+from trainer.plan.partition import pad_lengths
 from trainer.plan.traffic import MOST_OF_MEMORY
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
-from trainer.tune.cache import TuningCache, describe
+from trainer.tune.cache import TuningCache, measurement_key
 from trainer.tune.flops import ComputeCounts, card_at, card_cost
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.packing import unpacked
@@ -196,7 +196,7 @@ def _dearest(components: Components, cut: Cut, plans: tuple[Plan, ...]) -> tuple
     """
     if "micro_batch" not in cut.couplings or components.layout.packed:
         return largest_shapes(plans)
-    longest = pad(np.array([components.source.lengths.max()]), components.layout)
+    longest = pad_lengths(np.array([components.source.lengths.max()]), components.layout)
     return (Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),)
 
 
@@ -211,4 +211,6 @@ def _open_cache(
         "ranks": [world.size, setup.replicas, work.sync.name],
     }
     longest = components.source.lengths.max()
-    return TuningCache.open(describe(work, longest, components.precision, counts) | situation)
+    return TuningCache.open(
+        measurement_key(work, longest, components.precision, counts) | situation
+    )

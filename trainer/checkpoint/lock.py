@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.core import durable
 from trainer.core.errors import TrainError
 
-FILE_NAME = ".lock"
+LOCK_FILE = ".lock"
 
 _handles: dict[Path, int] = {}
 """By run folder, the lock files that this process has locked."""
@@ -41,7 +41,7 @@ def hold(run: Path) -> Iterator[None]:
     if home in _handles:
         yield
         return
-    path = run / FILE_NAME
+    path = run / LOCK_FILE
     with durable.as_save_error(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     _handles[home] = handle
@@ -66,7 +66,7 @@ def is_locked(run: Path) -> bool:
     """Tell whether a process, on this machine or another that sees the lock, uses a run."""
     try:
         # A pipe of that name would never open.
-        handle = os.open(run / FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = os.open(run / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

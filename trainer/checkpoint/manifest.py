@@ -16,7 +16,7 @@ from typing import Annotated, Any, final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FILE_NAME = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 4
 
 MAX_BYTES = 256 << 20
@@ -68,16 +68,16 @@ def sign(body: dict[str, Any]) -> bytes:
     return _to_text({**body, "sha256": digest})
 
 
-def parse(data: bytes) -> Manifest:
+def parse_manifest(data: bytes) -> Manifest:
     """Read a manifest, perhaps a stranger's, and check that it is whole and of this format."""
     try:
         body = json.loads(data)
         unsigned = {key: value for key, value in body.items() if key != "sha256"}
         is_whole = sign(unsigned) == data
     except (ValueError, RecursionError, AttributeError) as error:
-        raise DamagedError(f"{FILE_NAME} is not JSON") from error
+        raise DamagedError(f"{MANIFEST_FILE} is not JSON") from error
     if not is_whole:
-        raise DamagedError(f"{FILE_NAME} does not match its own SHA-256")
+        raise DamagedError(f"{MANIFEST_FILE} does not match its own SHA-256")
     version = body.get("format_version")
     if version != FORMAT_VERSION:
         raise OtherFormatError(
@@ -87,18 +87,20 @@ def parse(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate(body)
     except ValueError as error:
-        raise DamagedError(f"{FILE_NAME} has a missing or invalid field") from error
+        raise DamagedError(f"{MANIFEST_FILE} has a missing or invalid field") from error
 
 
-def verify(folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1) -> Manifest:
+def verify_folder(
+    folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1
+) -> Manifest:
     """Check that a checkpoint's folder, of `step` or any, holds exactly what was written.
 
     Names and sizes are checked of all files; contents of this rank's share.
     """
     found = _list_files(folder)
-    if FILE_NAME not in found or found.pop(FILE_NAME) > MAX_BYTES:
-        raise DamagedError(f"{FILE_NAME} is missing or too large")
-    manifest = parse((folder / FILE_NAME).read_bytes())
+    if MANIFEST_FILE not in found or found.pop(MANIFEST_FILE) > MAX_BYTES:
+        raise DamagedError(f"{MANIFEST_FILE} is missing or too large")
+    manifest = parse_manifest((folder / MANIFEST_FILE).read_bytes())
     if step is not None and manifest.step != step:
         raise DamagedError(f"its manifest says step {manifest.step}")
     if differing := sorted(found.keys() ^ manifest.files.keys()):

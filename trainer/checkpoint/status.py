@@ -12,7 +12,7 @@ from trainer.core import durable
 
 FILE_NAME = "status.json"
 
-State = Literal["running", "completed", "preempted", "failed"]
+RunState = Literal["running", "completed", "preempted", "failed"]
 
 
 def read_status(run: Path) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
 
 def write_status(
-    run: Path, state: State, step: int, exit_code: int | None = None, reason: str | None = None
+    run: Path, state: RunState, step: int, exit_code: int | None = None, reason: str | None = None
 ) -> None:
     """Replace `status.json`: what a run is doing, or how and in one line why it ended.
 

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from trainer.checkpoint import tensor_files
 from trainer.checkpoint.manifest import (
-    FILE_NAME,
+    MANIFEST_FILE,
     DamagedError,
     Manifest,
     OtherFormatError,
     dump,
-    verify,
+    verify_folder,
 )
 from trainer.config.messages import first_of
 from trainer.core import durable
@@ -87,7 +87,7 @@ class Loaded:
 
 def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
     """Verify this rank's share of a checkpoint, of `step` or any, and open it; see `verify`."""
-    manifest = verify(path, step, rank=world.rank, num_ranks=world.size)
+    manifest = verify_folder(path, step, rank=world.rank, num_ranks=world.size)
     return Loaded(
         step=manifest.step,
         tensors=tensor_files.open_tensors(path / name for name in sorted(manifest.files)),
@@ -208,8 +208,8 @@ class CheckpointStore:
         """Give a checkpoint that all ranks have written its name, and prune older ones."""
         path = self.path(manifest.step)
         with durable.as_save_error(path):
-            durable.write_file(unfinished / FILE_NAME, [dump(manifest)])
-            durable.publish(unfinished, path)
+            durable.write_file(unfinished / MANIFEST_FILE, [dump(manifest)])
+            durable.publish_folder(unfinished, path)
         self._intact.add(manifest.step)
         self._prune()
 
@@ -231,7 +231,7 @@ class CheckpointStore:
                         durable.remove(self.path(step))
                     continue
                 if step not in self._intact:
-                    verify(self.path(step), step)
+                    verify_folder(self.path(step), step)
                     self._intact.add(step)
                 num_intact += 1
             except DamagedError:

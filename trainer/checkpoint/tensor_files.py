@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import DamagedError
 from trainer.core import durable
-from trainer.core.durable import Bytes
+from trainer.core.durable import BytesLike
 from trainer.core.tensors import bits_of, in_main_memory, is_sharded, local_part, rows_of
 
 FileTensors = Mapping[str, Mapping[str, Tensor]]
@@ -127,7 +127,7 @@ def _join(name: str, parts: list[Any]) -> StoredTensor:
     return StoredTensor(torch.Size(shape), _BY_SPELLING[spelling], tuple(parts))
 
 
-def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[Bytes]:
+def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[BytesLike]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
-from trainer.checkpoint.manifest import FILE_NAME, DamagedError, OtherFormatError
+from trainer.checkpoint.manifest import MANIFEST_FILE, DamagedError, OtherFormatError
 from trainer.checkpoint.state import find_ties, plain_name, state_of
 from trainer.checkpoint.store import CHECKPOINTS, MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
@@ -249,7 +249,7 @@ def _open(path: Path, world: World) -> StoredWeights:
     """List the weights in a checkpoint, an exported folder or a file, by plain name."""
     shown = f"init={shown_path(path)}"
     try:
-        if (path / FILE_NAME).is_file():
+        if (path / MANIFEST_FILE).is_file():
             loaded = open_checkpoint(path, world=world)
             return _begun_with(loaded)
         files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]
@@ -340,7 +340,7 @@ def export(
                 each(unfinished)
             if to.is_dir():
                 durable.discard(to)
-            durable.publish(unfinished, to)
+            durable.publish_folder(unfinished, to)
     except SafetensorError as error:  # how a Hugging Face model says that the disk refused
         raise SaveError(f"{to}: could not be written: {error}") from error
     finally:

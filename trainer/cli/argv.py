@@ -14,7 +14,7 @@ from typing import final
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 
-COMMANDS: Mapping[str, str] = {
+COMMAND_HELP: Mapping[str, str] = {
     "train": "train (the default command)",
     "plan": "print the micro-batches of each step and their memory; do not train",
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
-PAGES = ("help", "report", "recipes", "doctor")
+PAGE_WORDS = ("help", "report", "recipes", "doctor")
 """Commands, and the help, that print a page and check no settings."""
 
 _SHOWING = ("--help", "--version", "--info", "--shell-completion")
@@ -61,7 +61,7 @@ class CommandLine:
         return [*([] if self.command is None else [f"command={self.command}"]), *self.overrides]
 
 
-def split(argv: Sequence[str]) -> CommandLine:
+def split_argv(argv: Sequence[str]) -> CommandLine:
     """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`."""
     faults, unknown = list[str](), list[str]()
     flags: dict[str, str] = {}
@@ -81,13 +81,13 @@ def split(argv: Sequence[str]) -> CommandLine:
         elif equals or token.startswith("~"):
             key = name.lstrip("-").replace("-", "_") if name.startswith("-") else name
             overrides.append(f"{key}{equals}{value}")
-        elif token in COMMANDS and words:
+        elif token in COMMAND_HELP and words:
             faults.append(f"{token}: the command is already {words[0]}; give only one command")
-        elif token in COMMANDS:
+        elif token in COMMAND_HELP:
             words.append(token)
         else:
             (unknown if token.startswith("-") else faults).append(_unknown_word(token))
-    only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGES)
+    only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGE_WORDS)
     if faults or (unknown and only_shows):
         raise ConfigError(*unknown, *faults)
     command = words[0] if words else None
@@ -105,9 +105,14 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")
     is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
-    if not equals and after.startswith("=") and token not in COMMANDS:
+    if not equals and after.startswith("=") and token not in COMMAND_HELP:
         words += [waiting.pop() for _ in range(2 if after == "=" and len(waiting) > 1 else 1)]
-    elif not value and (equals or is_flag) and not _NO_VALUE.match(after) and after not in COMMANDS:
+    elif (
+        not value
+        and (equals or is_flag)
+        and not _NO_VALUE.match(after)
+        and after not in COMMAND_HELP
+    ):
         words.append(waiting.pop())
     else:
         return []
@@ -149,9 +154,9 @@ def _unknown_word(word: str) -> str:
     if word.startswith("-"):
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
-    near = did_you_mean(word, (*COMMANDS, "--help"))
+    near = did_you_mean(word, (*COMMAND_HELP, "--help"))
     if word in ("predict", "test"):
         near = " For predictions: train evaluate run=RUN eval.predictions=true."
     if "." in word:
         near = f" Did you mean {word}=VALUE?"
-    return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMANDS)}")
+    return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")

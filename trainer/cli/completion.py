@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
-from trainer.cli.argv import COMMANDS
+from trainer.cli.argv import COMMAND_HELP
 from trainer.cli.compose import CONFIG_NAME
 from trainer.core.errors import ConfigError
 
@@ -70,7 +70,7 @@ def quoted(text: str, quote: str) -> str:
 def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
     """List what the last word may become; Hydra knows no commands, nor what `report` takes."""
     *before, last = words or [""]
-    typed = {*before} & COMMANDS.keys()
+    typed = {*before} & COMMAND_HELP.keys()
     if "report" in typed and "=" not in last:
         return [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
     key, equals, value = last.rpartition("=")
@@ -80,4 +80,4 @@ def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
     # Hydra would take a word with a space for two.
     rest = [each for each in before if each not in typed and not any(map(str.isspace, each))]
     found = plugin._query(CONFIG_NAME, " ".join([*rest, last]))
-    return [*(each for each in COMMANDS if not typed and each.startswith(last)), *found]
+    return [*(each for each in COMMAND_HELP if not typed and each.startswith(last)), *found]

@@ -114,7 +114,7 @@ class Composer:
         if is_ours and _OPTIONS:
             return _OPTIONS.copy()
         options = {}
-        for group in (*components.GROUPS, recipes.GROUP):
+        for group in (*components.GROUPS, recipes.RECIPE_GROUP):
             # The primary config, which adds nothing to the search path, would be read each time.
             names = hydra.config_loader.get_group_options(group.replace(".", "/"), overrides=lines)
             options[group] = [name for name in sorted(names) if name != components.OWN]
@@ -124,7 +124,7 @@ class Composer:
 
     def compose(self, lines: Sequence[str], values: Iterable[Override] = ()) -> DictConfig:
         """Compose settings of Hydra and choices of options, and set values; with `hydra`."""
-        foreign = ("hydra", recipes.GROUP)
+        foreign = ("hydra", recipes.RECIPE_GROUP)
         is_ours = self.own_folder is None and not any(line.startswith(foreign) for line in lines)
         full = _COMPOSED.get((*lines,)) if is_ours else None
         try:
@@ -132,7 +132,9 @@ class Composer:
         except (*_HYDRA_ERRORS, yaml.YAMLError, ConfigError, ValueError) as error:
             raise ConfigError(*explain(error)) from error
         except RecursionError:
-            recipe = next((line for line in lines if line.startswith(recipes.GROUP)), "recipe")
+            recipe = next(
+                (line for line in lines if line.startswith(recipes.RECIPE_GROUP)), "recipe"
+            )
             raise ConfigError(clip(f"{recipe}: extends itself, by its defaults")) from None
         if is_ours:
             full = deepcopy(_COMPOSED.setdefault((*lines,), full))
@@ -161,7 +163,7 @@ class Composer:
         typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
-            chosen = full.hydra.runtime.choices.get(recipes.GROUP)
+            chosen = full.hydra.runtime.choices.get(recipes.RECIPE_GROUP)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
             faults += _folder_faults(full, tree, keys)
@@ -203,7 +205,7 @@ class Composer:
     def _compose_with_examples(self, parts: Classified) -> tuple[DictConfig, dict[str, Any]]:
         """Compose a config, and its options without any value, of a recipe or typed."""
         full = options = self.compose([*parts.hydra, *parts.choices])
-        if any(line.startswith(f"{recipes.GROUP}=") for line in parts.choices):
+        if any(line.startswith(f"{recipes.RECIPE_GROUP}=") for line in parts.choices):
             choices = full.hydra.runtime.choices
             chosen = [
                 f"{p}={choices[p]}" for p in choices if p.replace("/", ".") in components.GROUPS
@@ -247,7 +249,7 @@ def explain(error: BaseException) -> list[str]:
         error, cause = cause, cause.__cause__
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        if group == recipes.GROUP:  # one that another extends
+        if group == recipes.RECIPE_GROUP:  # one that another extends
             place = str(error).partition(":")[0]
             return [clip(f"{place}: {no_such_option(group, name, recipes.available())}")]
         if error.options:

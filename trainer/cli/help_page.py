@@ -15,12 +15,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainer.cli.argv import COMMANDS
+from trainer.cli.argv import COMMAND_HELP
 from trainer.config import torch_optimizers, trackers
 from trainer.config.components import GROUPS, OWN
 from trainer.config.keys import KEYS, data_dir, default_options
 from trainer.config.messages import show as show_value
-from trainer.config.recipes import GROUP, available
+from trainer.config.recipes import RECIPE_GROUP, available
 from trainer.core.format import expanded
 
 _WIDTH = 100  # where there is no terminal
@@ -43,7 +43,7 @@ _FLAGS = {
 }
 
 
-def show(own_folder: str | None = None) -> None:
+def print_help(own_folder: str | None = None) -> None:
     """Print the page, with the options of the user's `--config-dir`."""
     is_wide = any(map(os.isatty, range(3))) or "COLUMNS" in os.environ
     console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
@@ -67,16 +67,16 @@ def show(own_folder: str | None = None) -> None:
 
 def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
     """Give the blocks of the page: a title, and rows of two cells."""
-    yield "commands", COMMANDS.items()
+    yield "commands", COMMAND_HELP.items()
     yield "examples", _EXAMPLES.items()
     defaults = default_options(folders[0])
-    groups = {GROUP: [*available(), "path/to/file.yaml"]}
+    groups = {RECIPE_GROUP: [*available(), "path/to/file.yaml"]}
     for group in GROUPS:
         files = [f for folder in folders for f in (folder / group.replace(".", "/")).glob("*.yaml")]
         more = torch_optimizers.names() if group == torch_optimizers.GROUP else ()
         names = sorted({*(file.stem for file in files), *more} - {OWN})
         groups[group] = sorted(names, key=lambda name: name != defaults.get(group))
-    groups[f"{trackers.GROUP}=[...]"] = sorted(trackers.options(str(folders[-1])))
+    groups[f"{trackers.TRACKER_GROUP}=[...]"] = sorted(trackers.options(str(folders[-1])))
     yield "groups  (the default first)", ((name, "  ".join(row)) for name, row in groups.items())
     sections: dict[str, list[tuple[str, str]]] = {}
     for key, entry in ((key, entry) for key, entry in KEYS.items() if key not in GROUPS):

@@ -34,7 +34,7 @@ _DIRECTION = "hydra.sweeper.direction"
 _FOUND = "optimization_results.yaml"
 
 
-def record_of(sweeper: str) -> str:
+def typed_file(sweeper: str) -> str:
     """Name the file in a sweep's folder that says what was typed; each sweeper has its own."""
     return "search.yaml" if sweeper == OPTUNA else "multirun.yaml"
 
@@ -114,7 +114,7 @@ def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: obje
                 optuna.storages.RDBStorage(storage, engine_kwargs={"isolation_level": "AUTOCOMMIT"})
     make_folders(folder)
     content: dict[str, Any] = {"hydra": {"overrides": {"task": [*lines]}}}
-    write_file_atomic(folder / record_of(OPTUNA), yaml.safe_dump(content).encode())
+    write_file_atomic(folder / typed_file(OPTUNA), yaml.safe_dump(content).encode())
 
 
 def tidy(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
 from trainer.cli import exit_messages
-from trainer.cli.argv import PAGES, split
+from trainer.cli.argv import PAGE_WORDS, split_argv
 from trainer.config.messages import clip
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import expanded
@@ -71,21 +71,21 @@ def train(
     from trainer.cli.finished_run import FinishedRun  # noqa: PLC0415
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
-    from trainer.cli.start import start  # noqa: PLC0415
+    from trainer.cli.start import start_job  # noqa: PLC0415
 
     composer = composer_of({} if config_dir is None else {"--config-dir": config_dir})
     job = prepare_run(overrides_of(config, composer), composer)
-    code = start(job, composer, is_python=True) if job.done is None else 0
+    code = start_job(job, composer, is_python=True) if job.done is None else 0
     return FinishedRun.of(job.config, job.folder, code)
 
 
 def _run(argv: Sequence[str]) -> int:
-    request = split(argv)
+    request = split_argv(argv)
     flags = request.flags
     page = "help" if "--help" in flags else request.command
     from trainer.cli.pages import show_by_hydra, show_page  # noqa: PLC0415
 
-    if page in PAGES:
+    if page in PAGE_WORDS:
         with exit_messages.piped():
             show_page(page, request.overrides, flags.get("--config-dir"))
         return 0
@@ -103,7 +103,7 @@ def _run(argv: Sequence[str]) -> int:
 
         return run_sweep(lines, composer, request.faults)
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-    from trainer.cli.start import run_and_report, start  # noqa: PLC0415
+    from trainer.cli.start import run_and_report, start_job  # noqa: PLC0415
 
     job = prepare_run(lines, composer, request.faults)
     raise_on_interrupt()
@@ -117,7 +117,7 @@ def _run(argv: Sequence[str]) -> int:
     if global_rank() > 0:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
-    return start(job, composer)
+    return start_job(job, composer)
 
 
 def composer_of(flags: Mapping[str, str]) -> Composer:

@@ -29,7 +29,7 @@ from trainer.core.format import expanded
 
 TARGET = "_target_"
 
-Groups = Mapping[str, Sequence[str]]
+ConfigGroups = Mapping[str, Sequence[str]]
 """Names of the options of every config group, by dotted key (`accum.gradient`)."""
 
 _ARGUMENTS = tuple(f"{path}." for path in COMPONENTS)
@@ -58,7 +58,7 @@ class Classified:
 
 
 @lru_cache(maxsize=4096)
-def read(line: str) -> Override:
+def read_override(line: str) -> Override:
     """Parse one override; about 4 ms. A `HydraException` where its grammar does not know it."""
     return OverridesParser.create().parse_overrides([line])[0]
 
@@ -91,7 +91,7 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
             typed.setdefault(key, []).append(override)
     for key, same in typed.items():
         count = f"{key}: typed {len(same)} times"
-        if same[1:] and all(_PAIR.fullmatch(text(each)) for each in same):
+        if same[1:] and all(_PAIR.fullmatch(right_side(each)) for each in same):
             faults.append(
                 clip(f"{count}, as a shell reads braces; type '{key}={{...}}' with its quotes")
             )
@@ -121,14 +121,14 @@ def _read_typed(line: str) -> Override:
     if "\0" in line:
         raise ConfigError(clip(f"{line}: holds a NUL character; leave it out"))
     key, equals, value = line.partition("=")
-    if key.lstrip("+") == recipes.GROUP:
+    if key.lstrip("+") == recipes.RECIPE_GROUP:
         line = f"{key}{equals}{_WORD.sub(place, value)}"
     elif "~" in value:  # which a shell expands behind a blank alone
         line = f"{key}{_HOME.sub(at_home, equals + value)}"
     try:
-        return read(line)
+        return read_override(line)
     except HydraException:
-        return read(_QUOTED_KEY.sub(r"\2:", line))
+        return read_override(_QUOTED_KEY.sub(r"\2:", line))
 
 
 def dotted(override: Override) -> str:
@@ -136,7 +136,7 @@ def dotted(override: Override) -> str:
     return str(override.key_or_group.replace("/", "."))
 
 
-def text(override: Override) -> str:
+def right_side(override: Override) -> str:
     """What stands right of the first `=`; empty for `~key`."""
     return (override.input_line or "").partition("=")[2]
 
@@ -164,7 +164,7 @@ def values_in(overrides: Iterable[Override]) -> dict[str, Any]:
     return {key: value for k, v in pairs for key, value in flat({k: v}).items()}
 
 
-def classify(overrides: Sequence[Override], groups: Groups) -> Classified:
+def classify(overrides: Sequence[Override], groups: ConfigGroups) -> Classified:
     """Sort overrides into settings of Hydra, choices of options and values; check what can be.
 
     A class named over an option (`model._target_=pkg.Net`) chooses the group's empty option.
@@ -207,7 +207,7 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     if isinstance(swept, Glob):
         return swept.filter(list(options)) or [quote(",".join(swept.include))]
     is_swept = override.is_sweep_override()
-    values = list(override.sweep_string_iterator()) if is_swept else [text(override)]
+    values = list(override.sweep_string_iterator()) if is_swept else [right_side(override)]
     lower = set(options) - set(values)
     return [value.lower() if value.lower() in lower else value for value in values]
 
@@ -227,17 +227,17 @@ def cover(lines: Iterable[str]) -> list[list[str]]:
 def _each(line: str) -> list[str]:
     """Write an override once for each of its values."""
     key, equals, _ = line.partition("=")
-    return [f"{key}{equals}{value}" for value in values_of(read(line))]
+    return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
 
 
-def _faults(override: Override, groups: Groups) -> Iterator[str]:
+def _faults(override: Override, groups: ConfigGroups) -> Iterator[str]:
     """Say in a line each why an override can be neither a choice of option nor a value."""
     key = dotted(override)
     is_group = key in groups or override.is_hydra_override()
     if override.package is not None or ("/" in override.key_or_group and not is_group):
         name = (override.input_line or "").partition("=")[0]
         yield clip(f"{name}: unknown group.{did_you_mean(key, groups)}")
-    elif secret := secret_fault(key, text(override)):
+    elif secret := secret_fault(key, right_side(override)):
         yield secret
     elif override.is_delete() and (key in groups or key in KEYS):
         yield f"~{key}: cannot be removed; type {key}= and another option or value"
@@ -251,10 +251,10 @@ def _faults(override: Override, groups: Groups) -> Iterator[str]:
 def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
     """Check a choice of option (`accum=auto`) against the options there are; a line per fault."""
     key = dotted(override)
-    is_recipe = key == recipes.GROUP
+    is_recipe = key == recipes.RECIPE_GROUP
     names: list[Any] = []
     for value in values_of(override, options):
-        parsed = read(f"x={value}").value()
+        parsed = read_override(f"x={value}").value()
         names += parsed if isinstance(parsed, list) and is_recipe else [parsed]
     for name in names:
         is_file = is_recipe and (name is None or Path(str(name)).is_absolute())

@@ -16,7 +16,15 @@ from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
 from trainer.core.format import size
 
-EXTRAS = ("transformers", "datasets", "peft", "tokenizers", "torchvision", "scikit-learn", "pillow")
+REPORTED_PACKAGES = (
+    "transformers",
+    "datasets",
+    "peft",
+    "tokenizers",
+    "torchvision",
+    "scikit-learn",
+    "pillow",
+)
 _VARIABLES = (
     "TRAIN_",
     "CUDA_",
@@ -48,7 +56,7 @@ def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> N
     if word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
 
-        help_page.show(own_folder)
+        help_page.print_help(own_folder)
         return
     if word == "report":
         from trainer.cli.report_page import write_report  # noqa: PLC0415 - for this page alone
@@ -78,7 +86,7 @@ def _doctor() -> Iterator[str]:
     from trainer.assemble.precision import has_fast_bf16  # noqa: PLC0415 - imports torch
     from trainer.data.index import cache_folder  # noqa: PLC0415 - imports numpy
     from trainer.report.records import (  # noqa: PLC0415 - imports torch
-        devices,
+        device_names,
         environment,
         package_version,
     )
@@ -89,13 +97,13 @@ def _doctor() -> Iterator[str]:
     yield "versions"
     for name, text in {
         **found["versions"],
-        **{name: package_version(name) for name in EXTRAS},
+        **{name: package_version(name) for name in REPORTED_PACKAGES},
     }.items():
         yield f"  {name:<14}{text or 'not installed'}"
     yield "machine"
     yield f"  {'system':<14}{hardware['system']}"
     yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
-    for device, name in devices().items():
+    for device, name in device_names().items():
         limit = memory_limit(device)
         bf16 = "fast bf16" if has_fast_bf16(device) else "no fast bf16"
         yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"
@@ -103,7 +111,7 @@ def _doctor() -> Iterator[str]:
     yield f"  {'tuning cache':<14}{cache_folder()}"
     yield f"  {'program':<14}{Path(__file__).parents[1]}"
     yield "environment"
-    named = re.findall(r"oc\.env:(\w+)", str(options_of(trackers.FOLDER)))
+    named = re.findall(r"oc\.env:(\w+)", str(options_of(trackers.OPTIONS_FOLDER)))
     for name in sorted(os.environ):
         if name.startswith((*_VARIABLES, *named)) and not is_secret(name, os.environ[name]):
             yield f"  {name}={clip(os.environ[name])}"

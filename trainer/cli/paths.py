@@ -9,7 +9,7 @@ from typing import get_args
 
 from hydra.core.override_parser.types import Override
 
-from trainer.cli.overrides import quote, read
+from trainer.cli.overrides import quote, read_override
 from trainer.cli.saved_runs import remedy_for
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.data_sets import sources
@@ -52,7 +52,9 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
             paths = [str(expanded(each).absolute()) if exists(each) else each for each in texts]
             line = ",".join(map(quote, paths))
             if paths != texts:
-                found[key] = read(f"++{key}={f'[{line}]' if isinstance(value, list) else line}")
+                found[key] = read_override(
+                    f"++{key}={f'[{line}]' if isinstance(value, list) else line}"
+                )
     return found
 
 

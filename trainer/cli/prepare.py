@@ -15,7 +15,16 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
-from trainer.cli.overrides import classify, distinct, dotted, parse, quote, read, without, word_of
+from trainer.cli.overrides import (
+    classify,
+    distinct,
+    dotted,
+    parse,
+    quote,
+    read_override,
+    without,
+    word_of,
+)
 from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
@@ -88,7 +97,7 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
         step = saved_runs.step_of(path)
         if step is not None and word_of(overrides, "step") is None:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
-            found = [*without(found, key), *map(read, lines)]
+            found = [*without(found, key), *map(read_override, lines)]
     return found
 
 
@@ -150,7 +159,7 @@ def _check_over(
         saved = without(saved, "eval.samples", "data.eval_path", *sets)
     merged = saved_runs.merge(saved, typed, composer.groups)
     job = composer.check(
-        [*merged, *([] if key is None else [read(f"{key}={quote(run)}")])],
+        [*merged, *([] if key is None else [read_override(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],
         own_classes=saved_runs.own_classes(run),
     )
@@ -185,7 +194,7 @@ def _place_new(job: Job) -> Job:
 
 def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
-    typed = word_of(map(read, job.lines), _FOLDER)
+    typed = word_of(map(read_override, job.lines), _FOLDER)
     if typed is not None and folder.resolve() != job.folder.resolve():
         text = f"{_FOLDER}={typed}: {shown_path(folder)} has a folder of its own; leave it out"
         raise ConfigError(clip(text))
@@ -193,7 +202,7 @@ def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER)
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
-        lines = [line for line in job.lines if not read(line).is_hydra_override()]
+        lines = [line for line in job.lines if not read_override(line).is_hydra_override()]
         hydra.overrides.task = [line.lstrip("+") for line in lines]
         if subfolder != saved_runs.SUBFOLDER:
             hydra.output_subdir = subfolder

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.cli.argv import split
+from trainer.cli.argv import split_argv
 from trainer.cli.compose import Composer, plain_of
 from trainer.cli.overrides import TARGET, quote
 from trainer.config.components import COMPONENTS
@@ -34,7 +34,7 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     if isinstance(config, str) or not isinstance(config, Mapping | Sequence):
         raise ConfigError("train(...): takes a config, a mapping, or a list of overrides")
     if not isinstance(config, Mapping):
-        request = split([str(line) for line in config])
+        request = split_argv([str(line) for line in config])
         if request.faults:
             raise ConfigError(*request.faults)
         if request.flags:

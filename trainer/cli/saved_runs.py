@@ -20,7 +20,7 @@ import yaml
 from hydra.core.override_parser.types import Override
 
 from trainer.checkpoint.status import read_status
-from trainer.cli.overrides import Groups, dotted, parse, text
+from trainer.cli.overrides import ConfigGroups, dotted, parse, right_side
 from trainer.config import run_config, trackers
 from trainer.config.components import GROUPS, targets_in
 from trainer.config.messages import clip
@@ -103,7 +103,7 @@ def newest_sweep(
     """
 
     def settings(lines: Iterable[str]) -> set[tuple[str, str]]:
-        pairs = {(dotted(override), text(override)) for override in parse(lines)[0]}
+        pairs = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
         return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
 
     found = []
@@ -246,7 +246,7 @@ def _newest_overrides(run: Path) -> Path:
 def record_consent(run: Path, records: Path, config: run_config.RunConfig) -> None:
     """Note that the user starts a run with a config, whose new files are in `records`."""
     if config.packages:
-        consent.record(run, _digest(run, records), config.packages)
+        consent.note_start(run, _digest(run, records), config.packages)
 
 
 def own_classes(run: Path) -> frozenset[str]:
@@ -266,7 +266,7 @@ def _digest(run: Path, records: Path) -> str:
     return sha256(b"\0".join(texts)).hexdigest()
 
 
-def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> list[Override]:
+def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups) -> list[Override]:
     """Put what is typed now over what a run was started with.
 
     A new value replaces the old one of its key, a new option also the old values inside its
@@ -277,8 +277,8 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: Groups) -> l
     replaced = {*typed, *(_CLOCKS if _CLOCKS & typed.keys() else ())}
     options = [key for key in typed if key in groups]
     chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
-    if trackers.GROUP in typed:  # settings of those that are listed no more
-        given = typed[trackers.GROUP]
+    if trackers.TRACKER_GROUP in typed:  # settings of those that are listed no more
+        given = typed[trackers.TRACKER_GROUP]
         listed = [*map(str, given)] if isinstance(given, list) else [str(given)]
         chosen += (*(f"{name}." for name in trackers.options() if name not in listed),)
     staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]

@@ -38,7 +38,7 @@ def run_and_report(config: RunConfig, folder: Path) -> int:
         return print_crash(error, folder)
 
 
-def start(job: Job, composer: Composer, *, is_python: bool = False) -> int:
+def start_job(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     """Run one job as `hydra.main` would, with the config that is composed already.
 
     What fails before its first step leaves no folder behind. From Python, all errors are raised,

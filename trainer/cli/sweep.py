@@ -36,7 +36,7 @@ from trainer.cli.overrides import (
     expand,
     parse,
     quote,
-    read,
+    read_override,
     without,
     word_of,
 )
@@ -157,7 +157,7 @@ def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
         launchers.refuse_other_jobs(record)
         outputs = Path(first.config.outputs).absolute()
         found = saved_runs.newest_sweep(
-            outputs, lines, launchers.record_of(record.sweeper._target_)
+            outputs, lines, launchers.typed_file(record.sweeper._target_)
         )
     return found or Path(str(record.sweep.dir)).absolute()
 
@@ -169,7 +169,7 @@ def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]
         checked.setdefault(dotted(override), {})[override.input_line or ""] = None
     found = []
     for typed in lines:
-        override = read(typed)
+        override = read_override(typed)
         own = [*checked.get(dotted(override), {typed: None})]
         values = [each.partition("=")[2] for each in own]
         if not override.is_sweep_override():
@@ -271,7 +271,7 @@ def _ended(folder: Path) -> dict[str, Any]:
     return {
         "state": str(status.get("state", "failed" if ended else "not started")),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
-        **sweep_jobs.figures_of(folder),
+        **sweep_jobs.last_figures(folder),
         "reason": status.get("reason") or ended.get("reason"),
         "folder": folder if folder.is_dir() else None,
     }

@@ -28,7 +28,7 @@ from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
-from trainer.cli.overrides import dotted, parse, read
+from trainer.cli.overrides import dotted, parse, read_override
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
@@ -198,9 +198,11 @@ class SweepTask:
     def _run(self, lines: Sequence[str], folder: Path, job: int) -> int:
         number = f"{job} of {len(self.sweep.jobs)}" if self.sweep.jobs else job
         common = {
-            dotted(each) for each in map(read, self.sweep.typed) if not each.is_sweep_override()
+            dotted(each)
+            for each in map(read_override, self.sweep.typed)
+            if not each.is_sweep_override()
         }
-        swept = (line.lstrip("+") for line in lines if dotted(read(line)) not in common)
+        swept = (line.lstrip("+") for line in lines if dotted(read_override(line)) not in common)
         print_out(f"job {number}: {' '.join(swept)}\n")
         code, reason = self._run_once(lines, folder)
         if code and not reason:
@@ -287,7 +289,7 @@ def passing_signals_on(folder: Path) -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def figures_of(folder: Path) -> dict[str, Any]:
+def last_figures(folder: Path) -> dict[str, Any]:
     """Give a job's last figures: of training, then those of the held-out data.
 
     A job that did not come to its last step has those of its evaluations so far.
@@ -306,5 +308,5 @@ def figures_of(folder: Path) -> dict[str, Any]:
 
 def value_of(folder: Path, metric: str) -> float | None:
     """Read a metric of a job; None where it gave none, or no number."""
-    value = figures_of(folder).get(metric)
+    value = last_figures(folder).get(metric)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -9,7 +9,7 @@ from trainer.assemble.saved import Saved, Terms, read_terms
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import contract as contract_of
 from trainer.core.rows import Row
-from trainer.report.records import Record
+from trainer.report.records import PlanRecord
 from trainer.training.run import Run
 
 BUILT_WHOLE = (
@@ -22,7 +22,7 @@ def announce(
     run: Run,
     components: Components,
     rows: Sequence[Row],
-    plan: Record,
+    plan: PlanRecord,
     saved: Saved,
 ) -> None:
     """Show what is about to happen, and why the run is laid out as it is."""

@@ -37,7 +37,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
     model, write = built(config, loaded, world), None
-    description, tokenizer = exported.describe(config, given, loaded.step), _tokenizer(config)
+    description, tokenizer = exported.export_config(config, given, loaded.step), _tokenizer(config)
     is_theirs = exported.loads_by_auto(tokenizer)
     lines = exported.lines_to_load(config, model, to, has_tokenizer=is_theirs)
     if config.adapter.target != NO_ADAPTER:

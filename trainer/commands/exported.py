@@ -24,7 +24,7 @@ from trainer.models.model_folder import copy_input_files
 from trainer.models.text_pooling import writer_of_pooling
 
 
-def describe(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
+def export_config(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Write what is exported as its config.json has it; `given` is what the data gave the model."""
     params = config.model.params
     takes = inspect.signature(look_up(config.model, "model", config.trust)).parameters

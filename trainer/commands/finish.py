@@ -13,14 +13,14 @@ from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
 from trainer.report.journal import METRICS_FILE, RESULT_FILE, totals
 from trainer.report.page import PAGE
-from trainer.report.records import Record
+from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
-from trainer.report.time_table import advice, split, time_table
+from trainer.report.time_table import advice, split_times, time_table
 from trainer.training.noise import NoiseScale
 from trainer.training.run import Run
 
 
-def finish(run: Run, components: Components, plan: Record, folder: Path, at: float) -> None:
+def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at: float) -> None:
     """Write result.json, and show what a person wants to know at the end. Collective."""
     world, config, trained = components.world, components.config, run.progress
     world.note("end")
@@ -56,7 +56,7 @@ def finish(run: Run, components: Components, plan: Record, folder: Path, at: flo
         "peak_bytes": max(peaks),
         "time": table,
         "batch_advice": noise and advice_at(components, noise, run.feed.cursor),
-        "advice": (table and advice(split(spendings), table, plan)) or [],
+        "advice": (table and advice(split_times(spendings), table, plan)) or [],
     }
     write_record(folder / RESULT_FILE, result)
     shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])

@@ -10,7 +10,7 @@ from trainer.assemble.prompts import prompts_of
 from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
-from trainer.assemble.summary import describe
+from trainer.assemble.summary import describe_run
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.rows import record_of
@@ -35,7 +35,7 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     components = run_plan.components
     prompts_of(components)  # which may be refused
     advice = advice_rows(components, saved.loaded)
-    rows = [*describe(run_plan), *advice, *shown_samples(components, folder)]
+    rows = [*describe_run(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)
     write_record(folder / PLAN_FILE, plan)
     screen = Screen(folder)

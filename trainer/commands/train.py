@@ -12,7 +12,7 @@ from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_sto
 from trainer.assemble.run import open_run
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved
-from trainer.assemble.summary import describe
+from trainer.assemble.summary import describe_run
 from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainer.commands.announce import announce
 from trainer.commands.finish import finish
@@ -50,7 +50,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     components = assemble_on_all(config, world, saved)
     terms = check_terms(components, saved.terms)
     run_plan = prepare_on_main(components, saved.cut)
-    plan = record_of(rows := describe(run_plan))
+    plan = record_of(rows := describe_run(run_plan))
     with open_run(run_plan, plan, store, saved, terms, own, stop) as run:
         announce(run, run_plan.components, rows, plan, saved)
         with tracing(world, config.profile, run.progress.step, folder, run.reporter.warn):

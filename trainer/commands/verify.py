@@ -25,7 +25,7 @@ from trainer.report.journal import VERIFY_FILE
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
 
-DOUBLE = 2  # the comparison is in float64: twice the bytes of fp32
+FLOAT64_FACTOR = 2  # the comparison is in float64: twice the bytes of fp32
 
 
 def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -90,6 +90,6 @@ def _whole_fits(run_plan: RunPlan) -> bool:
     if estimate is None or run_plan.limit_bytes is None:
         return False
     whole = len(plan.lengths) * int(plan.lengths.max())
-    growth = DOUBLE * whole / max(1, plan.max_positions)
-    resting = DOUBLE * (estimate.parameters + estimate.gradients) + estimate.buffers
-    return resting + estimate.activations * growth <= run_plan.limit_bytes / DOUBLE
+    growth = FLOAT64_FACTOR * whole / max(1, plan.max_positions)
+    resting = FLOAT64_FACTOR * (estimate.parameters + estimate.gradients) + estimate.buffers
+    return resting + estimate.activations * growth <= run_plan.limit_bytes / FLOAT64_FACTOR

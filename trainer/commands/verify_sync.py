@@ -14,6 +14,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.format import plural
+from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
@@ -22,7 +23,6 @@ from trainer.report.console import Screen
 from trainer.report.journal import VERIFY_FILE
 from trainer.report.records import VerifyReport
 from trainer.verify.comparison import EXACT
-from trainer.verify.diagnose import short
 from trainer.verify.reduced import compare_reduced
 
 
@@ -50,7 +50,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         verdict="not_exact",
         max_relative_error=found.error,
         reference=f"{plural(found.num_samples, 'sample')} on one process",
-        dtype=short(found.dtype),
+        dtype=dtype_name(found.dtype),
         num_parameters=len([*components.module.parameters()]),
         micro_batches=found.num_micro_batches,
         global_batch=found.num_samples,

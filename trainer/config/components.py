@@ -64,7 +64,7 @@ Number = Annotated[float, Field(description="a number")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 NonNegative = Annotated[float, Field(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and below 1")]
-Decay = Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1, e.g. 0.999")]
+EmaDecay = Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1, e.g. 0.999")]
 Part = Annotated[float, Field(ge=0, le=1, description="a fraction from 0 to 1")]
 _NOT_1_0 = BeforeValidator(lambda value: None if repr(value) == "1.0" else value)  # 0.9: a share
 _STEPS = Field(description="a number of steps (1, not 1.0)")
@@ -107,13 +107,13 @@ Weights = Annotated[Sequence[NonNegative], Field(description="a list of numbers,
 Bytes = Annotated[
     int, BeforeValidator(parse_bytes), Field(ge=1, description="a size such as 80GiB")
 ]
-Text = Annotated[str, Field(min_length=1, description="text")]
+NonEmptyText = Annotated[str, Field(min_length=1, description="text")]
 PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
-FieldName = Text  # of a record
+FieldName = NonEmptyText  # of a record
 SENDS = "writes or sends figures elsewhere"
 """Marks what says where a run's figures go, which neither a recipe nor a run may."""
 Online = Annotated[Literal["online"], SENDS]
-Address = Annotated[Text, SENDS]
+Address = Annotated[NonEmptyText, SENDS]
 ExistingPath = Annotated[
     str, BeforeValidator(_as_text), Field(description="the path of a file or folder")
 ]
@@ -132,7 +132,9 @@ Task = Literal[
     "embedding",
 ]
 """What a model is made for."""
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+AttentionKernel = Literal[
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+]
 """Kernels of transformers; a kernel on the hub, which is code, is none."""
 FloatType = Literal["float32", "bfloat16", "float16", "float64"]
 Pooling = Literal["mean", "cls", "last"]
@@ -182,7 +184,7 @@ PerChannel = Annotated[
     Sequence[Number], Field(min_length=1, description="a list of numbers, one per channel")
 ]
 ModuleNames = Annotated[
-    str | Sequence[Text],
+    str | Sequence[NonEmptyText],
     Field(description="a list of names, e.g. [q_proj,v_proj], or a pattern"),
 ]
 Sources = Annotated[
@@ -196,17 +198,19 @@ ParameterGroups = Annotated[
         description="a mapping of name patterns to lr, weight_decay, frozen, e.g. {a*: {lr: 1e-3}}"
     ),
 ]
-METRICS = (
+METRIC_NAMES = (
     *("accuracy", "f1", "f1_macro", "f1_micro", "mcc", "auroc", "perplexity"),
     *("mse", "mae", "r2", "pearson"),
 )
 Metrics = Annotated[
-    tuple[Annotated[str, Field(pattern=f"^({'|'.join(METRICS)}|top_[1-9][0-9]*)$")], ...],
+    tuple[Annotated[str, Field(pattern=f"^({'|'.join(METRIC_NAMES)}|top_[1-9][0-9]*)$")], ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    Field(strict=False, description=f"a list of {', '.join(METRICS)}, top_5, e.g. [accuracy,f1]"),
+    Field(
+        strict=False, description=f"a list of {', '.join(METRIC_NAMES)}, top_5, e.g. [accuracy,f1]"
+    ),
 ]
-Auto = Literal["auto"]
-Reduction = Literal["sum", "mean"]
+AutoWord = Literal["auto"]
+LossReduction = Literal["sum", "mean"]
 # What becomes of a document longer than `max_length`: several samples, its head, nothing
 Overlong = Literal["chunk", "cut", "drop"]
 
@@ -278,7 +282,7 @@ SHARED: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {
         **dict.fromkeys(("lr", "weight_decay"), NonNegative),
         "groups": ParameterGroups,
-        "layer_decay": Decay | None,
+        "layer_decay": EmaDecay | None,
     },
     "scheduler": {
         "warmup": Warmup | Amount,
@@ -309,7 +313,7 @@ class Accum(Component):
     """How a global batch is cut into micro-batches, and how their gradients are joined."""
 
     gradient: Component
-    packed: bool | Auto
+    packed: bool | AutoWord
     buffer: Literal["native", "fp32"]
 
 

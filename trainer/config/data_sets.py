@@ -13,12 +13,10 @@ from pydantic import ValidationError
 from trainer.config.components import EVAL_SETS, Component, NameInPath, Sources, extra_keys
 from trainer.config.declared import declared
 from trainer.config.keys import options_of
-from trainer.config.messages import NO_CLASS, line
+from trainer.config.messages import NO_CLASS, Tree, line
 from trainer.core.errors import ConfigError
 
-Tree = Mapping[str, Any]
-
-WEIGHT = "weight"
+SOURCE_WEIGHT = "weight"
 """Setting of a source beside those of its class."""
 
 
@@ -48,7 +46,7 @@ def set_defaults(data: Tree) -> dict[str, Any]:
     if sources_argument(str(data.get("_target_"))) is None:
         return same
     one = source_option()
-    del one[WEIGHT]
+    del one[SOURCE_WEIGHT]
     shared = {n: same[n] for n in one if n != "_target_" and same.get(n) is not None}
     return one | shared
 
@@ -78,7 +76,7 @@ def sources(tree: Tree) -> dict[str, dict[str, Any]]:
 
 def source_option() -> dict[str, Any]:
     """Give the class that a source is of where it names none, and all that it may be given."""
-    return {WEIGHT: 1.0, **options_of("data")["hf"]}
+    return {SOURCE_WEIGHT: 1.0, **options_of("data")["hf"]}
 
 
 def source_components(data: Component) -> dict[str, tuple[Component, float]]:
@@ -89,7 +87,7 @@ def source_components(data: Component) -> dict[str, tuple[Component, float]]:
         argument, name = key.split(".")[1:]
         own = dict(data.params[argument][name])
         is_typed = data.typed_target and "_target_" in own
-        weight = float(own.pop(WEIGHT, 1))
+        weight = float(own.pop(SOURCE_WEIGHT, 1))
         component = component_of({**own, "_target_": section["_target_"]}, key, typed=is_typed)
         found[key] = component, weight
     return found

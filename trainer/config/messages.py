@@ -13,20 +13,19 @@ from typing import Any
 from trainer.config.components import Stages, alternatives
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
-from trainer.core.format import shown_path
+from trainer.core.format import DTYPE_WORDS, shown_path
+
+Tree = Mapping[str, Any]
+"""A config as it is composed: mappings in mappings."""
 
 LINE_LIMIT = 200
 MISSING = "???"
 """What OmegaConf writes for a value that has to be given."""
 
-NEAR = 0.65
+MIN_SIMILARITY = 0.65
 """Common letters of words that may be meant: a swap leaves 2/3, `depth` and `width` share 0.6."""
 
-_ALSO_CALLED = {
-    "gpu": "cuda",
-    "nvidia": "cuda",
-    **{"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "half": "fp16"},
-}
+_ALSO_CALLED = {"gpu": "cuda", "nvidia": "cuda", "half": "fp16", **DTYPE_WORDS}
 """Words that other programs have for ours."""
 
 _UNFINISHED_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)i?")
@@ -121,14 +120,14 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
     section, _, last = word.lower().rpartition(".")
     others = [key for key in choices if key not in {*ancestors(word)}]
     beside = {k.rpartition(".")[2]: k for k in others if k.rpartition(".")[0] == section}
-    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=NEAR)]
+    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=MIN_SIMILARITY)]
     elsewhere = [key for key in others if key not in beside.values()]
     near += [key for key in elsewhere if key.rpartition(".")[2] == last]
-    near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=NEAR)
+    near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=MIN_SIMILARITY)
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings into dotted keys; lists and empty mappings are values."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -144,7 +143,7 @@ def ancestors(key: str) -> Iterator[str]:
         yield key
 
 
-def lookup(tree: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401 - a config holds any value
+def lookup(tree: Tree, key: str) -> Any:  # noqa: ANN401 - a config holds any value
     """Read a dotted key; None where it is absent."""
     value: Any = tree
     for part in key.split("."):

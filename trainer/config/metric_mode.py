@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from trainer.config.components import METRICS
+from trainer.config.components import METRIC_NAMES
 from trainer.config.messages import line, refusals
 from trainer.core.errors import ConfigError
 
 Mode = Literal["auto", "min", "max"]
 _LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
 _SMALLER = {"loss", "perplexity", "mse", "mae", "error"}
-_NAMES = ("loss", *METRICS, "top_5", "exact_match", "recall_at_1")
+_NAMES = ("loss", *METRIC_NAMES, "top_5", "exact_match", "recall_at_1")
 
 
 def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", "max"]:

@@ -33,7 +33,7 @@ from trainer.config.messages import ancestors, clip, flat, lookup, show
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 
-GROUP = "recipe"
+RECIPE_GROUP = "recipe"
 FOLDERS_VARIABLE = "TRAIN_RECIPES"
 """Environment variable: folders of recipes, separated as in PATH."""
 
@@ -106,7 +106,7 @@ def register(own_folder: Path | None = None) -> None:
     OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """Read and vet one recipe, and give it without `meta`."""
     faults: list[str] = []
     try:
@@ -134,7 +134,7 @@ def read(path: Path) -> dict[str, Any]:
 def about(path: Path) -> dict[str, str]:
     """Give what a recipe says of itself under `meta`, and which ones it extends."""
     try:
-        defaults = read(path).get("defaults", [])
+        defaults = read_recipe(path).get("defaults", [])
     except ConfigError as error:
         return {"fault": error.faults[0]}
     # As it is typed: 0.10 is a version, and no number; an empty file is None
@@ -172,7 +172,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
     defaults = tree.get("defaults", [])
     items = defaults if isinstance(defaults, list) else [{"": defaults}]
-    pairs = [p for i in items for p in (i if isinstance(i, dict) else {GROUP: i}).items()]
+    pairs = [p for i in items for p in (i if isinstance(i, dict) else {RECIPE_GROUP: i}).items()]
     for entry, options in pairs:
         if not _ENTRY.fullmatch(str(entry)):
             yield f"defaults: {entry}: is not a group that a recipe may set"
@@ -311,17 +311,17 @@ class OptionSource(ConfigSource, ABC):
 class RecipeSource(OptionSource):
     """Shows the folders of recipes."""
 
-    group, package, names = GROUP, "_global_", staticmethod(available)
+    group, package, names = RECIPE_GROUP, "_global_", staticmethod(available)
 
     @staticmethod
     def option(name: str) -> dict[str, Any]:
-        """See the base class, and `read`, which refuses what is more than values."""
-        return read(path_of(name) or Path())
+        """See the base class, and `read_recipe`, which refuses what is more than values."""
+        return read_recipe(path_of(name) or Path())
 
     def is_config(self, config_path: str) -> bool:
         """See the base class; `recipe//absolute/path.yaml` is one, too (see `locate`)."""
         group, _, name = config_path.partition("/")
-        return group == GROUP and path_of(name) is not None
+        return group == RECIPE_GROUP and path_of(name) is not None
 
 
 @final
@@ -341,7 +341,7 @@ class OptionFolders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
         places = os.pathsep.join(map(str, folders()))  # for those who ask Hydra for them
-        search_path.append("recipes", f"{GROUP}://{places}")
+        search_path.append("recipes", f"{RECIPE_GROUP}://{places}")
         search_path.append(torch_optimizers.LIBRARY, f"{torch_optimizers.GROUP}://")
         if self.own_folder is not None:
             search_path.append("command-line", f"file://{self.own_folder}")

@@ -18,12 +18,9 @@ from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared, settings_fault
 from trainer.config.mesh import num_replicas
-from trainer.config.messages import clip, flat, line, lookup, refusals
+from trainer.config.messages import Tree, clip, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
-
-DEFAULT_GLOBAL = 512
-"""`batch.global` of `conf/config.yaml`, which gives way to two other sizes."""
 
 NO_GPU = (
     "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "
@@ -91,8 +88,6 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
 `...` is anything but null, `int` a number of 1 or more. A group's value is its option's
 name; beside its settings a component has the flags of its class.
 """
-
-Tree = Mapping[str, Any]
 
 
 @final
@@ -226,10 +221,11 @@ def counts_samples(view: Tree) -> bool:
     return {"accum.micro", "accum.steps"} <= view.keys()
 
 
-def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
+def give_way(tree: dict[str, Any], typed: Collection[str], default_global: int) -> None:
     """Null one of three sizes of `accum=fixed` that nobody typed and the others give, in place.
 
-    A default `batch.global` gives way first, always to sizes of a class's own; then `accum.steps`.
+    The default of `batch.global` gives way first, always to sizes of a class's own; then
+    `accum.steps`.
     """
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
     gives_sizes = declared(str(lookup(tree, "batch._target_"))).flags.get("gives_sizes", False)
@@ -239,7 +235,7 @@ def give_way(tree: dict[str, Any], typed: Collection[str]) -> None:
     has_global |= gives_sizes
     if not counts_samples(flat(tree)) or None in sizes or (has_global and has_micro and has_steps):
         return
-    if not has_global and (sizes[0] == DEFAULT_GLOBAL or (has_micro and has_steps)):
+    if not has_global and (sizes[0] == default_global or (has_micro and has_steps)):
         tree["batch"] = {**tree["batch"], "global": None}
     elif has_global or has_micro or has_steps:
         other = "micro" if has_steps and not has_micro else "steps"

@@ -29,18 +29,18 @@ from trainer.config.components import (
     NAMES_A_PATH,
     NO_ADAPTER,
     Accum,
-    Auto,
+    AutoWord,
     Batch,
     Component,
     Count,
     Data,
     Natural,
+    NonEmptyText,
     Normalization,
     ObjectiveKeys,
     Positive,
     Section,
     Seed,
-    Text,
     Time,
     Word,
     Words,
@@ -107,9 +107,9 @@ class RunConfig(Section):
     )
     compile: bool
     deterministic: bool | Literal["layout"]
-    activation_checkpointing: bool | Auto
+    activation_checkpointing: bool | AutoWord
     batchnorm: Normalization
-    num_workers: Auto | Natural
+    num_workers: AutoWord | Natural
     profile: Natural
     eval: Eval
     checkpoint: Checkpoint
@@ -120,11 +120,11 @@ class RunConfig(Section):
     hooks: tuple[Component, ...] = Field(strict=False)
     parts: tuple[Component, ...] = Field(strict=False)
     logger: tuple[Component, ...] = Field(strict=False)
-    outputs: Text
-    init: Text | None
-    resume: Text | None
+    outputs: NonEmptyText
+    init: NonEmptyText | None
+    resume: NonEmptyText | None
     resume_allow: Words
-    run: Text | None
+    run: NonEmptyText | None
     step: Literal["last", "best", "ema"] | Natural
     export: Export
     trust: Words

@@ -8,19 +8,19 @@ from pydantic import Field
 
 from trainer.config.cadence import parse_time
 from trainer.config.components import (
-    Auto,
+    AutoWord,
     Cadence,
     Component,
     Count,
-    Decay,
+    EmaDecay,
     Epochs,
     Figure,
     Name,
     Natural,
+    NonEmptyText,
     NonNegative,
     Positive,
     Section,
-    Text,
     Time,
     Words,
 )
@@ -30,10 +30,10 @@ class ParallelSection(Section):
     """The ranks of a run."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
-    ranks: Auto | Count
+    ranks: AutoWord | Count
     timeout_s: Positive
-    shard: Auto | Count
-    replicate: Auto | Count
+    shard: AutoWord | Count
+    replicate: AutoWord | Count
     max_restarts: Natural
 
 
@@ -53,7 +53,7 @@ class Eval(Section):
 class Ema(Section):
     """An exponential moving average of the weights."""
 
-    decay: Decay | None
+    decay: EmaDecay | None
 
 
 class Checkpoint(Section):
@@ -80,7 +80,7 @@ class Log(Section):
     parameters: Count | None
     generate: Words
     generate_tokens: Count
-    noise_scale: Auto | Count | None
+    noise_scale: AutoWord | Count | None
 
 
 class Stop(Section):
@@ -107,5 +107,5 @@ class Nonfinite(Section):
 class Export(Section):
     """Weights for other programs."""
 
-    to: Text | None
+    to: NonEmptyText | None
     merge: bool

@@ -15,15 +15,15 @@ from trainer.config.declared import declared
 from trainer.config.keys import KEYS, options_of
 from trainer.config.messages import did_you_mean, line, lookup, show
 
-GROUP = "logger"
-FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
+TRACKER_GROUP = "logger"
+OPTIONS_FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
 
 _OURS = {key.partition(".")[0] for key in KEYS}
 
 
 def options(own: str | None = None) -> dict[str, dict[str, Any]]:
     """Read the options by name; what they take from the environment is put in."""
-    found = OmegaConf.create(options_of(FOLDER, own))
+    found = OmegaConf.create(options_of(OPTIONS_FOLDER, own))
     plain: dict[str, dict[str, Any]] = OmegaConf.to_container(found, resolve=True)  # type: ignore[assignment]
     return {name: option for name, option in plain.items() if name not in _OURS}
 
@@ -40,7 +40,7 @@ def is_name(entry: object) -> bool:
 
 def names_in(tree: Mapping[str, Any]) -> list[str]:
     """List the options that a config lists."""
-    entries = tree.get(GROUP)
+    entries = tree.get(TRACKER_GROUP)
     return [*filter(is_name, entries)] if isinstance(entries, list | tuple) else []
 
 
@@ -51,16 +51,16 @@ def complete(
 
     Keys of the others that are `typed` are faults, a line for each.
     """
-    if isinstance(tree.get(GROUP), str):
-        tree[GROUP] = [tree[GROUP]]
+    if isinstance(tree.get(TRACKER_GROUP), str):
+        tree[TRACKER_GROUP] = [tree[TRACKER_GROUP]]
     known, listed = options(own), names_in(tree)
     for name in dict.fromkeys(listed):
         option, section = known.get(name), tree.get(name, {})
         if listed.count(name) > 1:
-            yield line(GROUP, tree[GROUP], f"lists {name} twice; leave one out")
+            yield line(TRACKER_GROUP, tree[TRACKER_GROUP], f"lists {name} twice; leave one out")
         if option is None:
             near = did_you_mean(name, known) or f" Choices: {', '.join(known)}, or package.Tracker"
-            yield line(GROUP, tree[GROUP], f"{name} is no option.{near}")
+            yield line(TRACKER_GROUP, tree[TRACKER_GROUP], f"{name} is no option.{near}")
         elif not isinstance(section, Mapping):
             keys = ", ".join(key for key in option if key != "_target_")
             yield line(name, section, f"is a section, not a value; it has {keys}")
@@ -68,7 +68,9 @@ def complete(
         else:
             tree[name] = {**option, **section}
             if (target := tree[name]["_target_"]) != option["_target_"]:
-                yield line(f"{name}._target_", target, f"is not {name}; type {GROUP}=[{target}]")
+                yield line(
+                    f"{name}._target_", target, f"is not {name}; type {TRACKER_GROUP}=[{target}]"
+                )
     others = known.keys() - listed
     yield from (_unlisted(key, tree, listed) for key in typed if key.partition(".")[0] in others)
     for name in others:
@@ -78,8 +80,9 @@ def complete(
 def _unlisted(key: str, tree: Mapping[str, Any], listed: list[str]) -> str:
     """Refuse a setting of a tracker that is not listed."""
     name = key.partition(".")[0]
-    text = f"{name} is not among {GROUP}={show(tree.get(GROUP))}; leave it out, or type"
-    return line(key, lookup(tree, key), f"{text} {GROUP}=[{','.join([*listed, name])}]")
+    chosen = show(tree.get(TRACKER_GROUP))
+    text = f"{name} is not among {TRACKER_GROUP}={chosen}; leave it out, or type"
+    return line(key, lookup(tree, key), f"{text} {TRACKER_GROUP}=[{','.join([*listed, name])}]")
 
 
 def sends(target: object, name: str, value: object) -> bool:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS, as_option, options_of
+from trainer.config.messages import Tree
 from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import RunConfig
@@ -31,7 +32,6 @@ from trainer.core.errors import ConfigError
 _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
 _SHOWN_DEFAULTS += ["eval.every", "checkpoint.every", "batch.global"]
 
-Tree = Mapping[str, Any]
 _LATER = re.compile(r"(ema|log|checkpoint|stop|sweep)\..*|accum\.buffer|max_time|logger")
 """Keys that runs of earlier versions may lack; what their defaults say was so before."""
 
@@ -67,7 +67,7 @@ def validate(
     typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
     faults = [*trackers.complete(tree, config_dir, typed_keys)]
     faults += [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
-    give_way(tree, typed_keys)
+    give_way(tree, typed_keys, KEYS["batch.global"].default)
     tree |= _replaced_length(tree, typed_keys)
     faults += rule_faults(tree, named)
     for name in known.keys() & trackers.names_in(tree):
@@ -215,7 +215,9 @@ def _section_faults(
     is_own = section.get("_target_") != example.get("_target_")
     is_open = is_own or _is_open(section)
     types = _types(components.owner_of(place) or place, section, {} if is_own else example)
-    types |= {data_sets.WEIGHT: components.Positive} if data_sets.WEIGHT in example else {}
+    types |= (
+        {data_sets.SOURCE_WEIGHT: components.Positive} if data_sets.SOURCE_WEIGHT in example else {}
+    )
     for name, value in own.items():
         key, default = f"{place}.{name}", example.get(name)
         if name in components.extra_keys(place) or value == messages.MISSING:
@@ -262,8 +264,8 @@ def hint_for(key: str, offers: Collection[str]) -> str:
 def suits(key: str, text: str) -> bool:
     """Whether a typed value may be one of a setting, by its type or that in an option's file."""
     owner, _, name = key.rpartition(".")
-    if key in {*components.COMPONENTS, "parallel"} or key == trackers.GROUP:
-        return text in (trackers.options() if key == trackers.GROUP else options_of(key))
+    if key in {*components.COMPONENTS, "parallel"} or key == trackers.TRACKER_GROUP:
+        return text in (trackers.options() if key == trackers.TRACKER_GROUP else options_of(key))
     examples = [keys[name] for keys in options_of(owner).values() if name in keys] if owner else []
     kinds = [KEYS[key].annotation] if key in KEYS else [*map(components.type_like, examples)]
     try:
@@ -328,7 +330,7 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
 
 def _entry(entry: object, path: str, tree: Tree, typed: Collection[str]) -> object:
     """Read an entry of a list of classes; the settings of a tracker stand beside the list."""
-    if path == trackers.GROUP and trackers.is_name(entry):
+    if path == trackers.TRACKER_GROUP and trackers.is_name(entry):
         return _component(tree.get(str(entry)), str(entry), {str(entry): entry}, typed)
     return _component({"_target_": entry} if isinstance(entry, str) else entry, path, {}, typed)
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.core.own_code import OWN_CODE
 
 
-def record(run: Path, digest: str, packages: Iterable[str]) -> None:
+def note_start(run: Path, digest: str, packages: Iterable[str]) -> None:
     """Note that this user starts a run whose config has a digest, and classes of some packages."""
     line = {"run": os.path.realpath(run), "config": digest, "files": _files(packages)}
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home

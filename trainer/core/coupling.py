@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, final, get_args
 
-Kind = Literal["none", "group", "batch", "micro_batch"]
+CouplingKind = Literal["none", "group", "batch", "micro_batch"]
 """Which samples depend on each other, by what it asks of the step, the least first.
 
 * `none`: none; every sum over samples is the same however the step is cut.
@@ -21,7 +21,7 @@ Kind = Literal["none", "group", "batch", "micro_batch"]
 * `micro_batch`: those that share a micro-batch, so the cut itself is a part of what is computed.
 """
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[CouplingKind, ...] = get_args(CouplingKind)
 
 
 @final
@@ -29,7 +29,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class Coupling:
     """How far samples depend on each other. Each text may be empty where nobody can ask for it."""
 
-    kind: Kind = "none"
+    kind: CouplingKind = "none"
     size: int = 1  # samples of a group, which no cut divides
     why: str = ""  # what couples them, a clause: "a mean of means depends on ..."
     key: str = ""  # what an error begins with

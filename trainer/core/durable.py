@@ -25,7 +25,7 @@ import yaml
 from trainer.core.errors import SaveError
 from trainer.core.format import size as shown_size
 
-Bytes = bytes | memoryview
+BytesLike = bytes | memoryview
 
 UNFINISHED = ".tmp-"
 """Begins the name of what is being written."""
@@ -108,7 +108,7 @@ def use(file_system: FileSystem) -> Iterator[None]:
         _in_use.remove(file_system)
 
 
-def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
+def write_file(path: Path, pieces: Iterable[BytesLike]) -> tuple[int, str]:
     """Write a new file piece by piece and make its bytes durable, but not yet its name.
 
     Gives size in bytes and SHA-256 in hex, both taken from the bytes on their way to the disk.
@@ -129,7 +129,7 @@ def write_file(path: Path, pieces: Iterable[Bytes]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def write_file_atomic(path: Path, data: Bytes) -> None:
+def write_file_atomic(path: Path, data: BytesLike) -> None:
     """Put a content under a name, which shows the old content or the new one and nothing else."""
     disk = _in_use[-1]
     unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex}")
@@ -237,7 +237,7 @@ def make_own_folder(path: Path) -> None:
         path.chmod(0o700)
 
 
-def publish(unfinished: Path, final_path: Path) -> None:
+def publish_folder(unfinished: Path, final_path: Path) -> None:
     """Give a folder whose files are durable its final name, in the same parent, durably.
 
     Refuses a name that is taken: rename would replace an empty folder in silence.

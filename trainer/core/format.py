@@ -15,6 +15,9 @@ from typing import IO, TextIO
 
 ROUNDS_TO_1000 = 999.5
 
+DTYPE_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What PyTorch calls its dtypes, and the field's words for them."""
+
 
 def number(value: float) -> str:
     """Write a count in full, with thousands separated: `8,192`."""

@@ -12,6 +12,9 @@ from torch import Tensor
 Fields = Mapping[str, Tensor]
 """A collated micro-batch: tensors by name, first dimension the samples."""
 
+IGNORED = -100
+"""The label of what is no loss term, which PyTorch's cross entropy leaves out by default."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ _SINCE_AT = 32  # aligned, so that no reader finds half of it
 
 @final
 @dataclass(frozen=True, slots=True)
-class Position:
+class RankPosition:
     """Where a rank is."""
 
     step: int = 0  # of the optimizer, from 1; 0 before the first
@@ -74,14 +74,14 @@ class RankProgress:
             file.flush()
             self._memory = mmap.mmap(file.fileno(), size)
 
-    def read(self) -> Position:
+    def read(self) -> RankPosition:
         """Read where the rank is."""
         # The time last, which is written first: nobody is taken to have come to a place long ago.
         step, phase, *others = _PLACE.unpack_from(self._memory)
         since = _SINCE.unpack_from(self._memory, _SINCE_AT)
-        return Position(step, _PHASES[phase], *others, *since)
+        return RankPosition(step, _PHASES[phase], *others, *since)
 
-    def write(self, place: Position) -> None:
+    def write(self, place: RankPosition) -> None:
         """Note where the rank is; `since` becomes now."""
         at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
         self._write(*at)

@@ -65,6 +65,6 @@ def record_of(rows: Iterable[Row]) -> dict[str, Any]:
     return record
 
 
-def joined(*parts: object) -> str | None:
+def join_parts(*parts: object) -> str | None:
     """Join what there is to say; a part may come of `count and text`."""
     return ", ".join(str(part) for part in parts if part) or None

@@ -30,7 +30,7 @@ STEP_KEYS = {
 NORMS_OF_PARAMETERS = ("weight_norm/", "gradient_norm/", "update_norm/")
 """What begins the names of `log.parameters` in a line of metrics.jsonl, before that of a block."""
 
-Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
+StoredCount = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.core import gpu
+from trainer.core.format import DTYPE_WORDS
 
 if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
     from torch.distributed.tensor import DTensor
@@ -40,6 +41,16 @@ class LazyTensor(Protocol):
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is one rank's view of a distributed one."""
     return hasattr(tensor, "device_mesh")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Write a dtype without its module: `float64`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """Write a dtype as the field does: `fp32`."""
+    return DTYPE_WORDS.get(dtype_name(dtype), str(dtype))
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

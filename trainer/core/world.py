@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.core.errors import TrainError, error_from_dict, error_to_dict
 from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import Phase, Position, RankProgress
+from trainer.core.rank_progress import Phase, RankPosition, RankProgress
 
 Value = TypeVar("Value")
 
@@ -141,7 +141,7 @@ class World:
         place = self.rank_progress.read()
         number = place.step if step is None else step
         is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
-        self.rank_progress.write(Position(number, phase, waits=place.waits, is_first=is_first))
+        self.rank_progress.write(RankPosition(number, phase, waits=place.waits, is_first=is_first))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.core.errors import DataError
 from trainer.core.world import World
-from trainer.data.collate import pad
+from trainer.data.collate import pad_samples
 from trainer.data.files import progress
 from trainer.data.index import LISTED_SKIPS, SKIP_CAP
 from trainer.data.samples import Sample, num_tokens
@@ -87,5 +87,5 @@ def _checked_length(
         if dataset.states_lengths:
             dataset.check_lengths([i], [sample])
         if first is not None:
-            pad((first[1], sample), (), 0, lambda k: dataset.name_of((first[0], i)[k]))
+            pad_samples((first[1], sample), (), 0, lambda k: dataset.name_of((first[0], i)[k]))
     return count or 1

@@ -21,14 +21,14 @@ from typing import Any, final
 from trainer.core.limits import limited
 
 Message = dict[str, Any]
-Encoded = tuple[list[int], list[bool]]
+TokensAndMask = tuple[list[int], list[bool]]
 """Ids, and which of them are loss terms; both `(tokens,)`."""
 
 ASSISTANT = "assistant"
 _LONGEST = 10_000_000  # characters of a conversation
-WEIGHT = "weight"
+MESSAGE_WEIGHT = "weight"
 """Of an answer: 0 or False where it is given and not learned, as OpenAI writes it."""
-_WEIGHTS = (WEIGHT, "train", "loss_mask", "loss")  # how files call it
+_WEIGHTS = (MESSAGE_WEIGHT, "train", "loss_mask", "loss")  # how files call it
 READ_KEYS = ("role", "content", "from", "value", *_WEIGHTS)
 """Of a message, whatever the template is."""
 _ROLES = {
@@ -91,7 +91,7 @@ def _weighted(message: Message, name: str) -> Message:
         if value and message["role"] != ASSISTANT:
             text = "answers of the assistant alone are learned; leave it out"
             raise ValueError(f"{name} has the {key} {value!r}, and {text}")
-        message[WEIGHT] = min(value, message.get(WEIGHT, 1))
+        message[MESSAGE_WEIGHT] = min(value, message.get(MESSAGE_WEIGHT, 1))
     return message
 
 
@@ -119,7 +119,7 @@ def encode_completion(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     learns_all: bool = False,
-) -> Encoded:
+) -> TokensAndMask:
     """Encode what is given and what is learned, which are both text or both messages.
 
     A conversation of which every answer is learned has no prompt. Without a `{% generation %}` mask
@@ -140,7 +140,7 @@ def encode_completion(
     chat = Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
     whole = chat.with_arguments([*prompt, *completion])
     if learns_all:
-        if any(message.get(WEIGHT, 1) == 0 for message in completion):
+        if any(message.get(MESSAGE_WEIGHT, 1) == 0 for message in completion):
             raise ValueError("a message has the weight 0, and every token is to be learned")
         ids, _ = chat.tokenize(chat.render(whole))
         return ids, [True] * len(ids)
@@ -182,7 +182,7 @@ def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[i
     return [c and answers[run - 1] in learned for c, run in zip(counts, runs, strict=True)]
 
 
-def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> Encoded:  # noqa: ANN401
+def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokensAndMask:  # noqa: ANN401
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
@@ -210,12 +210,12 @@ class Chat:
     chat_template: str | None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode_answers(self, messages: Sequence[Message], first: int) -> Encoded:
+    def encode_answers(self, messages: Sequence[Message], first: int) -> TokensAndMask:
         """Mark the answers among the messages from index `first` on."""
         answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == ASSISTANT]
         if not answers:
             raise ValueError("no message is of the assistant, so that there is nothing to learn")
-        learned = [i for i in answers if messages[i].get(WEIGHT, 1)]
+        learned = [i for i in answers if messages[i].get(MESSAGE_WEIGHT, 1)]
         if _GENERATION.search(self.template()):
             ids, counts = self.encode_marked(messages, answers[0] if first else 0)
             return ids, counts if learned == answers else _without(counts, answers, learned)
@@ -227,7 +227,7 @@ class Chat:
                 counts[place] = True
         return ids, counts
 
-    def encode_marked(self, messages: Sequence[Message], first: int) -> Encoded:
+    def encode_marked(self, messages: Sequence[Message], first: int) -> TokensAndMask:
         """Mark the tokens that the template's own mask marks, from message `first` on."""
         text = self.render(messages)  # within its limits, before it is tokenised
         encoded = self.apply(

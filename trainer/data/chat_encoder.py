@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from trainer.config.components import Overlong
+from trainer.core.micro_batch import IGNORED
 from trainer.data import encode
 from trainer.data.chat import READ_KEYS, Chat, Message, encode_completion, normalize_messages
-from trainer.data.collate import IGNORED_LABEL, LABELS
+from trainer.data.collate import LABELS
 from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
 
@@ -67,8 +68,8 @@ def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collectio
 
 
 def answer_fields(
-    encoder: encode.RecordEncoder, record: encode.Record, options: Mapping[str, Any]
-) -> encode.Fields:
+    encoder: encode.RecordEncoder, record: encode.RoleValues, options: Mapping[str, Any]
+) -> encode.RecordFields:
     """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
     prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
     is_turns = not isinstance(prompt, str) and "completion" not in record
@@ -90,11 +91,11 @@ def answer_fields(
         ids, counts = ids[rest], counts[rest]
     if not counts[1:].any():  # the first token is never predicted
         raise encode.DroppedError("without a loss term")
-    return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED_LABEL)}
+    return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
 
 
 def _parts(
-    record: encode.Record, *, is_chat: bool
+    record: encode.RoleValues, *, is_chat: bool
 ) -> tuple[str | list[Message], str | list[Message]]:
     """Give what is given and what is learned; a conversation is learned as a whole."""
     system = record.get("system")

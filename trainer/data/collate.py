@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.core.errors import DataError
+from trainer.core.micro_batch import IGNORED
 from trainer.data.samples import INPUT_IDS, Sample, num_tokens
 
 NameOf = Callable[[int], str]
@@ -23,8 +24,6 @@ LABELS = "labels"
 ATTENTION_MASK = "attention_mask"
 PACKING = ("position_ids", "cu_seqlens", "max_seqlen")
 """What comes with packed samples."""
-IGNORED_LABEL = -100
-"""What `torch.nn.functional.cross_entropy` leaves out by default."""
 
 
 def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozenset[str]:
@@ -48,7 +47,7 @@ def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozens
     return frozenset(filter(is_aligned, samples[0]))
 
 
-def pad(
+def pad_samples(
     samples: Sequence[Sample],
     aligned: Collection[str],
     pad_to: int,
@@ -84,7 +83,7 @@ def pad(
     return fields
 
 
-def pack(
+def pack_samples(
     samples: Sequence[Sample],
     aligned: Collection[str],
     pad_to: int,
@@ -164,7 +163,7 @@ def _refuse_unlike(name: str, column: Sequence[Tensor], name_of: NameOf) -> None
 
 
 def _fill(name: str, pad_token: int) -> int:
-    return {LABELS: IGNORED_LABEL, INPUT_IDS: pad_token}.get(name, 0)
+    return {LABELS: IGNORED, INPUT_IDS: pad_token}.get(name, 0)
 
 
 def _grow(field: Tensor, length: int, fill: int) -> Tensor:
@@ -200,7 +199,7 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
         wrong = (values < 0) | (values >= limit)
         what = "vocabulary is"
         if name == LABELS:
-            wrong &= values != IGNORED_LABEL
+            wrong &= values != IGNORED
             what = "classes, but for -100, are"
         if wrong.any():
             at: list[int] = wrong.nonzero()[0].tolist()

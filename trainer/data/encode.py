@@ -20,7 +20,7 @@ from trainer.data.formats import Format
 from trainer.data.lines import json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import Ends, Kind, kinds_of, packed_fields
+from trainer.data.token_samples import Ends, SampleKind, kinds_of, packed_fields
 from trainer.models.transformers_classes import quiet
 
 MANY_RECORDS = 10_000
@@ -39,8 +39,8 @@ OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
 }
 """Options that not all records have a use for: the default of each, and what it is for."""
 
-Record = Mapping[str, Any]  # values by role
-Fields = Mapping[str, Any]
+RoleValues = Mapping[str, Any]  # values by role
+RecordFields = Mapping[str, Any]
 """Numbers by field: a list, one, or rows of equal lengths."""
 
 
@@ -51,7 +51,7 @@ class Encoded:
 
     entry: bytes  # the fields
     group: bytes  # what copies of it share: its ids, whatever its labels are
-    kinds: Mapping[str, Kind]  # of the fields
+    kinds: Mapping[str, SampleKind]  # of the fields
 
 
 class DroppedError(ValueError):
@@ -69,7 +69,7 @@ class RecordEncoder:
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
     # Gives the fields of a sample; raises a ValueError where the record is bad, or dropped
-    fields_of: Callable[[RecordEncoder, Record], Fields]
+    fields_of: Callable[[RecordEncoder, RoleValues], RecordFields]
 
     def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
         """Encode a record as it was read, or say why it is no sample."""
@@ -126,7 +126,7 @@ class RecordEncoder:
         return found
 
 
-def text_fields(encoder: RecordEncoder, record: Record, ends: Ends) -> Fields:
+def text_fields(encoder: RecordEncoder, record: RoleValues, ends: Ends) -> RecordFields:
     """Encode a text whole, without special tokens: it is divided where it is read."""
     text = record["text"]
     if not isinstance(text, str | None):
@@ -159,7 +159,7 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def text_of(record: Record, role: str) -> str:
+def text_of(record: RoleValues, role: str) -> str:
     """Give a text of a record; a ValueError where it is none, or blank."""
     text = record[role]
     if not isinstance(text, str):

@@ -18,7 +18,7 @@ from typing import final
 from trainer.core import signals
 from trainer.core.errors import DataError
 from trainer.core.format import plural
-from trainer.core.rows import Row, joined, row
+from trainer.core.rows import Row, join_parts, row
 
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""
@@ -39,7 +39,7 @@ class Listing:
 
     def describe(self) -> Sequence[Row]:
         """Say what was passed over."""
-        text = joined(*(plural(count, noun) for noun, count in self.others.items()))
+        text = join_parts(*(plural(count, noun) for noun, count in self.others.items()))
         return [row("", f"passed over: {text}", passed_over=self.others)] if text else []
 
 

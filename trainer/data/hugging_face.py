@@ -14,18 +14,17 @@ from torch.nn import functional as F
 
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
-from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.documents import TwoSides
 from trainer.data.encode import ends_of, pad_token_of
 from trainer.data.records import find_records
-from trainer.data.samples import INPUT_IDS, TRAIN, Sample, held_out_mask
+from trainer.data.samples import HOLDOUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_cache import EncodeOptions, cached_records
 from trainer.data.token_samples import FieldSamples, TextSamples
 from trainer.data.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
-HOLDOUT = 0.05
 
 
 @final
@@ -90,7 +89,7 @@ class HuggingFaceData(TwoSides):
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
-        path: components.Text,
+        path: components.NonEmptyText,
         tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
         task: components.Task | None = None,
         max_positions: int | None = None,
@@ -201,7 +200,7 @@ class HuggingFaceData(TwoSides):
         form, dropped = known["format"], known["dropped"]
         others, unread = known["other_parts"], known["unread"]
         columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
-        text = joined(
+        text = join_parts(
             f"{form} ({', '.join(columns)})",
             *(f"{count:,} {why} left out" for why, count in dropped.items()),
             others and f"other parts: {', '.join(others)}",

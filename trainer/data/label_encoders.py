@@ -9,8 +9,16 @@ from typing import Any, final
 
 import numpy as np
 
-from trainer.data.collate import ATTENTION_MASK, IGNORED_LABEL, LABELS
-from trainer.data.encode import DroppedError, Fields, Record, RecordEncoder, pad_token_of, text_of
+from trainer.core.micro_batch import IGNORED
+from trainer.data.collate import ATTENTION_MASK, LABELS
+from trainer.data.encode import (
+    DroppedError,
+    RecordEncoder,
+    RecordFields,
+    RoleValues,
+    pad_token_of,
+    text_of,
+)
 from trainer.data.formats import ENDINGS
 from trainer.data.samples import INPUT_IDS
 
@@ -34,7 +42,7 @@ class Labels:
             value = number_in(value)
         if isinstance(value, Hashable) and value in self.numbers:
             return self.numbers[value]
-        if self.num_classes is None and value == IGNORED_LABEL:
+        if self.num_classes is None and value == IGNORED:
             raise ValueError(f"the label {value!r} means none here; scale the labels")
         if self.num_classes is None and isinstance(value, int | float) and np.isfinite(value):
             return float(value)
@@ -63,7 +71,7 @@ def labels_in(cells: Iterable[object], names: Collection[str]) -> Iterator[objec
     return iter(found if is_words else numbers)
 
 
-def labels_of(
+def find_labels(
     values: Iterable[object],
     stated: Sequence[str] | None = None,
     model: Sequence[str] = (),
@@ -105,14 +113,14 @@ def labels_of(
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")
 
 
-def values_of(records: Iterator[Mapping[str, Any] | ValueError], column: str) -> Iterator[object]:
+def read_labels(records: Iterator[Mapping[str, Any] | ValueError], column: str) -> Iterator[object]:
     """Give the labels of all records, one by one also where a record has a list of them."""
     for record in records:
         value = None if isinstance(record, ValueError) else record.get(column)
         yield from value if isinstance(value, list) else [value]
 
 
-def label_fields(encoder: RecordEncoder, record: Record, labels: Labels) -> Fields:
+def label_fields(encoder: RecordEncoder, record: RoleValues, labels: Labels) -> RecordFields:
     """Encode a text, or a pair, with its label."""
     texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
     label = labels.number(record["label"])
@@ -127,7 +135,9 @@ def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the to
     return " " if tokenizer.decode(ids).strip() == "aa" else ""
 
 
-def tag_fields(encoder: RecordEncoder, record: Record, labels: Labels, space: str) -> Fields:
+def tag_fields(
+    encoder: RecordEncoder, record: RoleValues, labels: Labels, space: str
+) -> RecordFields:
     """Encode words with a tag each; special tokens and later pieces of a word have none."""
     words, tags = record["tokens"], record["tags"]
     if not (isinstance(words, list) and isinstance(tags, list)) or len(words) != len(tags):
@@ -138,12 +148,12 @@ def tag_fields(encoder: RecordEncoder, record: Record, labels: Labels, space: st
     found = encoder.tokenize([space + word for word in words], is_split_into_words=True)
     of_tokens, before = [], None
     for word in found.word_ids():
-        of_tokens.append(IGNORED_LABEL if word is None or word == before else numbers[word])
+        of_tokens.append(IGNORED if word is None or word == before else numbers[word])
         before = word
     return {INPUT_IDS: found[INPUT_IDS], LABELS: of_tokens}
 
 
-def span_fields(encoder: RecordEncoder, record: Record) -> Fields:
+def span_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question, a context, and where in its tokens the answer is; 0 is for none."""
     question, context = text_of(record, "question"), text_of(record, "context")
     span = _answer(record["answers"], context)
@@ -156,7 +166,7 @@ def span_fields(encoder: RecordEncoder, record: Record) -> Fields:
     return {name: found[name] for name in names} | ends
 
 
-def choice_fields(encoder: RecordEncoder, record: Record, num_choices: int) -> Fields:
+def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) -> RecordFields:
     """Encode a question with each of its choices; `labels` is the right one."""
     first, choices, label = choices_of(record)
     if len(choices) != num_choices:
@@ -168,7 +178,7 @@ def choice_fields(encoder: RecordEncoder, record: Record, num_choices: int) -> F
     return {**_rows(found, pad_token_of(encoder.tokenizer)), LABELS: label}
 
 
-def pair_fields(encoder: RecordEncoder, record: Record) -> Fields:
+def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode two texts that are to be near each other, as a row each."""
     texts = [text_of(record, role) for role in ("anchor", "positive")]
     found = encoder.tokenize(texts, return_attention_mask=True)
@@ -179,7 +189,7 @@ def pair_fields(encoder: RecordEncoder, record: Record) -> Fields:
     return rows
 
 
-def target_fields(encoder: RecordEncoder, record: Record) -> Fields:
+def target_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a source and a target, whose ids are the labels of an encoder-decoder."""
     source = encoder.tokenize(text_of(record, "source"))
     target = encoder.tokenize(text_target=text_of(record, "target"))
@@ -224,7 +234,7 @@ def _tokens_of(span: tuple[int, int], found: Any) -> tuple[int, int]:  # noqa: A
     return inside[0], inside[-1]
 
 
-def choices_of(record: Record) -> tuple[str, list[str], Any]:
+def choices_of(record: RoleValues) -> tuple[str, list[str], Any]:
     """Give what is asked, the choices, and the number of the right one, or a ValueError."""
     if "sent1" in record:
         begin = record["sent2"] or ""

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.core.errors import DataError
 from trainer.data.files import reading
 
-Records = Iterator[tuple[int, bytes]]
+NumberedLines = Iterator[tuple[int, bytes]]
 
 LONGEST_LINE = 2**27
 """Most bytes of a line: some corpora are one line of 100 MB; of zeros it is read in a second."""
@@ -48,7 +48,7 @@ def is_text(file: Path) -> bool:
         return b"\0" not in stream.read(_BINARY_HEAD)
 
 
-def lines_of(file: Path) -> Records:
+def lines_of(file: Path) -> NumberedLines:
     """Give the lines of a file with their ends; a DataError for one beyond `LONGEST_LINE`."""
     number = 0
     with reading(file), open_unpacked(file) as stream:
@@ -60,7 +60,7 @@ def lines_of(file: Path) -> Records:
             yield number, line.removeprefix(_BOM) if number == 1 else line
 
 
-def paragraphs_of(file: Path) -> Records:
+def paragraphs_of(file: Path) -> NumberedLines:
     """Give each run of lines that are not blank."""
     for is_blank, run in groupby(lines_of(file), lambda line: not line[1].strip()):
         if not is_blank:
@@ -68,12 +68,12 @@ def paragraphs_of(file: Path) -> Records:
             yield numbers[0], b"".join(lines).rstrip(b"\r\n")
 
 
-def whole_text_of(file: Path) -> Records:
+def whole_text_of(file: Path) -> NumberedLines:
     """Give all of a file."""
     yield 1, b"".join(line for _, line in lines_of(file)).rstrip(b"\r\n")
 
 
-def json_records_of(file: Path) -> Records:
+def json_records_of(file: Path) -> NumberedLines:
     """Give the lines of a file that are not blank, or the records, by number, of a list in it."""
     if not _holds_list(file):
         yield from ((number, line) for number, line in lines_of(file) if line.strip())
@@ -95,7 +95,7 @@ def _holds_list(file: Path) -> bool:
         return bool(stream.read(_BINARY_HEAD).lstrip(_BOM + b" \t\r\n").startswith(b"["))
 
 
-def place_of(file: Path, number: int) -> str:
+def record_place(file: Path, number: int) -> str:
     """Name a record by its line, or by its number in a list."""
     return f"{file}: record {number}" if _holds_list(file) else f"{file}:{number}"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer.core.errors import DataError, TrainError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import SIGNALS
@@ -25,13 +25,12 @@ from trainer.core.user_code import described
 from trainer.core.world import rng_key
 from trainer.data.collate import (
     ATTENTION_MASK,
-    IGNORED_LABEL,
     LABELS,
     Limits,
     aligned_fields,
     num_rows,
-    pack,
-    pad,
+    pack_samples,
+    pad_samples,
     value_out_of_range,
 )
 from trainer.data.samples import (
@@ -42,13 +41,13 @@ from trainer.data.samples import (
     faults_of,
     num_tokens,
     preserve_generators,
-    seed_draws,
+    seed_cpu_draws,
 )
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
 DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
-Prepare = Callable[[dict[str, Tensor]], Mapping[str, Any]]
+PrepareFields = Callable[[dict[str, Tensor]], Mapping[str, Any]]
 """Gives a sample as an objective takes it, with as many tokens."""
 AHEAD = 2  # requests that a worker, or the thread, loads at least before they are asked for
 
@@ -95,8 +94,8 @@ class Loader(Dataset[Any]):
         self.dataset = DataView.of(dataset)
         self.num_workers, self.seed = num_workers, seed
         self.limits, self._unaligned = limits or {}, frozenset(unaligned)
-        self._augment: Prepare | None = None
-        self._prepare: Prepare | None = None
+        self._augment: PrepareFields | None = None
+        self._prepare: PrepareFields | None = None
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
@@ -132,7 +131,7 @@ class Loader(Dataset[Any]):
         """Whether `load` may run in a thread beside training."""
         return self.num_workers == 0 and not self.draws_randomness
 
-    def augment_with(self, augment: Prepare | None) -> None:
+    def augment_with(self, augment: PrepareFields | None) -> None:
         """Change every sample before an objective does; before a stream begins.
 
         Loaders that are made `of` this one do not: they load what is evaluated.
@@ -140,7 +139,7 @@ class Loader(Dataset[Any]):
         self._augment = augment
         vars(self).pop("aligned", None)
 
-    def prepare_with(self, prepare: Prepare | None) -> None:
+    def prepare_with(self, prepare: PrepareFields | None) -> None:
         """Change every sample before collation; before a stream begins."""
         self._prepare = prepare
         vars(self).pop("aligned", None)
@@ -242,7 +241,7 @@ class Loader(Dataset[Any]):
         return self._workers
 
     @property
-    def _changes(self) -> dict[str, Prepare]:
+    def _changes(self) -> dict[str, PrepareFields]:
         """What changes a sample once it is read, in order, by who asks for it."""
         named = {
             "`augment` of the data": self._augment,
@@ -265,7 +264,7 @@ class Loader(Dataset[Any]):
             if data.collate is not None:
                 fields = self._collated(data.collate, samples, request)
             else:
-                join = pack if request.packed else pad
+                join = pack_samples if request.packed else pad_samples
                 pad_token = data.facts.pad_token_id
                 fields = join(samples, self.aligned, request.pad_to, name, pad_token)
         if fault := value_out_of_range(fields, self.limits):
@@ -288,7 +287,7 @@ class Loader(Dataset[Any]):
         """Make fields of zero weight, like those of the first sample in all else."""
         fields = self._assembled(replace(request, ids=(0,), pad_to=int(self.dataset.lengths[0])))
         if request.packed:
-            return {**fields, LABELS: torch.full_like(fields[LABELS], IGNORED_LABEL)}
+            return {**fields, LABELS: torch.full_like(fields[LABELS], IGNORED)}
         return {name: field[:0] for name, field in fields.items()}
 
     @cached_property
@@ -327,7 +326,7 @@ class Loader(Dataset[Any]):
         for owner, change in self._changes.items():
             place = f"{owner}, on {self.dataset.name_of(i)}"
             # Draws of its own, and not once more those that the data set had.
-            seed_draws(rng_key(self.seed, epoch, i, owner.split("`")[1]))
+            seed_cpu_draws(rng_key(self.seed, epoch, i, owner.split("`")[1]))
             with faults_of(place):
                 sample = as_tensors(dict(change(sample)), lambda place=place: place)  # type: ignore[misc] # mypy infers no lambda with a default
         return sample

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Sources
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
-from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, KeyArray, Sample, num_tokens
 from trainer.data.view import DataView
 from trainer.plan.cut import IntArray
@@ -258,7 +258,7 @@ class MixturePart(Joined):
         for source, name in enumerate(self.source_names):
             view, count = self._views[source], self._counts[source]
             tokens, repeats = int(self._lengths(source).sum()), count / len(view)
-            text = joined(
+            text = join_parts(
                 f"{name}: weight {self._weights[source]:g}",
                 f"{number(count)} of {plural(len(view), 'sample')}",
                 f"each {repeats:.2f} times an epoch"
@@ -268,7 +268,7 @@ class MixturePart(Joined):
                 (left_out := self._left_out.get(name, 0)) and f"{left_out:,} held out elsewhere",
             )
             inner = [each.text for each in view.describe_records(facts)]
-            rows += [row("", joined(text, *inner))]
+            rows += [row("", join_parts(text, *inner))]
             record[name] = {
                 "weight": self._weights[source],
                 "num_samples": count,

@@ -25,7 +25,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
 from trainer.data.files import OTHER, Listing, files_at, reading
-from trainer.data.lines import UNPACKED, is_text, kind_suffix, place_of
+from trainer.data.lines import UNPACKED, is_text, kind_suffix, record_place
 from trainer.data.samples import HELD_OUT_NAMES, TRAIN
 from trainer.data.tables import ROWS, WHOLE_TEXT, read_table
 from trainer.models.transformers_classes import quiet
@@ -122,7 +122,7 @@ class RecordSource:
         if self.kind in ROWS:
             rows = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
             file, line = next(islice(rows, row, None))
-            return place_of(file, line + before)
+            return record_place(file, line + before)
         return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
 
 

@@ -33,6 +33,9 @@ HELD_OUT = "held_out"
 HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
 """What a held-out part may be called, the first one first, beside one called `train`."""
 
+HOLDOUT = 0.05
+"""Share that is held out where nobody says."""
+
 
 class Samples(Protocol):
     """A data set: two methods, and attributes that it may have beside them.
@@ -122,7 +125,7 @@ def _converted(value: object) -> tuple[Tensor | None, str]:
         return None, f" ({' '.join(str(error).split()):.99})"
 
 
-def seed_draws(key: int) -> None:
+def seed_cpu_draws(key: int) -> None:
     """Seed PyTorch's CPU generator, NumPy's legacy one, and Python's."""
     # torch.manual_seed would reset the generators of every GPU too.
     torch.default_generator.manual_seed(key)

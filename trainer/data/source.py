@@ -14,7 +14,7 @@ from trainer.data.mixture import Joined
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.data.split import (
     OWN_PART,
-    Overlap,
+    HeldOutOverlap,
     Split,
     find_overlap,
     have_equal_contents,
@@ -44,7 +44,7 @@ class DataSource:
         """
         split, found = self.split, None
         if compares:
-            found = Overlap(**world.on_main(lambda: asdict(find_overlap(self.train, data))))
+            found = HeldOutOverlap(**world.on_main(lambda: asdict(find_overlap(self.train, data))))
             warnings = *split.warnings, *overlap_warning(key, found, self.train)
             split = replace(split, warnings=warnings)
         if name == OWN_PART:
@@ -87,7 +87,7 @@ class SourceSpec:
             return DataSource(train=train, held_out={}, split=split)
         if compares:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
-            split = replace(split, overlap=Overlap(**found))
+            split = replace(split, overlap=HeldOutOverlap(**found))
         split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
         sources = {
             name: DataView(rest, len(places), partial(picked, places), f"source {name}")

@@ -30,7 +30,7 @@ COMPARED_S = 5.0
 SHARED_SHARE = 0.1
 """Share of held-out samples that may be trained on, too, before it is a warning."""
 
-FAR = 0.05
+SHARE_TOLERANCE = 0.05
 """How far the share held out may be from the one asked for, beyond a factor of two."""
 
 OWN_PART = ""
@@ -39,7 +39,7 @@ OWN_PART = ""
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
+class HeldOutOverlap:
     """What comparing samples of both parts by their contents found."""
 
     held_out: int  # samples of the held-out part that were looked for
@@ -55,9 +55,9 @@ class Split:
     rule: str  # in words
     holdout: float | None  # share that was asked for; None where the data bring their own parts
     seed: int  # `data.split_seed`.
-    overlap: Overlap | None = None  # of the contents; None where they were not compared
+    overlap: HeldOutOverlap | None = None  # of the contents; None where they were not compared
     # Likewise of each named held-out set
-    sets: Mapping[str, Overlap | None] = field(default_factory=dict)
+    sets: Mapping[str, HeldOutOverlap | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # what a person must know about it
 
     def to_json(self, train: DataView, parts: Mapping[str, DataView]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def have_equal_contents(first: DataView, second: DataView) -> bool:
     return bool(others) and all(hashes[i] == other for i, other in others.items())
 
 
-def find_overlap(train: DataView, held_out: DataView) -> Overlap:
+def find_overlap(train: DataView, held_out: DataView) -> HeldOutOverlap:
     """Look for held-out samples in training, by their contents.
 
     Costs the reading of at most four times `COMPARED` samples, and twice `COMPARED_S`.
@@ -118,7 +118,7 @@ def find_overlap(train: DataView, held_out: DataView) -> Overlap:
     hashes = _hashes(train, among)
     there = set(hashes.values())
     found = sum(each in there for each in wanted.values())
-    return Overlap(held_out=len(wanted), training=len(hashes), found=found)
+    return HeldOutOverlap(held_out=len(wanted), training=len(hashes), found=found)
 
 
 def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterable[str]:
@@ -131,7 +131,7 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
         }
         for unit, (out, rest) in parts.items():
             share = out / (out + rest)
-            if abs(share - asked) > FAR and not asked / 2 <= share <= 2 * asked:
+            if abs(share - asked) > SHARE_TOLERANCE and not asked / 2 <= share <= 2 * asked:
                 yield (
                     f"data.holdout={asked:g}: {share:.0%} of the {unit} are held out "
                     f"({split.rule}); divide the data into more and smaller pieces, or set another "
@@ -140,7 +140,7 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
                 return
 
 
-def overlap_warning(key: str, shared: Overlap | None, train: DataView) -> Iterable[str]:
+def overlap_warning(key: str, shared: HeldOutOverlap | None, train: DataView) -> Iterable[str]:
     """Warn of samples that are evaluated and trained on, by the key that gives them."""
     allowed = 0 if train.sources else SHARED_SHARE  # a copy in another source may not be known
     if shared is not None and shared.found > allowed * shared.held_out:

@@ -18,6 +18,7 @@ from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import progress
 from trainer.data.index import Add, Index, cached_index
+from trainer.data.samples import HOLDOUT
 
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -52,7 +53,7 @@ class StdlibText(ByteDocuments):
         self,
         split: str = "train",
         max_length: Pair = 256,
-        holdout: Share = 0.05,
+        holdout: Share = HOLDOUT,
         seed: int = 0,
         overlong: Overlong = "chunk",
         root: str | None = None,

@@ -19,7 +19,7 @@ WHOLE_TEXT = "whole text"
 _BATCH = 100
 """Records at a time: bounds the memory where a record is a book."""
 
-Rows = Iterator[tuple[int, dict[str, Any]]]
+NumberedRows = Iterator[tuple[int, dict[str, Any]]]
 """Records, each with the number of its first line."""
 
 
@@ -44,7 +44,7 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     return Dataset.from_file(str(to))
 
 
-def _csv_rows(file: Path) -> Rows:
+def _csv_rows(file: Path) -> NumberedRows:
     """Divide CSV by tabs where it is named `.tsv`, else by what the first line has most of."""
     csv.field_size_limit(lines.LONGEST_LINE)
     _, head = next(lines.lines_of(file), (1, b""))
@@ -68,11 +68,11 @@ def _csv_rows(file: Path) -> Rows:
         raise DataError(f"data: {place}: {lines.fault(error)[1]}") from error
 
 
-def _text_rows(divide: Callable[[Path], lines.Records], file: Path) -> Rows:
+def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
     return ((number, {"text": text}) for number, text in divide(file))
 
 
-ROWS: Mapping[str, Callable[[Path], Rows]] = {
+ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
     "csv": _csv_rows,
     "json": partial(_text_rows, lines.json_records_of),
     "text": partial(_text_rows, lines.paragraphs_of),

@@ -15,6 +15,7 @@ from trainer.data import lines
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import Add, Index, cached_index, refuse_many
+from trainer.data.samples import HOLDOUT
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _JSON = ".json"
@@ -60,7 +61,7 @@ class Text(ByteDocuments):
         field: FieldName | None = None,
         split: str = "train",
         max_length: Pair = 256,
-        holdout: Share = 0.05,
+        holdout: Share = HOLDOUT,
         seed: int = 0,
         overlong: Overlong = "chunk",
         on_bad: Literal["stop", "skip"] = "stop",
@@ -97,7 +98,7 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
                     document = document_of(record)
                 except ValueError as error:
                     before, why = lines.fault(error)
-                    bad.append(f"{lines.place_of(file, number + before)}: {why}")
+                    bad.append(f"{lines.record_place(file, number + before)}: {why}")
                     if not skips:
                         text = f"data: {bad[0]}; fix it, or use data.on_bad=skip"
                         raise DataError(text) from error

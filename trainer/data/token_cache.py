@@ -23,7 +23,7 @@ from trainer.data.formats import Format, recognise
 from trainer.data.lines import fault
 from trainer.data.records import RecordSource, select
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import Kind
+from trainer.data.token_samples import SampleKind
 
 _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""
@@ -144,7 +144,9 @@ def _fields_of(
     form: Format,
     tokenizer: Any,  # noqa: ANN401
     options: EncodeOptions,
-) -> tuple[Callable[[encode.RecordEncoder, encode.Record], encode.Fields], dict[str, Any]]:
+) -> tuple[
+    Callable[[encode.RecordEncoder, encode.RoleValues], encode.RecordFields], dict[str, Any]
+]:
     """Choose what encodes a record; labels and choices are looked at first."""
     if form.name == "text":
         ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
@@ -163,11 +165,13 @@ def _fields_of(
         return _WITHOUT_LABELS[form.name], {}
     column = form.columns["label" if form.name == "label" else "tags"]
     try:
-        values = label_encoders.values_of(_records(source, parts), column)
+        values = label_encoders.read_labels(_records(source, parts), column)
         names = options.label_names or options.model_labels
         values = label_encoders.labels_in(values, names) if source.kind == "csv" else values
         stated = _class_names(_trained_on(parts), column)
-        labels = label_encoders.labels_of(values, stated, options.model_labels, options.label_names)
+        labels = label_encoders.find_labels(
+            values, stated, options.model_labels, options.label_names
+        )
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
@@ -213,7 +217,7 @@ class _Writer:
     ) -> None:
         self._source, self._encoder, self._add, self._skips = source, encoder, add, skips
         self.bad, self.dropped = list[str](), Counter[str]()
-        self.kinds: Mapping[str, Kind] = {}
+        self.kinds: Mapping[str, SampleKind] = {}
         # By part, the first row and the number of records that were kept one after the other
         self.runs: dict[str, list[list[int]]] = {}
 

@@ -43,7 +43,7 @@ class Ends:
         return ids[:-end] if end and tuple(ids[-end:]) == self.suffix else ids
 
 
-Kind = str | int
+SampleKind = str | int
 """What a field of a sample is: `ids`, a `number`, a `real` one, or how many rows it has."""
 
 
@@ -129,7 +129,7 @@ class FieldSamples:
     The index holds what `packed_fields` gave for each; `kinds` are of the fields, in their order.
     """
 
-    def __init__(self, index: Index, kinds: Mapping[str, Kind]) -> None:
+    def __init__(self, index: Index, kinds: Mapping[str, SampleKind]) -> None:
         self._index, self._kinds, self.settings = index, kinds, str(kinds)
         self.documents = np.arange(len(index.groups))
         heads = index.offsets[:-1] // STORED.itemsize + [*kinds].index(INPUT_IDS)
@@ -147,7 +147,7 @@ class FieldSamples:
         return found
 
 
-def _tensor(values: npt.NDArray[np.int32], kind: Kind) -> Tensor:
+def _tensor(values: npt.NDArray[np.int32], kind: SampleKind) -> Tensor:
     if kind == "real":
         return torch.tensor(float(values.view(REAL)[0]))
     tensor = torch.from_numpy(values.astype(np.int64))
@@ -156,7 +156,7 @@ def _tensor(values: npt.NDArray[np.int32], kind: Kind) -> Tensor:
     return tensor if kind == "ids" else tensor[0]
 
 
-def kinds_of(fields: Mapping[str, Any]) -> dict[str, Kind]:
+def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
     """Tell the kinds of the fields of a sample."""
     arrays = {name: np.asarray(values) for name, values in fields.items()}
     names = {1: "ids"}

@@ -19,7 +19,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts
 from trainer.data.files import files_at, reading
-from trainer.data.samples import HELD_OUT, TRAIN, held_out_count
+from trainer.data.samples import HELD_OUT, HOLDOUT, TRAIN, held_out_count
 from trainer.data.token_samples import divide
 from trainer.plan.cut import IntArray
 
@@ -63,7 +63,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         split: str = "train",
         max_length: Pair = 256,
         dtype: Literal["auto", "uint16", "uint32"] = "auto",
-        holdout: Share = 0.05,
+        holdout: Share = HOLDOUT,
         vocab_size: Count | None = None,
     ) -> None:
         self._of_side = partial(

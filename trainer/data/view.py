@@ -33,7 +33,7 @@ from trainer.data.samples import (
     num_tokens,
     preserve_generators,
     raise_fault,
-    seed_draws,
+    seed_cpu_draws,
     train_ids,
 )
 from trainer.plan.cut import IntArray
@@ -262,7 +262,7 @@ class DataView:
 
         Of PyTorch's CPU generator, NumPy's legacy one and Python's, and of those of the data set.
         """
-        seed_draws(key := rng_key(*parts))
+        seed_cpu_draws(key := rng_key(*parts))
         for path, generator in self._generators.items():
             reseed(generator, rng_key(key, path))
 

@@ -19,7 +19,7 @@ from typing import Any, final
 
 from trainer.config.secrets import without_secrets
 from trainer.core import errors
-from trainer.core.rank_progress import Position
+from trainer.core.rank_progress import RankPosition
 from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
@@ -45,12 +45,12 @@ class Ended:
     code: int  # of its process; negative for the signal that killed it
     report: Mapping[str, Any]  # what `describe_end` made of its end, empty where it left none
     at: float  # in seconds since the epoch; clocks differ by less than time limits
-    place: Position  # where it was
+    place: RankPosition  # where it was
     since: float  # when it came there, in seconds since the epoch
     is_killed: bool = False  # since it did not go on, or another one had ended
 
     @classmethod
-    def now(cls, rank: int, place: Position, report: Mapping[str, Any]) -> Ended:
+    def now(cls, rank: int, place: RankPosition, report: Mapping[str, Any]) -> Ended:
         """Describe the end of a rank of this machine at this moment."""
         at, passed_s = time.time(), time.monotonic() - place.since
         return cls(rank, report.get("code", 1), report, at, place, at - passed_s)
@@ -109,7 +109,7 @@ class Records:
             found = json.loads((self.folder / f"end-{rank}.json").read_bytes())
         except (OSError, ValueError):
             return None
-        return Ended(**{**found, "place": Position(**found["place"])})
+        return Ended(**{**found, "place": RankPosition(**found["place"])})
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -76,12 +76,12 @@ def _work(
     try:
         with stop_signals(ends_at_second=False) as stop:
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
-            from trainer.launch.session import joined, run_rank  # noqa: PLC0415 - imports torch
+            from trainer.launch.session import joined_session, run_rank  # noqa: PLC0415 - imports torch
 
             config = from_text(job["config"])
             if member.is_ours:
                 _redirect(rank_log(config, folder, member.rank))
-            with joined(config, member, rank_progress) as world:
+            with joined_session(config, member, rank_progress) as world:
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(rank_log(config, folder, member.rank))

@@ -86,7 +86,9 @@ def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
 
 
 @contextmanager
-def joined(config: RunConfig, member: Membership, rank_progress: RankProgress) -> Iterator[World]:
+def joined_session(
+    config: RunConfig, member: Membership, rank_progress: RankProgress
+) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
     try:
         world = _prepare(config, gpu_index(member, len(gpu.devices())))

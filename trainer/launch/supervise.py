@@ -25,7 +25,7 @@ from trainer.config.run_config import READING, RunConfig, to_text
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.rank_progress import Position, RankProgress
+from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.membership import Membership
 from trainer.report import journal
@@ -33,7 +33,7 @@ from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step
 
 UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
-POLL_S = 0.05  # how often to look
+RANK_POLL_S = 0.05  # how often to look
 LONGEST_POLL_S = 1.0  # on a busy machine; what takes longer is a job that was suspended
 GRACE_S = 1.0  # for others to notice that a rank failed before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
@@ -94,7 +94,7 @@ def _attempt(
         watch = Watch(records=records, timeout_s=timeout_s, unbegun=unbegun, stop=stop)
         try:
             for member in members:
-                watch.children.append(start(records, member))
+                watch.children.append(start_rank(records, member))
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
@@ -125,7 +125,7 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start(records: Records, member: Membership) -> Child:
+def start_rank(records: Records, member: Membership) -> Child:
     """Start a rank, whose job lies in the folder of the records."""
     place, rank, size = str(records.folder), str(member.rank), str(member.size)
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
@@ -173,7 +173,7 @@ class Watch:
     came_at: dict[int, tuple[float, float]] = field(default_factory=dict)  # `since`, and `ran_s`
     deadline: float = float("inf")  # when what still runs is killed
     # Where the others were when the first one ended badly, or hung.
-    places: dict[int, Position] = field(default_factory=dict)
+    places: dict[int, RankPosition] = field(default_factory=dict)
     stopped_at: float | None = None  # when they were asked to stop
 
     def run(self) -> None:
@@ -188,10 +188,10 @@ class Watch:
                 self._note_places(running, STACKS_S)
             for child in running:
                 self._look_at(child)
-            time.sleep(POLL_S)
+            time.sleep(RANK_POLL_S)
             self.ran_s += min(time.monotonic() - began, LONGEST_POLL_S)
 
-    def _is_overdue(self, child: Child, place: Position) -> bool:
+    def _is_overdue(self, child: Child, place: RankPosition) -> bool:
         """Tell whether a rank has been at its place for longer than it may."""
         since, came_at = self.came_at.get(child.rank, (None, 0.0))
         if since != place.since:
@@ -199,7 +199,7 @@ class Watch:
             self.came_at[child.rank] = place.since, came_at
         return self.ran_s - came_at > place.limit_s(self.timeout_s)
 
-    def _pass_on(self, running: Sequence[Child], places: Sequence[Position]) -> None:
+    def _pass_on(self, running: Sequence[Child], places: Sequence[RankPosition]) -> None:
         """Ask the ranks to stop, and let the next signal end them; do not wait till they begin."""
         if self.stopped_at is None:
             self.stopped_at = self.ran_s

@@ -11,7 +11,7 @@ from trainer.core.micro_batch import Fields
 
 BOUNDARIES = "cu_seqlens"
 """The field that says where packed documents begin."""
-OTHER_WORDS = ("cu_seq_lens_q", "position_ids")
+BOUNDARY_FIELDS = ("cu_seq_lens_q", "position_ids")
 """Parameters by which a forward without it may learn the same; whether it does is to be tried."""
 
 

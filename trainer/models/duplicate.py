@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Value = TypeVar("Value")
+Copied = TypeVar("Copied")
 
 
 @final
@@ -31,10 +31,10 @@ class _TensorCopies(TorchFunctionMode):
 
 
 def duplicate(
-    value: Value,
+    value: Copied,
     memo: dict[int, Any] | None = None,
     copy_of: Callable[[Tensor], Tensor] | None = None,
-) -> Value:
+) -> Copied:
     """Copy a model, or several objects that share parts, tensors by `copy_of` where it is given."""
     with _TensorCopies(copy_of):
         return copy.deepcopy(value, memo)

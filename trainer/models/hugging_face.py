@@ -20,7 +20,7 @@ from trainer.models.lazy_loading import load_unread
 from trainer.models.model_folder import CONFIG_FAULTS, read_config, refuse_files, refuse_sizes
 from trainer.models.task import task_of, task_of_class
 from trainer.models.text_pooling import set_pooling
-from trainer.models.transformers_classes import described, note_loaded, quiet
+from trainer.models.transformers_classes import note_loaded, quiet, with_config_settings
 
 _CLASSES: Mapping[components.Task, str] = {
     "causal_lm": "AutoModelForCausalLM",
@@ -42,7 +42,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     config: components.ExistingPath | components.ConfigFields | None = None,
     task: components.Task | None = None,
     dtype: components.FloatType = "float32",
-    attn_implementation: components.Attention | None = None,
+    attn_implementation: components.AttentionKernel | None = None,
     num_classes: components.Count | None = None,
     ignore_mismatched_sizes: bool = False,
     label_names: Sequence[str] | None = None,
@@ -131,7 +131,7 @@ def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN4
     refuse_sizes(settings, source)
     found: Any = AutoConfig.for_model(**settings)
     kind = type(found)
-    known = inspect.signature(described(kind, settings, typed=True)).parameters
+    known = inspect.signature(with_config_settings(kind, settings, typed=True)).parameters
     for name in settings.keys() - {*known, "model_type"}:
         rest = {n: value for n, value in settings.items() if n not in {name, "model_type"}}
         with quiet():

@@ -15,6 +15,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from trainer.core.format import DTYPE_WORDS
+
 _LOADERS = {"from_pretrained", "from_config", "_from_config"}
 _DTYPES = ("dtype", "torch_dtype")
 _NAMED = {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
@@ -23,7 +25,8 @@ PRETRAINED = "pretrained_model_name_or_path"
 """Argument of what loads a model: a folder, or a name on the hub."""
 
 _FEW = 2  # names, which tell what the others are
-_SHORT = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+_STORED_WORDS = {word.upper().replace("P", ""): word for word in DTYPE_WORDS.values()}
+"""The field's words by those of safetensors, such as `F32`."""
 
 
 def with_dtype(target: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def noting(target: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable
     return load
 
 
-def described(
+def with_config_settings(
     target: Callable[..., Any], names: Collection[str], *, typed: bool
 ) -> Callable[..., Any]:
     """Let a model that takes a config object be described by its config's settings.
@@ -179,4 +182,6 @@ def pretrained_of(params: Mapping[str, Any]) -> str | None:
 def _dtypes(file: Path) -> Iterator[str]:
     with safe_open(str(file), "pt") as tensors:
         kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    yield from (_SHORT.get(kind, kind.lower()) for kind in kinds if kind.startswith(("F", "BF")))
+    yield from (
+        _STORED_WORDS.get(kind, kind.lower()) for kind in kinds if kind.startswith(("F", "BF"))
+    )

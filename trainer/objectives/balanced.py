@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainer.config.components import Count, NonNegative
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields, output_part
-from trainer.objectives.base import IGNORED, ModelCall, Sums, at_least_single, logits_of
+from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.objectives.base import ModelCall, Sums, at_least_single, logits_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.next_token import shifted_labels
 

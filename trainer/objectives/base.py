@@ -65,10 +65,6 @@ class LayeredCall(Protocol):
         """Call the model with what goes into that layer in place of the logits."""
 
 
-IGNORED = -100
-"""The label of what is no loss term, as everywhere in PyTorch."""
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:

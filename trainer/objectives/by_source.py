@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from trainer.core.micro_batch import Fields
-from trainer.data.collate import IGNORED_LABEL, LABELS
+from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.collate import LABELS
 from trainer.data.samples import SOURCE, without_marks
 
 if TYPE_CHECKING:
     from trainer.objectives.base import ModelCall, Objective, Sums
-
-DOUBLE = torch.float64
 
 
 def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
@@ -44,7 +42,7 @@ def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
 def labels_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
     """Give the labels of a micro-batch once for each source, -100 in all that is of another."""
     marks = marks_by_source(objective, fields).items()
-    return {name: fields[LABELS].masked_fill(~mark, IGNORED_LABEL) for name, mark in marks}
+    return {name: fields[LABELS].masked_fill(~mark, IGNORED) for name, mark in marks}
 
 
 def figure_of(source: str, term: str, terms: int) -> str:
@@ -74,14 +72,16 @@ def source_sums(
     for source in present:
         sums: Mapping[str, Tensor] = losses
         if len(present) > 1 and given.terms is not None:
-            sums = dict.fromkeys(losses, given.terms.where(marks[source], 0.0).sum(dtype=DOUBLE))
+            sums = dict.fromkeys(
+                losses, given.terms.where(marks[source], 0.0).sum(dtype=torch.float64)
+            )
         elif len(present) > 1:
-            labels = fields[LABELS].masked_fill(~marks[source], IGNORED_LABEL)
+            labels = fields[LABELS].masked_fill(~marks[source], IGNORED)
             with torch.no_grad():
                 sums = objective.sums(call, {**without_marks(fields), LABELS: labels}).losses
         found |= {names[source][term]: sums[term].detach().double() for term in losses}
     absent = (f for s, figures in names.items() if s not in present for f in figures.values())
-    zero = torch.zeros((), dtype=DOUBLE, device=next(iter(losses.values())).device)
+    zero = torch.zeros((), dtype=torch.float64, device=next(iter(losses.values())).device)
     return found | dict.fromkeys(absent, zero)
 
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from trainer.config.components import Share, Weights, Whole
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.objectives.base import (
-    IGNORED,
     ModelCall,
     Objective,
     Sums,

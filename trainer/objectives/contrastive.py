@@ -28,9 +28,9 @@ SCALE, BIAS = "logit_scale", "logit_bias"
 added to them then."""
 DIGESTS = "digests"  # of a sample's texts and image, among its rows
 FIXED = 0.05  # temperature of a model without a scale
-LARGEST = math.log(100)  # of the scale, as in CLIP; beyond it training is unstable
+MAX_LOG_SCALE = math.log(100)  # of the scale, as in CLIP; beyond it training is unstable
 RECALLED = (1, 5, 10)
-CHUNK = 1024  # rows of the matrix of scores that are there at once
+SCORE_ROWS = 1024  # rows of the matrix of scores that are there at once
 
 
 @final
@@ -113,7 +113,7 @@ class Contrastive(CoupledObjective):
             return torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
         scale = rows[SCALE].mean()
         if bounds:  # the gradient is that at the bound, so that it can come back
-            scale = scale + (LARGEST - scale).clamp(max=0).detach()
+            scale = scale + (MAX_LOG_SCALE - scale).clamp(max=0).detach()
         return scale.exp()
 
 
@@ -148,7 +148,7 @@ def _by_chunks(
     compute: Callable[..., Sequence[Tensor]], query: Tensor, *others: Tensor
 ) -> list[tuple[Tensor, ...]]:
     """Compute for some queries at a time; of several chunks no scores are left for the backward."""
-    starts = range(0, len(query), CHUNK)
+    starts = range(0, len(query), SCORE_ROWS)
     if len(starts) > 1:
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     return [*zip(*(compute(start, query, *others) for start in starts), strict=True)]
@@ -163,7 +163,7 @@ def _scores(
     bias: Tensor | float = 0.0,
 ) -> Tensor:
     """Score a chunk of queries; -inf where another sample is no negative."""
-    chunk = slice(start, start + CHUNK)
+    chunk = slice(start, start + SCORE_ROWS)
     is_equal = (digests[chunk, None] == digests).any(-1)
     is_equal.diagonal(start).zero_()
     return (query[chunk] @ document.T * scale + bias).masked_fill(is_equal, -math.inf)
@@ -182,7 +182,7 @@ def _softplus(start: int, *pairs: Tensor) -> Sequence[Tensor]:
 def _recalls(query: Tensor, document: Tensor, digests: Tensor) -> dict[str, Tensor]:
     """Count the queries whose own document is among the first by score."""
     ranks = []
-    for start in range(0, len(query), CHUNK):
+    for start in range(0, len(query), SCORE_ROWS):
         scores = _scores(start, query, document, digests)
         own = scores.diagonal(start)
         # What is not a number is found by no query, however few documents there are.

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.core import gpu
+from trainer.core.micro_batch import IGNORED
 from trainer.models.compilation import compiled
-from trainer.objectives.base import IGNORED
 
 CHUNK_BYTES = {"cpu": 2**25, "gpu": 2**29}
 """Logits of a chunk in fp32: on a CPU about its cache; on a GPU so many that a weight gradient

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.objectives.base import IGNORED, LabelKind, Objective
+from trainer.core.micro_batch import IGNORED
+from trainer.objectives.base import LabelKind, Objective
 
 SumOf = Callable[[Tensor, Tensor], Tensor]
 """Logits and labels, of labels that count alone, to what is summed."""
@@ -131,7 +132,7 @@ def _pearson(sums: Tensor) -> float:
 
 _COUNTS: Mapping[LabelKind, SumOf] = {"classes": _class_counts, "flags": _flag_counts}
 _MOMENTS: Mapping[LabelKind, SumOf] = {"numbers": _moments}
-METRICS: Mapping[str, Metric] = {
+METRIC_OF: Mapping[str, Metric] = {
     "accuracy": Metric({"classes": _hits, "flags": _flag_hits}, _ratio),
     "f1": Metric({"classes": _class_counts}, _f1),
     "f1_macro": Metric(_COUNTS, partial(_f1, average="macro")),
@@ -149,7 +150,7 @@ METRICS: Mapping[str, Metric] = {
 def _metric(name: str) -> Metric:
     if name.startswith("top_"):
         return Metric({"classes": partial(_hits, k=int(name.removeprefix("top_")))}, _ratio)
-    return METRICS[name]
+    return METRIC_OF[name]
 
 
 def check_metrics(objective: Objective, names: Sequence[str]) -> None:
@@ -159,7 +160,7 @@ def check_metrics(objective: Objective, names: Sequence[str]) -> None:
         ConfigError: one line for all of them.
     """
     kind, name = objective.label_kind, type(objective).__name__
-    known = [each for each, metric in METRICS.items() if kind in metric.sums]
+    known = [each for each, metric in METRIC_OF.items() if kind in metric.sums]
     if odd := [each for each in names if kind not in _metric(each).sums]:
         which = f"it has {', '.join(known)}" if known else "it shows no logits and labels"
         raise ConfigError(
@@ -208,7 +209,7 @@ def add_statistics(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None
         total[name] = total[name] + each if name in total else each
 
 
-def figures_of(objective: Objective, sums: Mapping[str, Tensor]) -> dict[str, float]:
+def metrics_of_sums(objective: Objective, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Turn the sums of a whole evaluation into metrics by name."""
     named = {f"{n} of {objective.label_kind}": n for n in objective.named_metrics}
     own = {name: each for name, each in sums.items() if name not in named}

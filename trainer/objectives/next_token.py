@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trainer.config.components import NonNegative, Share
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.objectives.base import (
-    IGNORED,
     LayeredCall,
     ModelCall,
     Objective,

@@ -22,14 +22,14 @@ from trainer.core.rows import Row, row
 from trainer.models.output_layer import output_matrices
 from trainer.optim.optimizers import (
     AdamW,
-    Job,
     OptimizerSpec,
+    TrainingJob,
     all_fuse,
     in_shards,
     without_compiler,
 )
 
-Groups = list[dict[str, Any]]
+SplitGroups = list[dict[str, Any]]
 _TABLES = nn.Embedding, nn.EmbeddingBag
 _USE_MUON = "use_muon"
 """Setting of a parameter group: which of the two steps it."""
@@ -50,10 +50,10 @@ class Muon(OptimizerSpec):
     eps: NonNegative = 1e-8  # of AdamW
 
     asks_for_output: ClassVar[bool] = True
-    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = AdamW.by_job
+    by_job: ClassVar[Mapping[TrainingJob, Mapping[str, Any]]] = AdamW.by_job
     decay_rates: ClassVar[tuple[str, ...]] = ("betas", "momentum")
 
-    def split(self, model: nn.Module, groups: Groups) -> Groups:
+    def split(self, model: nn.Module, groups: SplitGroups) -> SplitGroups:
         """See the base class."""
         hidden = _hidden_matrices(model)
         parts = []
@@ -64,7 +64,7 @@ class Muon(OptimizerSpec):
                 parts += [{**group, **named, _USE_MUON: is_hidden}] if members else []
         return parts
 
-    def construct(self, params: Groups) -> Optimizer:
+    def construct(self, params: SplitGroups) -> Optimizer:
         """See the base class."""
         matrices = [group for group in params if group[_USE_MUON]]
         if not matrices:
@@ -105,9 +105,9 @@ class MuonWithAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Groups,
-        muon: Callable[[Groups], Optimizer],
-        adamw: Callable[[Groups], Optimizer],
+        params: SplitGroups,
+        muon: Callable[[SplitGroups], Optimizer],
+        adamw: Callable[[SplitGroups], Optimizer],
     ) -> None:
         self._parts = {
             use_muon: build(members)

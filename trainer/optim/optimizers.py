@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.config.components import Betas, Decay, NonNegative
+from trainer.config.components import Betas, EmaDecay, NonNegative
 from trainer.core import gpu
 from trainer.core.errors import ConfigError
 from trainer.core.norms import NORMS
@@ -30,10 +30,10 @@ from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
 from trainer.optim.masters import MasterWeights, widen_gradients
 
-Groups = Mapping[str, Mapping[str, Any]]
+OptimizerGroups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
 
-Job: TypeAlias = Literal["scratch", "pretrained", "new head", "adapter"]
+TrainingJob: TypeAlias = Literal["scratch", "pretrained", "new head", "adapter"]
 """What is done with a model: its weights are drawn, or loaded, or loaded but for its head, or few
 new ones are trained beside them."""
 
@@ -49,12 +49,12 @@ class OptimizerSpec(Described, ABC):
     # Of weights; not of norms and biases, unless a group asks for it
     weight_decay: NonNegative = 0.0
     # Settings by name pattern: `lr`, `weight_decay`, `frozen`
-    groups: Groups = field(default_factory=dict)
+    groups: OptimizerGroups = field(default_factory=dict)
     # Share of the rate that each block has of that of the block behind it; None: all have the same
-    layer_decay: Decay | None = None
+    layer_decay: EmaDecay | None = None
 
     # What a job gives the arguments that the config leaves out or null
-    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {}
+    by_job: ClassVar[Mapping[TrainingJob, Mapping[str, Any]]] = {}
     # Whether it treats the matrices of the output layer in another way than hidden ones
     asks_for_output: ClassVar[bool] = False
     # Arguments that say what a running mean keeps of itself from step to step
@@ -135,7 +135,7 @@ class AdamW(OptimizerSpec):
 
     # As transformers, and peft for adapters, have them: a rate for weights that are drawn ruins
     # those that are loaded.
-    by_job: ClassVar[Mapping[Job, Mapping[str, Any]]] = {
+    by_job: ClassVar[Mapping[TrainingJob, Mapping[str, Any]]] = {
         "scratch": {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
         "pretrained": {"lr": 2e-5, **_LOADED},
         "new head": {"lr": 5e-5, **_LOADED},
@@ -256,7 +256,7 @@ def param_groups(
     model: nn.Module,
     lr: float,
     weight_decay: float,
-    groups: Groups,
+    groups: OptimizerGroups,
     scales: Mapping[int, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Sort the trainable parameters of a model into groups, each parameter once.
@@ -298,7 +298,7 @@ def param_groups(
     return found
 
 
-def match_groups(model: nn.Module, groups: Groups) -> dict[str, list[nn.Parameter]]:
+def match_groups(model: nn.Module, groups: OptimizerGroups) -> dict[str, list[nn.Parameter]]:
     """Give every parameter to the first pattern that matches one of its names."""
     names = list(model.named_parameters(remove_duplicate=False))
     taken: set[int] = set()

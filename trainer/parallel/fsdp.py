@@ -118,7 +118,7 @@ class Sharded(Parallel):
         root.set_reshard_after_forward(False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
-        fsdp_calls.prepare(root)
+        fsdp_calls.prepare_root(root)
         for unit in self._groups:
             unit.unshard()
         # FSDP2 makes them in the first gather, and goes on with the same objects.

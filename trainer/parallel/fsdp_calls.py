@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
-def prepare(root: FSDPModule) -> None:
+def prepare_root(root: FSDPModule) -> None:
     """Do what FSDP2 does in its first forward, which a rank without micro-batches never runs."""
     root._get_fsdp_state()._lazy_init()
 

@@ -104,7 +104,7 @@ class ParallelSetup(Described):
             reductions = count - answers.count("none")
             across = answers.count("across")
             found = Collectives(gathers=2 * count, reductions=reductions, across=across)
-        return traffic.row(policy.name, found, self.sizes, lockstep=policy.lockstep)
+        return traffic.traffic_of(policy.name, found, self.sizes, lockstep=policy.lockstep)
 
     @property
     def deferred_fits(self) -> bool:

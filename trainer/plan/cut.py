@@ -194,7 +194,7 @@ class Cut(Described, ABC):
     Subclasses are frozen dataclasses whose fields are the keys of their YAML file.
     """
 
-    couplings: ClassVar[frozenset[coupling.Kind]] = frozenset({"none", "group", "batch"})
+    couplings: ClassVar[frozenset[coupling.CouplingKind]] = frozenset({"none", "group", "batch"})
     """The couplings of samples it may cut. With `micro_batch` it must give those sizes that were
     typed, in sample order, unsorted: the cut is then a part of the step."""
 

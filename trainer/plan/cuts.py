@@ -20,12 +20,12 @@ from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.packing import pack
 from trainer.plan.partition import (
     even_starts,
-    pad,
+    pad_lengths,
     padded_apart,
     partition,
     reduce_groups,
     samples_of_groups,
-    split,
+    split_at,
 )
 
 SHRINK = (7, 10)  # share of the failed size that the next attempt is cut to, as an exact fraction
@@ -77,11 +77,11 @@ class Fixed(Cut):
             )
         groups = np.arange(-(-num_samples // size), dtype=np.int64)
         ranks = []
-        for share in split(groups, even_starts(len(groups), layout.world_size)):
+        for share in split_at(groups, even_starts(len(groups), layout.world_size)):
             starts = even_starts(len(share), min(len(share), self.steps or 1))
             if self.micro is not None:
                 starts = np.arange(0, len(share), self.micro // size, dtype=np.int64)
-            ranks.append(split(share, starts))
+            ranks.append(split_at(share, starts))
         if layout.lockstep:
             busiest = max(len(slots) for slots in ranks)
             ranks = [slots + (groups[:0],) * (busiest - len(slots)) for slots in ranks]
@@ -113,7 +113,7 @@ class LayoutInvariant(Cut):
     def cut(self, lengths: IntArray, layout: Layout) -> Plan:
         """Cut one global batch; see `Cut.cut`."""
         everyone = np.arange(len(lengths), dtype=np.int64)
-        pieces = split(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
+        pieces = split_at(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
         first = [*map(int, even_starts(len(pieces), layout.world_size)), len(pieces)]
         ranks = tuple(tuple(pieces[begin:end]) for begin, end in pairwise(first))
         return padded_apart(ranks, lengths, layout)
@@ -167,7 +167,7 @@ class _Capped(Cut):
             needed = reduce_groups(np.add, lengths, size)
         else:
             sizes = np.minimum(size, len(lengths) - np.arange(0, len(lengths), size))
-            needed = reduce_groups(np.maximum, pad(lengths, layout), size) * sizes
+            needed = reduce_groups(np.maximum, pad_lengths(lengths, layout), size) * sizes
         dearest = int(needed.argmax())
         begin = dearest * size
         return begin + int(lengths[begin : begin + size].argmax()), int(needed[dearest])

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from trainer.plan.cut import IntArray
 from trainer.plan.permutation import DRAWN_WHOLE
 
-CHUNK = 2**14  # samples looked at together; more leave the cache, and cost four times as much
+LENGTHS_AT_ONCE = (
+    2**14
+)  # samples looked at together; more leave the cache, and cost four times as much
 
 IdsOf = Callable[[IntArray], IntArray]
 """Turns places in a part of something into places in all of it."""
@@ -121,8 +123,8 @@ class Lengths:
         return digest.hexdigest()
 
     def _chunks(self) -> Iterator[tuple[int, IntArray]]:
-        for start in range(0, self._count, CHUNK):
-            yield start, self[start : start + CHUNK]
+        for start in range(0, self._count, LENGTHS_AT_ONCE):
+            yield start, self[start : start + LENGTHS_AT_ONCE]
 
     @cached_property
     def _totals(self) -> tuple[tuple[int, int], tuple[int, int], int]:

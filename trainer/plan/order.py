@@ -18,7 +18,7 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.stateful import Stateful
 from trainer.plan.batch_size import BatchSize, Position
 from trainer.plan.cut import IntArray
-from trainer.plan.lengths import CHUNK, Lengths
+from trainer.plan.lengths import LENGTHS_AT_ONCE, Lengths
 from trainer.plan.permutation import DRAWN_WHOLE, Bijection, drawn_whole
 
 FIRST_LOOK = 1024  # samples whose tokens are summed at first, where a step counts tokens
@@ -277,8 +277,8 @@ class Order:
             count, rest = divmod(self.num_samples, each)
             return count + (1 if rest and self.keeps_tail else 0), following
         count = rest = 0
-        for start in range(0, self.num_samples, CHUNK):
-            ids = self._ids(cursor.epoch, start, min(start + CHUNK, self.num_samples))
+        for start in range(0, self.num_samples, LENGTHS_AT_ONCE):
+            ids = self._ids(cursor.epoch, start, min(start + LENGTHS_AT_ONCE, self.num_samples))
             sums = rest + np.cumsum(lengths[ids])
             begun = 0
             while True:

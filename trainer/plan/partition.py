@@ -44,7 +44,7 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     divided; a sample, or a group, beyond the cap is alone. A short last group counts as full.
     """
     size = layout.group_size
-    padded = reduce_groups(np.maximum, pad(lengths, layout), size)
+    padded = reduce_groups(np.maximum, pad_lengths(lengths, layout), size)
     longest_first = np.argsort(-padded, kind="stable")
     cap, limit = cap // size, max(1, max_micro // size) if max_micro else len(padded)
     # `k` groups of `G` cost `fixed + k G c`, which is `G (fixed / G + k c)`.
@@ -54,7 +54,7 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
     else:
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
         ranks = [
-            split(own, cut_sorted(padded[own], cap, cost, limit))
+            split_at(own, cut_sorted(padded[own], cap, cost, limit))
             for own in (longest_first[share] for share in shares)
         ]
     return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
@@ -79,7 +79,7 @@ def samples_of_groups(
     return [[samples(slot) for slot in slots] for slots in ranks]
 
 
-def pad(lengths: IntArray, layout: Layout) -> IntArray:
+def pad_lengths(lengths: IntArray, layout: Layout) -> IntArray:
     """Round lengths up to 1 at least, and to a shape of the layout; above all, to the multiple."""
     multiple = layout.pad_multiple
     padded: IntArray = -(-np.maximum(lengths, 1) // multiple) * multiple
@@ -100,7 +100,7 @@ def padded_apart(
     Rows are rounded up to the multiple, but not beyond a cap; where the layout bounds the number of
     shapes, to one of that many even parts of the cap.
     """
-    step, padded = layout.pad_multiple, lengths if layout.packed else pad(lengths, layout)
+    step, padded = layout.pad_multiple, lengths if layout.packed else pad_lengths(lengths, layout)
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
 
@@ -271,11 +271,11 @@ def _cut_in_lockstep(
     for share in deal_in_snake(len(lengths), world_size):
         # A start moves forward where later slots of this rank would be left without a sample.
         room = np.maximum(len(share) - np.arange(len(starts), 0, -1), np.arange(len(starts)))
-        ranks.append(split(longest_first[share], np.minimum(starts, room)))
+        ranks.append(split_at(longest_first[share], np.minimum(starts, room)))
     return ranks
 
 
-def split(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray, ...]:
+def split_at(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntArray, ...]:
     """Split samples at the given starts, the first 0; empty where starts coincide or lie behind."""
     bounds = [*map(int, starts), len(samples)]
     return tuple(samples[begin:end] for begin, end in pairwise(bounds))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
-from trainer.plan.partition import pad, padded_apart, reduce_groups
+from trainer.plan.partition import pad_lengths, padded_apart, reduce_groups
 from trainer.plan.permutation import drawn_whole
 
 NUM_RANDOM = 8  # micro-batches over all ranks: a standard error of half the noise at the very most
@@ -68,7 +68,7 @@ def _ignores_lengths(plan: Plan) -> bool:
 def _most_groups(plan: Plan, layout: Layout) -> int:
     """Count the groups that a micro-batch may have and need no more than the plan's largest."""
     most = max(len(slot) for own in plan.ranks for slot in own) // layout.group_size
-    padded = plan.lengths if layout.packed else pad(plan.lengths, layout)
+    padded = plan.lengths if layout.packed else pad_lengths(plan.lengths, layout)
     sums = reduce_groups(np.add, np.maximum(padded, 1), layout.group_size)
     tops = reduce_groups(np.maximum, padded, layout.group_size) * layout.group_size
     longest = int((sums if layout.packed else tops).max())

@@ -54,7 +54,9 @@ class ModelBytes:
     scatters_whole: bool = False  # a reduce-scatter sends what an all-reduce would, as gloo's does
 
 
-def row(policy: str, collectives: Collectives, sizes: ModelBytes, *, lockstep: bool) -> Traffic:
+def traffic_of(
+    policy: str, collectives: Collectives, sizes: ModelBytes, *, lockstep: bool
+) -> Traffic:
     """Work out what one policy costs."""
     shard, size = sizes.shard, sizes.model_bytes
     weights = size if sizes.gathered_bytes is None else sizes.gathered_bytes

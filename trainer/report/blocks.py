@@ -17,13 +17,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
-from trainer.core.rows import Noun, Row, joined
-from trainer.report.records import Record, Verdict, VerifyReport
+from trainer.core.rows import Noun, Row, join_parts
+from trainer.report.records import PlanRecord, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
 
-Line = tuple[str, str | Text | None]  # a label, and the text beside it
+LabelledLine = tuple[str, str | Text | None]  # a label, and the text beside it
 
 VERDICTS: Mapping[Verdict, str] = {
     "exact": "exact: the planned step is the whole-batch step",
@@ -52,7 +52,7 @@ def start_block(
     return Group(_title(f"train {name or ''}"), _grid(shown), _warnings(warnings))
 
 
-def plan_block(rows: Sequence[Row], plan: Record, file: Path) -> RenderableType:
+def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableType:
     """Lay out the whole arithmetic of a run: its rows, and the tables of plan.json, at `file`."""
     shown = sorted(rows, key=lambda row: row.in_plan)  # what the start shows comes first
     tables = [_section("micro-batches of step 1", _shapes(plan, file))]
@@ -73,7 +73,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
         off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
         largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
     verdict = Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")
-    rows: list[Line] = [
+    rows: list[LabelledLine] = [
         ("verdict", verdict),
         ("error", f"{largest}; {limit}"),
         ("compared", f"{step} ({plural(report.global_batch, 'sample')}) with: {report.reference}"),
@@ -91,7 +91,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
     return Group(*blocks)
 
 
-def end_block(plan: Record, result: Record) -> RenderableType:
+def end_block(plan: PlanRecord, result: PlanRecord) -> RenderableType:
     """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
     blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
     if result["eval_loss"] is not None and result["baselines"]:
@@ -101,12 +101,12 @@ def end_block(plan: Record, result: Record) -> RenderableType:
     return Group(*blocks, _section("look further"))
 
 
-def noun_of(plan: Record) -> Noun:
+def noun_of(plan: PlanRecord) -> Noun:
     """Say what lengths count, for a person: samples where each is one token of length one."""
     return "sample" if plan["num_tokens"] == plan["num_samples"] else "token"
 
 
-def _shapes(plan: Record, file: Path) -> RenderableType:
+def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
     keys = ("rank", "num_samples", "length", "packed")
     groups = Counter(tuple(shape[key] for key in keys) for shape in plan["shapes"])
@@ -119,7 +119,7 @@ def _shapes(plan: Record, file: Path) -> RenderableType:
     return Group(table, *([Text(more, "dim")] if left > 0 else []))
 
 
-def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
+def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
     table = _table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
         style = "bold green" if row["is_chosen"] else "" if row["fits"] else "dim"
@@ -130,11 +130,11 @@ def _candidates(candidates: Sequence[Record], noun: Noun) -> RenderableType:
         )
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
-        table.add_row(*counts, *costs, joined(*notes), style=style)
+        table.add_row(*counts, *costs, join_parts(*notes), style=style)
     return table
 
 
-def _outcome(plan: Record, result: Record) -> RenderableType:
+def _outcome(plan: PlanRecord, result: PlanRecord) -> RenderableType:
     """Set the length of the run beside its speed, its memory, and what went wrong on the way."""
     speed, peak = result["tokens_per_second"], result["peak_bytes"]
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
@@ -151,18 +151,18 @@ def _outcome(plan: Record, result: Record) -> RenderableType:
             ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
             ("stopped", result.get("stopped")),
             ("best", best and f"{best['metric']} {best['value']:.4f} at step {best['step']}"),
-            ("time", joined(*(f"{name} {percent(part)}" for name, part in shares if part))),
+            ("time", join_parts(*(f"{name} {percent(part)}" for name, part in shares if part))),
             ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
             ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
-            ("held out", joined(*figures)),
+            ("held out", join_parts(*figures)),
             ("noise", result["batch_advice"]),
         ]
     )
 
 
-def _losses(result: Record) -> Table:
+def _losses(result: PlanRecord) -> Table:
     """Set the held-out loss beside each baseline, with the difference."""
     table = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 3, 0, 0))
     table.add_row("this model", Text(loss(result["eval_loss"]), "bold green"), "")
@@ -194,7 +194,7 @@ def _grid(rows: Iterable[Row]) -> RenderableType:
     return _lines(shown)
 
 
-def _lines(lines: Iterable[Line]) -> RenderableType:
+def _lines(lines: Iterable[LabelledLine]) -> RenderableType:
     """Lay out labels and texts; a label without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)

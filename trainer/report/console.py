@@ -112,7 +112,7 @@ class Screen:
             console=self._console,
             expand=True,
         )
-        description = step_of(step, steps)
+        description = step_text(step, steps)
         self._progress.add_task(description, total=steps, completed=step, left="first step")
         if self._shows_bar:
             drawn = Group(self._progress, self._figures)
@@ -127,7 +127,7 @@ class Screen:
             return
         (task,) = self._progress.tasks
         step, steps, now = entry["step"], int(task.total or 0), time.monotonic()
-        at, figures = step_of(step, steps), _figures(entry, self._noun)
+        at, figures = step_text(step, steps), _figures(entry, self._noun)
         # The first step is not typical, and a guess until the next.
         first, since = self._first = self._first or (step, now)
         pace_s = (now - since) / (step - first) if step > first else entry["seconds"]
@@ -198,7 +198,7 @@ def _fall_silent(console: Console, error: BaseException) -> None:
         lead_nowhere(console.file)  # type: ignore[arg-type] # of text, as rich writes
 
 
-def step_of(step: int, steps: int) -> str:
+def step_text(step: int, steps: int) -> str:
     """Write a step so that those of a run are equally wide: `step  7/60`."""
     return f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"
 

@@ -23,7 +23,7 @@ from trainer.report.journal import METRICS_FILE, PLAN_FILE, Follower
 from trainer.report.page import PAGE
 from trainer.report.tracker import TrackedRun, Tracker, figures_of
 
-POLL_S = 1.0
+MIRROR_POLL_S = 1.0
 IMPORT_TIMEOUT_S = 5.0
 THREAD = "tracker "
 
@@ -127,7 +127,7 @@ class Mirror:
         self._attach(self._folder / PLAN_FILE)
         follower, is_over = Follower(self._folder / METRICS_FILE), False
         while not is_over:
-            is_over = self._is_over.wait(POLL_S)
+            is_over = self._is_over.wait(MIRROR_POLL_S)
             if entries := [entry for entry in follower.new() if entry["step"] > begin]:
                 for entry in entries:
                     tracker.log(entry["step"], figures_of(entry))

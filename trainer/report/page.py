@@ -81,7 +81,7 @@ def _template() -> Template:
     html = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-    html.filters |= {f.__name__: f for f in (number, plural, shown_path, page_parts.text)}
+    html.filters |= {f.__name__: f for f in (number, plural, shown_path, page_parts.cell_text)}
     html.globals |= {"parts": page_parts, "bars": page_bars}
     html.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return html.get_template("page.html")

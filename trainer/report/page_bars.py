@@ -19,14 +19,14 @@ _TIMES = {
     "rest": "records and the rest",
 }
 
-Shape = Mapping[str, Any]
+PlanShape = Mapping[str, Any]
 
 
 def plan(run: SavedRun) -> dict[str, Any]:
     """Measure the micro-batches of step 1, rank by rank, as wide as they are computed."""
     found = run.plan.get("shapes")
     shapes = [s for s in found if _is_shape(s)] if isinstance(found, list) else []
-    ranks: dict[int, list[Shape]] = {}
+    ranks: dict[int, list[PlanShape]] = {}
     for shape in shapes:
         ranks.setdefault(shape["rank"], []).append(shape)
     if not ranks:
@@ -51,7 +51,7 @@ def plan(run: SavedRun) -> dict[str, Any]:
     }
 
 
-def _blocks(own: Sequence[Shape], noun: str) -> list[dict[str, object]]:
+def _blocks(own: Sequence[PlanShape], noun: str) -> list[dict[str, object]]:
     blocks = list[dict[str, object]]()
     for shape in own[:MOST_BLOCKS]:
         positions, count, length = _positions(shape), shape["num_samples"], shape["length"]
@@ -68,7 +68,7 @@ def _blocks(own: Sequence[Shape], noun: str) -> list[dict[str, object]]:
     return blocks
 
 
-def _positions(shape: Shape) -> int:
+def _positions(shape: PlanShape) -> int:
     return int(shape["length"] * (1 if shape.get("packed") else shape["num_samples"]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.metric_mode import title_of
 from trainer.report.page_runs import SavedRun, is_number
 
-Numbers = Sequence[float | None]
+CurveValues = Sequence[float | None]
 
 MOST_POINTS, LEAST_POINTS, POINTS_OF_ALL = 360, 40, 6000  # of one curve, and over all runs
 AXES = ("step", "samples", "tokens", "seconds")
@@ -105,7 +105,7 @@ def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) ->
 
 def _thinned(
     own: Sequence[tuple[int, Any]], limit: int
-) -> tuple[list[int], Numbers, Numbers, Numbers]:
+) -> tuple[list[int], CurveValues, CurveValues, CurveValues]:
     """Keep the least, the greatest and the first missing value of every stretch of a curve."""
     # Five digits are more than a screen shows.
     values = [float(f"{value:.5g}") if is_number(value) else None for _, value in own]

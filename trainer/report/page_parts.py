@@ -20,7 +20,7 @@ _MOST_JOBS = 500
 _MOST_LETTERS = 100_000  # of a traceback
 _NAMES = ("name", "run", "resume", "outputs", "unset")
 
-Rows = Sequence[Sequence[str]]
+TableRows = Sequence[Sequence[str]]
 
 
 def facts(run: SavedRun) -> list[str]:
@@ -108,20 +108,20 @@ def samples(run: SavedRun) -> list[tuple[str, str]]:
     """List the samples with the largest loss: facts and text."""
     items = []
     for line in run.worst:
-        label, prediction = (text(line.get(key)) for key in ("label", "prediction"))
+        label, prediction = (cell_text(line.get(key)) for key in ("label", "prediction"))
         known = [
-            f"loss {text(line['loss']) or 'not finite'}",
-            f"id {text(line.get('id'))}",
+            f"loss {cell_text(line['loss']) or 'not finite'}",
+            f"id {cell_text(line.get('id'))}",
             f"in {line['set']}" if line.get("set") else "",
             plural(line["terms"], "loss term") if is_number(line.get("terms")) else "",
             f"label {label}" if label else "",
             f"predicted {prediction}" if prediction else "",
         ]
-        items.append((" · ".join(filter(None, known)), text(line.get("text"))))
+        items.append((" · ".join(filter(None, known)), cell_text(line.get("text"))))
     return items
 
 
-def baselines(run: SavedRun) -> Rows:
+def baselines(run: SavedRun) -> TableRows:
     """Set the held-out loss beside those of simple models."""
     own, others = run.result.get("eval_loss"), numbers_of(run.result.get("baselines"))
     if not others or not is_number(own):
@@ -132,7 +132,7 @@ def baselines(run: SavedRun) -> Rows:
     ]
 
 
-def machine(run: SavedRun) -> Rows:
+def machine(run: SavedRun) -> TableRows:
     """Say what the run ran on: versions, revision, hardware; no host's name."""
     found = run.environment
     hardware, git = as_mapping(found.get("hardware")), as_mapping(found.get("git"))
@@ -147,7 +147,7 @@ def machine(run: SavedRun) -> Rows:
     return [(name, str(value)) for name, value in rows.items() if value]
 
 
-def settings(run: SavedRun) -> Rows:
+def settings(run: SavedRun) -> TableRows:
     """Give the whole config."""
     return [(key, show(value)) for key, value in run.config.items()]
 
@@ -202,7 +202,7 @@ def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:
     return metric, False
 
 
-def text(value: object) -> str:
+def cell_text(value: object) -> str:
     """Write any value of a record, without secrets, and not at any length."""
     if value is None:
         return ""

@@ -21,7 +21,7 @@ import torch
 
 from trainer.core import gpu
 
-Record = Mapping[str, Any]
+PlanRecord = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
 Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
@@ -92,7 +92,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def devices() -> dict[torch.device, str]:
+def device_names() -> dict[torch.device, str]:
     """Name what this machine computes on: its CPU, and each GPU."""
     found = {torch.device("cpu"): "memory"}
     for each in gpu.devices():

@@ -15,13 +15,13 @@ from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
 from trainer.report.blocks import end_block, noun_of, start_block
-from trainer.report.console import Screen, figure, step_of
+from trainer.report.console import Screen, figure, step_text
 from trainer.report.hooks import Hooks
 from trainer.report.journal import EVAL_SECONDS, Entry
 from trainer.report.metrics import Means, MetricsLog
 from trainer.report.mirror import Mirror, close_all
 from trainer.report.page import write_own_page
-from trainer.report.records import Record
+from trainer.report.records import PlanRecord
 from trainer.report.watch import EarlyWatch
 
 Ids = Sequence[int]
@@ -49,11 +49,11 @@ class RunReporter:
         self._hooks = hooks or Hooks({}, screen.warn)
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
         self._epochs = 0.0  # that were over behind the step shown last
-        self._plan: Record = {}
+        self._plan: PlanRecord = {}
         self._keeps_samples = keep_samples
         self._watch = EarlyWatch(keeps_samples=keep_samples)
         self._batch_size: int | None = None  # of the last step, where sizes change
-        self._summary: Record | None = None
+        self._summary: PlanRecord | None = None
         self._metrics = MetricsLog(
             folder,
             screen.warn,
@@ -66,7 +66,7 @@ class RunReporter:
             mirror.start()
         self.line, self.warn = screen.line, screen.warn
 
-    def start(self, rows: Sequence[Row], plan: Record, *, name: str | None = None) -> None:
+    def start(self, rows: Sequence[Row], plan: PlanRecord, *, name: str | None = None) -> None:
         """Show what is about to happen, by the rows of the run, and begin to show progress."""
         self._plan, self._steps, step = plan, plan["steps"], self._resumed_step
         self._watch = EarlyWatch(plan.get("warmup_steps", 0), keeps_samples=self._keeps_samples)
@@ -90,12 +90,12 @@ class RunReporter:
         step = entry["step"]
         if "replays" in entry:
             self.line(
-                f"{step_of(step, self._steps)}  out of memory: computed again, in "
+                f"{step_text(step, self._steps)}  out of memory: computed again, in "
                 f"{entry['micro_batches']} micro-batches; nothing is lost or counted twice"
             )
         size, before = entry.get("batch_size"), self._batch_size
         if before is not None and size != before:
-            self.line(f"{step_of(step, self._steps)}  the global batch is {size:,} from here on")
+            self.line(f"{step_text(step, self._steps)}  the global batch is {size:,} from here on")
         self._batch_size = size
         self._metrics.consumed(step, ids, skipped_ids)
         self._watch.consumed(step, ids)
@@ -110,7 +110,7 @@ class RunReporter:
         times = [*[""] * (len(means) - 1), "  " + "  ".join(last)]
         for (part, metrics), time in zip(means.items(), times, strict=True):
             figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            text = f"{step_of(step, self._steps)}  {part or 'held out'}: {figures}{time}"
+            text = f"{step_text(step, self._steps)}  {part or 'held out'}: {figures}{time}"
             self._screen.line(text, "bold")
         self._note(step)
 
@@ -127,7 +127,7 @@ class RunReporter:
             return
         for prompt, text in pairs:
             self._metrics.generated(step, prompt, text)
-            self._screen.line(f"{step_of(step, self._steps)}  {prompt!r} -> {text!r}")
+            self._screen.line(f"{step_text(step, self._steps)}  {prompt!r} -> {text!r}")
 
     def flush(self) -> None:
         """Bring every step so far to the disk, before a checkpoint; `SaveError` if it refuses."""
@@ -137,11 +137,11 @@ class RunReporter:
         """Take note of a checkpoint that has been written."""
         self._show(self._metrics.flush())
         shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
-        self._screen.line(f"{step_of(step, self._steps)}  saved {shown}", "dim")
+        self._screen.line(f"{step_text(step, self._steps)}  saved {shown}", "dim")
         self._note(step)
         self._hooks.call("on_checkpoint", {"step": step, "path": str(path)})
 
-    def finish(self, result: Record, commands: Sequence[str]) -> None:
+    def finish(self, result: PlanRecord, commands: Sequence[str]) -> None:
         """Show how the run ended, with lines to look further with. `close` follows."""
         self._show(self._metrics.flush())
         self._screen.end_progress()
@@ -178,7 +178,7 @@ class RunReporter:
             due = is_due(self._log_every, step, self._steps, before, self._epochs)
             self._screen.step(entry, is_due=due or step in {1, self._steps})
             if (odd := self._watch.see(entry)) is not None:
-                self._screen.line(f"{step_of(step, self._steps)}  {odd}", "yellow")
+                self._screen.line(f"{step_text(step, self._steps)}  {odd}", "yellow")
 
 
 @final

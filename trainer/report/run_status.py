@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.checkpoint.lock import hold
-from trainer.checkpoint.status import FILE_NAME, State, write_status
+from trainer.checkpoint.status import FILE_NAME, RunState, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.config.trackers import sends
@@ -71,7 +71,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
         code = error.exit_code if isinstance(error, errors.TrainError) else code
         is_saved = isinstance(error, errors.Preempted)
         step = saved_step(folder) if is_saved else last_step(folder)
-        state: State = "preempted" if is_saved else "failed"
+        state: RunState = "preempted" if is_saved else "failed"
         write_status(folder, state, step, code, reason.splitlines()[0])
         if config.command == "train" and not is_saved and has_stepped(folder):
             saved = saved_step(folder)

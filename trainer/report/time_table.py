@@ -22,15 +22,15 @@ LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
 
 NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}  # of a phase that was never entered
 
-Split = dict[str, float]
+TimeSplit = dict[str, float]
 """Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others),
 `in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
 done meanwhile)."""
 
-Line = tuple[float, str, str, str]  # seconds of a step, the part, what it is, the setting
+TimeLine = tuple[float, str, str, str]  # seconds of a step, the part, what it is, the setting
 
 
-def split(spendings: Sequence[Mapping[str, Any]]) -> list[Split]:
+def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
     """Split the mean step of every rank, by what its `PhaseTimes` counted over the same steps."""
     tables = [{p: s["phases"].get(p, NEVER) for p in get_args(InStep)} for s in spendings]
     least = {phase: min(table[phase]["least"] for table in tables) for phase in MEETINGS}
@@ -64,7 +64,7 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
 
     `overlap` says why as much as was measured of the communication is hidden; None on one rank.
     """
-    splits = split(spendings)
+    splits = split_times(spendings)
     parts = {name: fmean(each[name] for each in splits) for name in PARTS}
     whole, in_flight = sum(parts.values()), fmean(each["in_flight"] for each in splits)
     hidden = 1 - fmean(each["unhidden"] for each in splits) / in_flight if in_flight else None
@@ -80,7 +80,9 @@ def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> d
     }
 
 
-def advice(splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+def advice(
+    splits: Sequence[TimeSplit], time: Mapping[str, Any], plan: Mapping[str, Any]
+) -> list[str]:
     """Name what took more than a tenth of a step, with its figure and a setting, largest first."""
     lines = [_data(splits, plan), _sync(time, plan)]
     lines += [_waiting(splits, plan)] if len(splits) > 1 else []
@@ -93,7 +95,7 @@ def advice(splits: Sequence[Split], time: Mapping[str, Any], plan: Mapping[str, 
     return found
 
 
-def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
+def _data(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
     workers, what = plan["num_workers"], "is waiting for samples"
     if len(splits) > 1:
         longest, rank = max((each["data"], rank) for rank, each in enumerate(splits))
@@ -102,7 +104,7 @@ def _data(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     return fmean(each["data"] + each["late"] for each in splits), "data", what, remedy
 
 
-def _waiting(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
+def _waiting(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
     waits = [each["waiting"] - each["late"] for each in splits]
     slowest = waits.index(min(waits))
     others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
@@ -116,7 +118,7 @@ def _waiting(splits: Sequence[Split], plan: Mapping[str, Any]) -> Line:
     return fmean(waits), "waiting", what, remedy
 
 
-def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> Line:
+def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> TimeLine:
     sent = {
         row["policy"]: size(round(row["within"] + row["across"]))
         for row in plan["sync_table"]

@@ -19,14 +19,14 @@ from trainer.report.journal import Entry
 WINDOW = 32  # steps that a step is compared with
 LEAST = 20  # of them, before anything is said
 QUIET_STEPS = 100  # from one spike that is spoken of to the next
-FAR = 10.0  # standard deviations above the median
+FAR_DEVIATIONS = 10.0  # standard deviations above the median
 FAR_LOSS = 0.2  # of the median of losses, at least, and
 LEAST_JUMP = 0.5  # nats: losses near zero are small in most steps, and not in some
 FAR_NORM = 10.0  # times the median of gradient norms, at least; and above those of the beginning
 BEGINNING = 100  # steps behind the warm-up after which a loss should have fallen
 FIRST = 10  # losses that a loss should have fallen below
 FALLEN = 0.01  # by this share of them; by less, it is taken for noise
-TINY = 1e-30
+SMALLEST_NORM = 1e-30
 SHOWN_IDS = 3
 
 
@@ -67,10 +67,12 @@ class EarlyWatch:
             return None
         usual = median(self._losses)
         found = f"loss {loss(value)}", loss(usual)
-        if value <= usual + max(FAR * _deviation(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP):
+        if value <= usual + max(
+            FAR_DEVIATIONS * _deviation(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP
+        ):
             # Norms vary by factors.
-            logs = [math.log(each + TINY) for each in self._norms]
-            high = median(logs) + max(FAR * _deviation(logs), math.log(FAR_NORM))
+            logs = [math.log(each + SMALLEST_NORM) for each in self._norms]
+            high = median(logs) + max(FAR_DEVIATIONS * _deviation(logs), math.log(FAR_NORM))
             if norm <= max(math.exp(high), median(first for _, first in self._first)):
                 return None
             found = f"gradient norm {rate(norm)}", rate(median(self._norms))

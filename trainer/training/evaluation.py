@@ -22,16 +22,15 @@ from trainer.data.loader import Loader, Request
 from trainer.models.bind import Casts
 from trainer.objectives.base import Objective, Sums, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
-from trainer.objectives.metrics import figures_of
+from trainer.objectives.metrics import metrics_of_sums
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
-from trainer.plan.partition import pad
+from trainer.plan.partition import pad_lengths
 from trainer.training.coupled_evaluation import CollectedRows
 
-DOUBLE = torch.float64
-CHUNK = 8192  # samples planned at once
+PLANNED_AT_ONCE = 8192  # samples planned at once
 
 
 @final
@@ -62,14 +61,14 @@ class HeldOut:
 
     def requests(self, rank: int) -> Iterator[Request]:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once."""
-        longest = int(pad(np.array([self.lengths.max(initial=1)]), self.layout)[0])
+        longest = int(pad_lengths(np.array([self.lengths.max(initial=1)]), self.layout)[0])
         cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
         size = self.layout.world_size if self.is_ordered else 1
         layout = replace(self.layout, world_size=self.layout.world_size // size)
         # What is cut for one rank is dealt to all.
         row, first = (0, rank) if self.is_ordered else (rank, 0)
-        for start in range(0, self.num_samples, CHUNK):
-            chosen = self.chosen(start, start + CHUNK)
+        for start in range(0, self.num_samples, PLANNED_AT_ONCE):
+            chosen = self.chosen(start, start + PLANNED_AT_ONCE)
             plan = cut.cut(self.lengths[chosen], layout)
             slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
             for slot, length in islice(slots, first, None, size):
@@ -78,7 +77,7 @@ class HeldOut:
                 )
 
 
-Number = TypeVar("Number", float, Tensor)
+FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 _Numbers = Mapping[str, Sequence[float]]
 _Found = tuple[_Numbers, _Numbers, Sequence[str], Mapping[str, Sequence[Any]], bool]
 """Sums and weights by name, those of micro-batches that are to be added exactly apart; which of the
@@ -171,7 +170,7 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
         means[name] = total / weight if weight else math.nan
     shown = {n: mean for n, mean in means.items() if n not in terms or len(terms) > 1}
     whole = {"loss": sum(means[name] for name in terms)}
-    figures = figures_of(objective, _merged([statistics for *_, statistics, _ in found]))
+    figures = metrics_of_sums(objective, _merged([statistics for *_, statistics, _ in found]))
     return whole | shown | figures | whole  # first, and in place of a term that is called so
 
 
@@ -222,7 +221,7 @@ def _attempt(
     return None if guard.failed else (sums, weights, losses, merged, was_asked())
 
 
-def _add(numbers: list[Number], number: Number, *, apart: bool) -> None:
+def _add(numbers: list[FloatOrTensor], number: FloatOrTensor, *, apart: bool) -> None:
     """Add a micro-batch's number to the sum, or beside the others."""
     if apart or not numbers:
         numbers.append(number)
@@ -234,11 +233,13 @@ def _merged(found: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Tensor]:
     """Add the statistics of all ranks, in float64 and so that the order does not matter."""
     names, merged = dict.fromkeys(name for each in found for name in each), {}
     for name in names:
-        parts = torch.tensor([part for each in found for part in each.get(name, ())], dtype=DOUBLE)
+        parts = torch.tensor(
+            [part for each in found for part in each.get(name, ())], dtype=torch.float64
+        )
         merged[name] = parts.sum(0)
         if parts.frac().any():  # counts are exact in any order
             columns = parts.flatten(1).T.tolist()
-            sums = torch.tensor([*map(_rounded_once, columns)], dtype=DOUBLE)
+            sums = torch.tensor([*map(_rounded_once, columns)], dtype=torch.float64)
             merged[name] = sums.view(parts.shape[1:])
     return merged
 

@@ -67,7 +67,7 @@ def _take_step(run: Run, progress: Progress) -> None:
     progress.epochs = run.feed.source.order.fractional_epoch(batch.samples.before)
     here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
-    record = record_of(run.feed, report, tokens, seconds, run.flops)
+    record = step_record(run.feed, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
     _add_metrics(record, run.context.parts)
     ids = batch.sample_ids
@@ -203,7 +203,7 @@ def _recall_best(run: Run) -> None:
         _take_evaluation(run, is_counted=_due(run, run.config.eval.every))
 
 
-def record_of(
+def step_record(
     feed: Feed, report: StepReport, tokens: int, seconds: float, flops: ModelFlops | None = None
 ) -> dict[str, Any]:
     """Give what metrics.jsonl holds of a step, of whose numbers 0-d tensors may take the place.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.accumulate.base import StepDivisors
-from trainer.accumulate.normalizer import Kind
+from trainer.accumulate.normalizer import WeightUnit
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
 from trainer.parallel.base import Parallel, sum_of_squares
@@ -208,7 +208,7 @@ def micro_batch_squares(model: Parallel, count: int) -> Iterator[list[Tensor]]:
 def shares_of(
     micro_batches: Sequence[MicroBatch],
     divisors: StepDivisors,
-    kind: Kind,
+    kind: WeightUnit,
     num_samples: int,
     losses: Sequence[str],
 ) -> list[tuple[float, float]]:

@@ -14,10 +14,10 @@ from trainer.data.loader import Request
 from trainer.objectives.base import ModelCall, Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
-from trainer.plan.partition import pad
+from trainer.plan.partition import pad_lengths
 from trainer.training.evaluation import HeldOut, forward_passes
 
-CHUNK = 1024  # samples between two exchanges of what the ranks found
+EXCHANGED_AT_ONCE = 1024  # samples between two exchanges of what the ranks found
 
 
 def predict(
@@ -34,8 +34,8 @@ def predict(
     if coupling.kind != "none":
         raise ConfigError(f"eval.predictions=true: {kind} gives no sample a loss: {coupling.why}")
     found: list[dict[str, Any]] = []
-    for start in range(0, part.num_samples, CHUNK):
-        own = part.chosen(start, start + CHUNK)[world.rank :: world.size]
+    for start in range(0, part.num_samples, EXCHANGED_AT_ONCE):
+        own = part.chosen(start, start + EXCHANGED_AT_ONCE)[world.rank :: world.size]
         for each in world.collect([*_lines(model, objective, part, own, world)]):
             found += each
     return sorted(found, key=lambda line: line["id"])
@@ -46,7 +46,7 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     """Compute samples at some places, one after the other."""
     data, packed = part.loader.dataset, part.layout.packed
-    padded = pad(part.lengths[places], part.layout).tolist()
+    padded = pad_lengths(part.lengths[places], part.layout).tolist()
     requests = (
         Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
         for place, length in zip(places.tolist(), padded, strict=True)

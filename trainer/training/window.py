@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer.accumulate.base import GradientStrategy, Pass, Rows, StepDivisors, at_positions, summed
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
-from trainer.accumulate.normalizer import Kind, divisors
+from trainer.accumulate.normalizer import WeightUnit, divisors
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError, DoesNotFitError
@@ -49,7 +49,7 @@ class StepContext:
     strategy: GradientStrategy
     sync: SyncPolicy
     deferred_fits: bool = True  # whether memory has room for the gradients of `sync=deferred`
-    normalizer: Kind
+    normalizer: WeightUnit
     coupling: Coupling = NONE  # of the samples of a step, by model, objective and normalizer
     optimizer: torch.optim.Optimizer
     lr: float  # learning rate at factor 1, of parameters in no group of their own

@@ -88,7 +88,7 @@ class TuningCache:
 
     @classmethod
     def open(cls, situation: Mapping[str, Any], folder: Path | None = None) -> Self:
-        """Open the cache of what `describe` gives; an empty one if none is there.
+        """Open the cache of what `measurement_key` gives; an empty one if none is there.
 
         A file that is damaged, or no file of ours, is passed over with a warning.
         """
@@ -110,7 +110,7 @@ class TuningCache:
                 durable.write_json(self.path, {"facts": _FACTS.dump_python(self.facts)})
 
 
-def describe(
+def measurement_key(
     work: Workload, length: int, precision: str, counts: ComputeCounts | None
 ) -> dict[str, Any]:
     """List everything a measurement depends on.

@@ -23,7 +23,7 @@ GPU_RESERVE, MOST_RESERVE = 3 * 2**29, 0.25
 # Bytes on top of each byte of activations: on a CPU allocators and scratch inside of kernels take
 # 24 to 98 % more, and who takes too much there is killed
 OVERHEAD = {"gpu": 0.0, "cpu": 1.0}
-ASKED = "accum.memory"  # where a limit is from that a user typed
+TYPED_LIMIT = "accum.memory"  # where a limit is from that a user typed
 MEBI = 2**20
 
 
@@ -48,7 +48,7 @@ def memory_limit(
     *,
     resident_bytes: int = 0,
     asked: int | None = None,
-    source: str = ASKED,
+    source: str = TYPED_LIMIT,
     local_ranks: int = 1,
     root: Path = Path("/"),
 ) -> MemoryLimit:

@@ -17,7 +17,7 @@ from trainer.core.micro_batch import Fields, to_device
 from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import AUTOCAST, OMITTED, bind
-from trainer.models.boundaries import BOUNDARIES, OTHER_WORDS, uses_flash
+from trainer.models.boundaries import BOUNDARIES, BOUNDARY_FIELDS, uses_flash
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring
@@ -51,7 +51,7 @@ def packs(
     and says why it cannot be packed.
     """
     names = inspect.signature(module.forward).parameters.keys()
-    if not names & {BOUNDARIES, *OTHER_WORDS}:
+    if not names & {BOUNDARIES, *BOUNDARY_FIELDS}:
         unfit = (
             f"forward of {type(module).__name__} takes no {BOUNDARIES}, so documents laid end to "
             "end would see each other"

@@ -13,7 +13,7 @@ import torch
 from trainer.core import gpu
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
-from trainer.plan.partition import pad
+from trainer.plan.partition import pad_lengths
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
@@ -93,7 +93,7 @@ class TuningRequest:
 
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""
-        return int(pad(np.array([length]), self.layout)[0])
+        return int(pad_lengths(np.array([length]), self.layout)[0])
 
     @property
     def single(self) -> Shape:

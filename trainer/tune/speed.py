@@ -28,7 +28,7 @@ from trainer.plan.memory import Shape
 from trainer.tune.workload import Workload
 
 Clock = Callable[[], float]
-Prepare = Callable[[Shape], Callable[[], None]]
+PrepareShape = Callable[[Shape], Callable[[], None]]
 """Makes the data of a shape ready, and gives what computes it and nothing else."""
 
 # Timings per shape: the quickest counts, since a disturbance only ever adds time
@@ -58,7 +58,7 @@ def positions(shape: Shape) -> int:
 
 
 @contextmanager
-def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
+def rehearsal(work: Workload, *, recompute: bool) -> Iterator[PrepareShape]:
     """Lend the live model to be timed; it is left bit for bit as it was.
 
     What it yields prepares forward and backward of a shape, which compiles at that; to run it waits
@@ -89,7 +89,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[Prepare]:
 class Timings:
     """What was timed of forward and backward, shape by shape."""
 
-    prepare: Prepare
+    prepare: PrepareShape
     sizes: Sequence[Shape]  # of one length, ascending
     clock: Clock  # seconds that the budget counts
     meter: Clock  # seconds that a shape takes
@@ -165,7 +165,7 @@ def gap(runs: Sequence[float]) -> float:
 
 
 def measure(
-    prepare: Prepare,
+    prepare: PrepareShape,
     sizes: Sequence[Shape],
     others: Sequence[Shape],
     budget: Callable[[float], float],

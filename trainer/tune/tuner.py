@@ -20,7 +20,7 @@ from trainer.models.recompute import can_recompute
 from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
-from trainer.tune.memory_limit import ASKED, MEBI
+from trainer.tune.memory_limit import MEBI, TYPED_LIMIT
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import (
@@ -39,8 +39,10 @@ VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
 # Time of forward, forward again and backward (twice a forward) over forward and backward
 RECOMPUTED = 4 / 3
 ON_LINE = 2048, 4096  # positions of the runs whose peaks the line goes through
-FAR = 0.8  # share of the memory below which the line alone is believed
-TINY = 16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
+BELIEVED_SHARE = 0.8  # share of the memory below which the line alone is believed
+TINY_PARTS = (
+    16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
+)
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 5.0
@@ -210,7 +212,10 @@ class MemoryVariant:
             fitting = [cap for cap in caps if self.fits(self.estimate(cap))]
             cap = fitting[-1] if fitting else caps[0]
             shape = request.fullest(cap)
-            is_far = cap == request.top and self.estimate(cap).peak_bytes < FAR * self.limit_bytes
+            is_far = (
+                cap == request.top
+                and self.estimate(cap).peak_bytes < BELIEVED_SHARE * self.limit_bytes
+            )
             if shape in self.facts.peaks or (fitting and is_far):
                 return cap if fitting else None
             self.peak(shape)
@@ -289,7 +294,9 @@ class MemoryVariant:
         sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
         if request.shortest == request.longest:
             return sizes, []  # attention's share is the same in every sample, and so is the cut
-        tiny, quarter = (request.padded(max(request.shortest, typical // n)) for n in (TINY, 4))
+        tiny, quarter = (
+            request.padded(max(request.shortest, typical // n)) for n in (TINY_PARTS, 4)
+        )
         lengths = sorted({quarter, request.padded(request.longest)} - {typical})
         return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
 
@@ -321,7 +328,7 @@ def _refuse(variant: MemoryVariant) -> NoReturn:
         lengths, there, key=lambda n: limit.with_overhead(variant.peak(Shape(count, n)))
     )
     remedies = []
-    if limit.source.startswith(ASKED):
+    if limit.source.startswith(TYPED_LIMIT):
         enough = (needed + limit.inputs) / (1 - limit.reserve)
         # What is left is rounded down to a byte.
         remedies.append(f"type accum.memory={math.ceil((enough + 1) / MEBI)}MiB or more")

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.base import GradientStrategy, Rows, StepDivisors, at_positions
-from trainer.accumulate.normalizer import Kind, divisors, reference_kind
+from trainer.accumulate.normalizer import WeightUnit, divisors, reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.declared_state import own_generators
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
@@ -286,7 +286,7 @@ class Case:
     def gradient(
         self,
         micro_batches: Sequence[MicroBatch] = (),
-        kind: Kind | None = None,
+        kind: WeightUnit | None = None,
         strategy: GradientStrategy | None = None,
     ) -> Gradient:
         """Compute the planned step's gradient on a copy, with one thing changed where it is given.
@@ -307,7 +307,7 @@ class Case:
     def _computed(
         self,
         micro_batches: Sequence[MicroBatch],
-        kind: Kind | None = None,
+        kind: WeightUnit | None = None,
         strategy: GradientStrategy | None = None,
     ) -> Gradient:
         """Compute a gradient on the model itself."""

@@ -14,12 +14,12 @@ from torch import nn
 from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
-from trainer.core.tensors import gradient_dtype
+from trainer.core.tensors import dtype_name, gradient_dtype
 from trainer.report.records import Verdict
 from trainer.training.window import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
-from trainer.verify.find_module import Found, NamedReasons, Reason, describe, find
+from trainer.verify.find_module import Found, NamedReasons, Reason, find_modules, name_reasons
 from trainer.verify.trace import OUTSIDE
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
@@ -31,15 +31,10 @@ LOUD = (
 MAX_TRACED = 8  # micro-batches that are taken apart
 
 
-def short(dtype: torch.dtype) -> str:
-    """Write a type without its module: `float64`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
     dtypes = {gradient_dtype(p) for p in module.parameters() if p.requires_grad}
-    return next((short(dtype) for dtype in LOW if dtype in dtypes), None)
+    return next((dtype_name(dtype) for dtype in LOW if dtype in dtypes), None)
 
 
 def diagnose(
@@ -62,7 +57,7 @@ def diagnose(
     if (low := low_precision(context.model.module)) is not None:
         text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
-            f"{short(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
+            f"{dtype_name(case.limit_dtype)}: {errors.largest:.0e}); keep fp32 weights and use "
             "precision=bf16"
         )
         culprits.append(("parameters", Reason(text)))
@@ -105,7 +100,7 @@ def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
     reasons |= dict.fromkeys(found.quiet, Reason(f"{draws}{outcome}", verdict))
     outside = reasons.pop(OUTSIDE, None)
     first = [(case.objective_name, outside)] if outside else []
-    return [*first, *describe(modules, reasons)]
+    return [*first, *name_reasons(modules, reasons)]
 
 
 def _not_finite(*gradients: Gradient) -> NamedReasons:
@@ -147,7 +142,7 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReas
         with AllocationGuard():  # what does not fit is passed over
             ways = {"its micro-batch": [case.load(part) for part in parts]}
             if len(parts) > 1:
-                found = find(case, case.load(positions), ways)
+                found = find_modules(case, case.load(positions), ways)
                 if culprits := [*found.modules, *found.sums]:
                     return culprits
     name, error = errors.worst[0]

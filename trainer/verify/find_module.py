@@ -17,7 +17,7 @@ from trainer.core.norms import is_batch_norm, normalizes_batch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.report.records import Verdict
 from trainer.verify.case import Case
-from trainer.verify.trace import Losses, Trace, compare, record, repeat, shares
+from trainer.verify.trace import Losses, Trace, compare, record_trace, repeat, shares
 
 
 class Reason(NamedTuple):
@@ -104,15 +104,17 @@ def examine(case: Case) -> tuple[Case, Found]:
     for most in (MAX_PICKED, 2):
         with AllocationGuard():
             whole, ways = _pick(case, most)
-            drawn, loud = record(case, whole).drawn, list[str]()
+            drawn, loud = record_trace(case, whole).drawn, list[str]()
             constant = replace(case, holds_draws=bool(drawn))
             if drawn:
-                always = record(case, whole, off=drawn).drawn
-                together, apart = (record(constant, m).drawn for m in (whole, ways[NEIGHBOURS][0]))
+                always = record_trace(case, whole, off=drawn).drawn
+                together, apart = (
+                    record_trace(constant, m).drawn for m in (whole, ways[NEIGHBOURS][0])
+                )
                 # Draws left over are equal too where generators end equally: for every size.
                 loud = [n for n in drawn if n in always or together.get(n) != apart.get(n)]
             quiet = [name for name in drawn if name not in loud]
-            found = find(constant, whole, ways, excused=loud)
+            found = find_modules(constant, whole, ways, excused=loud)
             return constant, found._replace(quiet=quiet, loud=loud)
         release_memory()
     return case, Found([], [], was_checked=False)
@@ -143,13 +145,15 @@ def _padded_like(whole: MicroBatch, start: int, part: MicroBatch) -> MicroBatch:
     return replace(part, fields=fields)
 
 
-def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()) -> Found:
+def find_modules(
+    case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] = ()
+) -> Found:
     """Find what makes a sample depend on its micro-batch.
 
     A module is only charged with the first of the ways to part the samples that it reacts to.
     `excused` modules are not charged, since they draw all the same.
     """
-    trace, parts = record(case, whole), next(iter(ways.values()))
+    trace, parts = record_trace(case, whole), next(iter(ways.values()))
     moved, unrepeatable = repeat(case, trace, parts[0])
     reasons = dict.fromkeys(unrepeatable, UNREPEATABLE) | dict.fromkeys(moved, STATEFUL)
     fields, losses = _compare_ways(case, trace, ways, reasons)
@@ -167,7 +171,7 @@ def find(case: Case, whole: MicroBatch, ways: Ways, *, excused: Collection[str] 
             faults += _weight_faults(case, trace, parts)
         if not data:
             faults += _sum_faults(case, trace, losses)
-    return Found([*describe(modules, charged), *data], faults)
+    return Found([*name_reasons(modules, charged), *data], faults)
 
 
 def _compare_ways(
@@ -195,7 +199,7 @@ def _compare_ways(
     return fields, losses
 
 
-def describe(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> NamedReasons:
+def name_reasons(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]) -> NamedReasons:
     """Put modules into words; those that differ in their numbers only share a line."""
     groups: dict[tuple[str, str, Reason], list[str]] = {}
     for name, reason in reasons.items():

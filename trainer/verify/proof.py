@@ -16,12 +16,13 @@ from trainer.config.messages import clip, first_of
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
+from trainer.core.tensors import dtype_name
 from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import StepContext
 from trainer.verify.case import Case, copied, hooked
 from trainer.verify.comparison import Errors, Gradient
-from trainer.verify.diagnose import LOW, diagnose, low_precision, short
+from trainer.verify.diagnose import LOW, diagnose, low_precision
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
 from trainer.verify.recomputed import check_recomputed
 from trainer.verify.trace import OUTSIDE
@@ -63,7 +64,7 @@ def _verify(
         why = ["the plan is one micro-batch, so it is compared with smaller ones, a stronger check"]
     elif case.size < case.num_samples:
         fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
-        why = [f"the whole batch in one piece {fault} in {short(case.limit_dtype)}"]
+        why = [f"the whole batch in one piece {fault} in {dtype_name(case.limit_dtype)}"]
     if low is not None:
         as_is = replace(case, context=copied(context, None), dtype=None)
         errors = case.errors(as_is.gradient(), expected)
@@ -101,7 +102,7 @@ def _report(
         error_without_draws=rest.largest if verdict == "exact_without_dropout" else None,
         max_relative_error=errors.largest,
         reference=case.reference,
-        dtype=short(case.limit_dtype),
+        dtype=dtype_name(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple((name, reason.text) for name, reason in culprits),
         num_parameters=num_parameters,
@@ -119,7 +120,7 @@ def _plan(
     notes = list[str]()
     for dtype in (torch.float64, torch.float32):
         try:
-            with no_replay(f"copying the model in {short(dtype)}, for train verify"):
+            with no_replay(f"copying the model in {dtype_name(dtype)}, for train verify"):
                 copy = copied(context, dtype)
             case = Case(context=copy, dtype=dtype, batch=batch, feed=feed)
             case, planned = _fit(case)
@@ -132,19 +133,19 @@ def _plan(
                 f"the model does not run in float64 ({why}), so this proves what float32 can: no "
                 "error beyond the model's own rounding, which was measured"
             )
-    low = ", ".join(short(cast) for cast in LOW if cast in case.undone)
+    low = ", ".join(dtype_name(cast) for cast in LOW if cast in case.undone)
     if low and low_precision(context.model.module) is None:
         notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
     if used != asked:
-        few = f"the run's {asked}, which do not fit into memory in {short(dtype)}"
+        few = f"the run's {asked}, which do not fit into memory in {dtype_name(dtype)}"
         notes.append(f"cut into {used} micro-batches instead of {few}")
     return case, planned, notes
 
 
 def _fit(case: Case) -> tuple[Case, Gradient]:
     """Compute the planned gradient, cut finer, as the run itself would, while memory runs out."""
-    dtype = short(case.limit_dtype)
+    dtype = dtype_name(case.limit_dtype)
     while True:
         with AllocationGuard():
             return case, case.gradient()
@@ -186,7 +187,7 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
         )
     raise DoesNotFitError(
         "train verify: no group of samples fits into memory in "
-        f"{short(case.limit_dtype)}: lower data.max_length"
+        f"{dtype_name(case.limit_dtype)}: lower data.max_length"
     )
 
 

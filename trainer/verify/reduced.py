@@ -30,7 +30,7 @@ from trainer.verify.comparison import EXACT, Gradient
 
 UNITS = 12  # samples, or groups of them, that are taken of a step, two in a micro-batch
 
-LayOut = Callable[[nn.Module, ModelCall], Parallel]
+LayOutCall = Callable[[nn.Module, ModelCall], Parallel]
 """Lays a module, and a call of it, out over the ranks as the run does."""
 
 
@@ -51,7 +51,7 @@ class ReducedError:
 
 
 def compare_reduced(
-    context: StepContext, batch: PlannedBatch, feed: Feed, lay_out: LayOut, world: World
+    context: StepContext, batch: PlannedBatch, feed: Feed, lay_out: LayOutCall, world: World
 ) -> ReducedError | None:
     """Compute a few samples of a step on one process and on all ranks. Collective.
 
@@ -94,7 +94,7 @@ def _renumbered(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def _reduced(
-    case: Case, mine: Sequence[MicroBatch], lay_out: LayOut, world: World, num_samples: int
+    case: Case, mine: Sequence[MicroBatch], lay_out: LayOutCall, world: World, num_samples: int
 ) -> Gradient:
     """Compute this rank's micro-batches, and reduce the gradient as a step does. Collective."""
     with case.running() as run:

@@ -41,7 +41,7 @@ Tensors = dict[str, Tensor]
 Losses = Mapping[str, Tensor]  # sums by term, 0-d, detached
 
 
-class Share(NamedTuple):
+class SampleShare(NamedTuple):
     """Where the samples of a smaller micro-batch lie within a larger one."""
 
     start: int  # the first; in samples, or under packing in tokens
@@ -51,17 +51,19 @@ class Share(NamedTuple):
     total_length: int = 0  # of the larger one
 
 
-def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[Share]:
+def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[SampleShare]:
     """Place micro-batches that hold, in order, the samples of a larger one."""
     sizes = [m.num_positions if packed else len(m.ids) for m in parts]
     total, positions = sum(sizes), whole.num_positions
     return [
-        Share(sum(sizes[:i]), size, total, part.num_positions // max(1, size), positions // total)
+        SampleShare(
+            sum(sizes[:i]), size, total, part.num_positions // max(1, size), positions // total
+        )
         for i, (size, part) in enumerate(zip(sizes, parts, strict=True))
     ]
 
 
-def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | None:
+def align(whole: Tensor, part: Tensor, share: SampleShare) -> tuple[Tensor, Tensor] | None:
     """View the same samples and positions in both.
 
     Dimensions that differ otherwise, such as time, are cut to what both have, from the front:
@@ -80,7 +82,7 @@ def align(whole: Tensor, part: Tensor, share: Share) -> tuple[Tensor, Tensor] | 
     return _crop(rows.narrow(0, start, size), part.view(size, length, *part.shape[1:]))
 
 
-def is_cut_elsewhere(whole: Tensor, part: Tensor, share: Share) -> bool:
+def is_cut_elsewhere(whole: Tensor, part: Tensor, share: SampleShare) -> bool:
     """Whether `align` cuts a dimension that is not the tokens': what it cuts may be no padding."""
     sizes = zip(whole.shape, part.shape, strict=False)
     known = {(share.total, share.size), (share.total_length, share.length)}
@@ -145,7 +147,7 @@ class Seen(NamedTuple):
         return seen
 
     def wrong(
-        self, found: Tensors, share: Share, *, judges_all: bool
+        self, found: Tensors, share: SampleShare, *, judges_all: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """List what differs where the loss depends on it: as it should be, and as it is.
 
@@ -203,7 +205,7 @@ class Difference(NamedTuple):
     failure: Mapping[str, str]  # what was raised, by the module that was running
 
 
-def record(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Trace:
+def record_trace(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Trace:
     """Run one micro-batch forward and backward, and record what every module took and gave.
 
     It takes the memory of all activations twice. Frozen weights get gradients, too, so that what
@@ -227,7 +229,7 @@ def record(case: Case, micro_batch: MicroBatch, off: Collection[str] = ()) -> Tr
     return Trace(micro_batch, recorder.calls, recorder.drawn, _detached(sums))
 
 
-def compare(case: Case, trace: Trace, part: MicroBatch, share: Share) -> Difference:
+def compare(case: Case, trace: Trace, part: MicroBatch, share: SampleShare) -> Difference:
     """Run some of the samples of a trace as a micro-batch of their own, and compare."""
     whole, comparer = trace.micro_batch, _CallComparer(trace, share)
     fields = [
@@ -256,7 +258,7 @@ def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list
     and those that no seed governs.
     """
     whole = trace.micro_batch
-    share = Share(0, len(whole.ids), len(whole.ids))
+    share = SampleShare(0, len(whole.ids), len(whole.ids))
     unrepeatable = compare(case, trace, whole, share).blamed
     stateful: dict[str, None] = {}
     with case.running() as run, torch.no_grad():
@@ -348,7 +350,7 @@ class _CallRecorder:
 class _CallComparer:
     """Blames modules, and puts right what they gave; `running` ends with the one that runs."""
 
-    def __init__(self, trace: Trace, share: Share) -> None:
+    def __init__(self, trace: Trace, share: SampleShare) -> None:
         self._blamed: dict[str, bool] = {}  # and whether only where inputs were cut elsewhere
         self.running = [OUTSIDE]
         self._trace, self._share = trace, share

@@ -39,7 +39,7 @@ def write(folder, text: str, name: str = "friend"):
 def refusals(folder, text: str) -> list[str]:
     path = write(folder, text)
     with pytest.raises(ConfigError) as caught:
-        recipes.read(path)
+        recipes.read_recipe(path)
     assert all(fault.startswith(str(path)) and "\n" not in fault for fault in caught.value.faults)
     return [fault.removeprefix(str(path)).removeprefix(": ") for fault in caught.value.faults]
 
@@ -184,7 +184,7 @@ HARMLESS = [
 
 def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path):
     for text in HARMLESS:
-        assert "meta" not in recipes.read(write(tmp_path, text))
+        assert "meta" not in recipes.read_recipe(write(tmp_path, text))
     for text, answer in HOSTILE.items():
         (fault,) = refusals(tmp_path, text)
         assert fault.startswith(answer)

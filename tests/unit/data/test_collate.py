@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
-from trainer.data.collate import aligned_fields, pack, pad
+from trainer.data.collate import aligned_fields, pack_samples, pad_samples
 
 TOKENS = frozenset({"input_ids", "labels"})
 sequences = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -22,7 +22,7 @@ def name(position):
 
 
 def padded(*samples, aligned=TOKENS, pad_to=0):
-    return pad(samples, aligned, pad_to, name)
+    return pad_samples(samples, aligned, pad_to, name)
 
 
 @given(ids=sequences, more=st.integers(0, 3))
@@ -39,7 +39,7 @@ def test_sequences_are_padded_on_the_right_with_a_mask(ids, more):
 
 def test_ids_are_padded_with_the_token_that_the_data_state():
     samples = text(1, 2), text(3)
-    for join, lengths in ((pad, 3), (pack, 4)):
+    for join, lengths in ((pad_samples, 3), (pack_samples, 4)):
         ids = join(samples, TOKENS, lengths, name, 7)["input_ids"]
         assert (ids == 7).sum() == ids.numel() - 3
 
@@ -112,7 +112,7 @@ def test_samples_that_do_not_fit_together_are_named(samples, text):
 @given(ids=sequences, spare=st.integers(0, 40))
 def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, spare):
     total = sum(map(len, ids))
-    fields = pack([text(*sample) for sample in ids], TOKENS, total + spare, name)
+    fields = pack_samples([text(*sample) for sample in ids], TOKENS, total + spare, name)
     begins = fields["cu_seqlens"].tolist()
     assert fields["cu_seqlens"].dtype == torch.int32
     assert begins[-1] == total + spare
@@ -132,6 +132,6 @@ def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, sp
 
 def test_what_cannot_be_packed_is_named():
     with pytest.raises(DataError, match="'label' does not have one entry per token"):
-        pack([text(1) | {"label": torch.tensor(1)}], TOKENS, 1, name)
+        pack_samples([text(1) | {"label": torch.tensor(1)}], TOKENS, 1, name)
     with pytest.raises(DataError, match="2 samples from sample 10 on cannot be padded to 3"):
-        pack([text(1, 2), text(1, 2)], TOKENS, 3, name)
+        pack_samples([text(1, 2), text(1, 2)], TOKENS, 3, name)

@@ -7,7 +7,7 @@ import pytest
 from tests.lib.hf_toys import TEXTS, save_tokenizer
 from trainer.data.encode import RecordEncoder
 from trainer.data.formats import Format
-from trainer.data.label_encoders import Labels, labels_of, space_before_words, tag_fields
+from trainer.data.label_encoders import Labels, find_labels, space_before_words, tag_fields
 
 
 def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
@@ -29,23 +29,23 @@ def test_words_in_a_row_are_encoded_as_in_a_text(tmp_path):
 
 def test_classes_of_a_loaded_head_are_known_however_they_are_spelt():
     head = ("POSITIVE", "NEGATIVE")
-    labels = labels_of(["positive", "negative"], model=head)
+    labels = find_labels(["positive", "negative"], model=head)
     assert (labels.names, labels.number("positive")) == (head, 0)
     # Of words that differ by case alone each is a class.
-    assert labels_of(["A", "a"], model=("a", "b")).names == ("A", "a")
-    assert labels_of(["a", "A"], model=("a", "A")).number("A") == 1
+    assert find_labels(["A", "a"], model=("a", "b")).names == ("A", "a")
+    assert find_labels(["a", "A"], model=("a", "A")).number("A") == 1
 
 
 def test_a_gap_in_a_column_of_numbers_makes_no_regression_of_it():
-    labels = labels_of([0.0, None, 2.0])
+    labels = find_labels([0.0, None, 2.0])
     assert (labels.num_classes, labels.number(2.0)) == (3, 2)
     with pytest.raises(ValueError, match="the label None is not a number from 0"):
         labels.number(None)
     for real in ([0.5, None], [0.0, 2.0], [-1.0, None]):
-        assert labels_of(real).num_classes is None
+        assert find_labels(real).num_classes is None
 
 
 def test_words_are_no_labels_where_training_had_numbers():
     with pytest.raises(ValueError, match="labels are words here, but numbers in the data"):
-        labels_of(["a", "b"], fixed=())
-    assert labels_of([0, 1], fixed=()).num_classes == 2
+        find_labels(["a", "b"], fixed=())
+    assert find_labels([0, 1], fixed=()).num_classes == 2

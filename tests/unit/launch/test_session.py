@@ -13,7 +13,7 @@ from tests.reliability import lab
 from trainer.core.errors import RankFailedError
 from trainer.core.rank_progress import RankProgress
 from trainer.launch.membership import Membership, membership
-from trainer.launch.session import _open_store, gpu_index, joined
+from trainer.launch.session import _open_store, gpu_index, joined_session
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_fault_of_parting_from_the_other_ranks_does_not_hide_how_the_command_e
     member = Membership(rank=0, size=1, local_rank=0, local_size=1, address=address)
 
     def fail() -> None:
-        with joined(config, member, RankProgress()):
+        with joined_session(config, member, RankProgress()):
             dist.destroy_process_group()
             raise ValueError("the first")
 

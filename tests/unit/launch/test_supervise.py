@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.core.errors import Preempted
-from trainer.core.rank_progress import Position, RankProgress
+from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch import supervise
@@ -83,7 +83,7 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
 ):
     watch = watching(SLEEPS, SLEEPS, timeout_s=0.1)
     for child, phase in zip(watch.children, phases, strict=True):
-        child.rank_progress.write(Position(step=3, phase=phase, is_first=is_first))
+        child.rank_progress.write(RankPosition(step=3, phase=phase, is_first=is_first))
         if signalled is not None:
             child.process.send_signal(signalled)
             watch.stop.is_set, watch.stopped_at = True, -UNBEGUN_S
@@ -100,22 +100,22 @@ def test_time_in_which_the_whole_job_was_suspended_is_no_silence_of_a_rank(
     monkeypatch.setattr(supervise, "LONGEST_POLL_S", 0.1)
     watch, pauses_s = watching("sleep 1.9", timeout_s=1.0), [1.3]
     watch.stop = lambda: time.sleep(pauses_s.pop() if pauses_s else 0.0)
-    watch.children[0].rank_progress.write(Position(step=3, phase="compute"))
-    watch.records.write(Ended.now(0, Position(), {"code": 0}))
+    watch.children[0].rank_progress.write(RankPosition(step=3, phase="compute"))
+    watch.records.write(Ended.now(0, RankPosition(), {"code": 0}))
     watch.run()
     assert not pauses_s
     assert verdict(watch.ended, tmp_path, 1.0) is None
 
 
 def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
-    end = Ended(1, -signal.SIGABRT, {}, 1.0, Position(step=2, phase="reduce"), 0.0)
+    end = Ended(1, -signal.SIGABRT, {}, 1.0, RankPosition(step=2, phase="reduce"), 0.0)
     text = str(verdict({1: end}, tmp_path, 600))
     assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
 
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
 def test_outside_of_steps_ranks_may_take_their_time(phase):
-    assert Position(step=3, phase=phase).limit_s(1e-9) == float("inf")
+    assert RankPosition(step=3, phase=phase).limit_s(1e-9) == float("inf")
 
 
 def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
@@ -149,7 +149,7 @@ TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3, "is_own": F
 def test_a_supervisor_of_one_rank_says_how_it_ended_and_whether_others_did_not(
     report, place, is_individual, says, tmp_path
 ):
-    at = Position(step=2, phase=place[0], waits=place[1])
+    at = RankPosition(step=2, phase=place[0], waits=place[1])
     end = Ended(1, 1, report, 1.0, at, 0.0, is_killed=not report)
     assert end.is_individual is is_individual
     assert str(verdict({1: end}, tmp_path, 600)).startswith(says)
@@ -160,7 +160,7 @@ def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_tak
 ):
     watch, folder = watching("true", "true"), tmp_path / "run"
     for rank, report in enumerate((TORN, PEER)):
-        watch.records.write(Ended.now(rank, Position(), report))
+        watch.records.write(Ended.now(rank, RankPosition(), report))
         watch.records.stacks(rank).write_text("where it was")
     watch.run()
     watch.end(folder)

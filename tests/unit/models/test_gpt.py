@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
 from trainer.core.errors import ConfigError
-from trainer.data.collate import pack
+from trainer.data.collate import pack_samples
 from trainer.models.attention import BLOCK, Documents, causal_attention, has_varlen_kernel
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy
@@ -171,7 +171,7 @@ def rows_with_filler():
     """Rows under a bounded set of lengths, whose filler is longer than a sample may be."""
     for lengths, time in (([4, 9, 7], 64), ([16, 2], 48), ([3, 3, 3, 5, 2], 80)):
         samples = [{"input_ids": tokens(length, seed=length)} for length in lengths]
-        yield lengths, pack(samples, {"input_ids"}, time, str)
+        yield lengths, pack_samples(samples, {"input_ids"}, time, str)
 
 
 def test_the_kernel_for_packed_rows_is_traced_whole_as_the_installed_pytorch_takes_it():
@@ -254,7 +254,7 @@ class Flash(nn.Module):
 
 
 def test_a_model_gets_the_boundaries_of_packed_documents_in_its_own_words():
-    fields = pack([{"input_ids": tokens(n)} for n in (2, 3)], {"input_ids"}, 8, str)
+    fields = pack_samples([{"input_ids": tokens(n)} for n in (2, 3)], {"input_ids"}, 8, str)
     bounds = fields["cu_seqlens"]
     assert bind(forwards(lambda _, cu_seqlens, max_seqlen: (cu_seqlens, max_seqlen)))(fields) == (
         bounds,

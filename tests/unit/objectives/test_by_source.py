@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.micro_batch import Fields
-from trainer.data.collate import pack, pad
+from trainer.data.collate import pack_samples, pad_samples
 from trainer.features.heads.numbers import Numbers
 from trainer.objectives import next_token
 from trainer.objectives.base import Objective, sums_of, weights_of
@@ -51,7 +51,7 @@ def samples(*, marked: bool = True) -> list[dict[str, Tensor]]:
 
 
 def joined(given: list[dict[str, Tensor]], *, packed: bool) -> Fields:
-    join, length = (pack, sum(LENGTHS) + 3) if packed else (pad, max(LENGTHS) + 1)
+    join, length = (pack_samples, sum(LENGTHS) + 3) if packed else (pad_samples, max(LENGTHS) + 1)
     return join(given, given[0].keys(), length, str)
 
 

@@ -18,10 +18,10 @@ from trainer.features.heads.numbers import Numbers
 from trainer.objectives.base import Objective
 from trainer.objectives.classify import Classify
 from trainer.objectives.metrics import (
-    METRICS,
+    METRIC_OF,
     add_statistics,
     check_metrics,
-    figures_of,
+    metrics_of_sums,
     statistics_of,
 )
 from trainer.objectives.next_token import NextToken
@@ -41,7 +41,7 @@ def measured(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, 
     with torch.no_grad():
         for piece in torch.arange(COUNT).tensor_split([7, 8, 200, 201, 400]):
             add_statistics(sums, statistics_of(objective, logits[piece], labels[piece]))
-    return figures_of(objective, {name: each.double() for name, each in sums.items()})
+    return metrics_of_sums(objective, {name: each.double() for name, each in sums.items()})
 
 
 def drawn(classes: int) -> tuple[Tensor, Tensor]:
@@ -184,4 +184,4 @@ def test_a_metric_of_other_labels_is_refused(objective, names, fault):
 
 def test_nothing_is_summed_while_training():
     assert statistics_of(with_metrics(Near(), ["f1"]), *drawn(6)) == {}
-    assert {"accuracy", "f1", "mse"} < METRICS.keys()
+    assert {"accuracy", "f1", "mse"} < METRIC_OF.keys()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.lib.plan_support import efficiency, tokens_of
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.packing import pack, pack_rows
-from trainer.plan.partition import cut_sorted, ladder, pad, partition
+from trainer.plan.partition import cut_sorted, ladder, pad_lengths, partition
 
 COSTS = st.builds(Cost, fixed=st.floats(0.0, 500.0), quadratic=st.sampled_from([0.0, 0.001, 0.02]))
 ROUNDING = 1e-9
@@ -100,7 +100,14 @@ def test_a_ladder_wastes_the_least_that_few_lengths_can(lengths, max_shapes, cos
 
 def test_shapes_of_the_layout_hold_for_every_batch():
     layout = Layout(shapes=(16, 64), pad_multiple=8)
-    assert pad(np.array([0, 1, 16, 17, 64, 65]), layout).tolist() == [16, 16, 16, 64, 64, 72]
+    assert pad_lengths(np.array([0, 1, 16, 17, 64, 65]), layout).tolist() == [
+        16,
+        16,
+        16,
+        64,
+        64,
+        72,
+    ]
 
 
 @given(batches(), st.integers(120, 700), st.sampled_from([1, 4]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.core.phases import PhaseTimes
 from trainer.core.rank_progress import InStep
-from trainer.report.time_table import PARTS, advice, split, time_table
+from trainer.report.time_table import PARTS, advice, split_times, time_table
 
 STEP = get_args(InStep)
 ROWS = [
@@ -36,7 +36,7 @@ def spending(steps: int = 100, **seconds: float) -> dict[str, Any]:
 
 def advised(*ranks: dict[str, float], steps: int = 100, **plan: Any) -> list[str]:
     spendings = [spending(steps, **seconds) for seconds in ranks]
-    return advice(split(spendings), time_table(spendings, None), PLAN | plan)
+    return advice(split_times(spendings), time_table(spendings, None), PLAN | plan)
 
 
 def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_worth_a_line():
@@ -154,7 +154,7 @@ SECONDS = st.floats(0, 10)
 @given(st.lists(st.tuples(*[SECONDS] * len(STEP)), min_size=1, max_size=5), st.integers(1, 9))
 def test_the_parts_of_every_rank_add_up_to_its_step(ranks, steps):
     spendings = [spending(steps, **dict(zip(STEP, each, strict=True))) for each in ranks]
-    for parts, seconds in zip(split(spendings), ranks, strict=True):
+    for parts, seconds in zip(split_times(spendings), ranks, strict=True):
         assert sum(parts[name] for name in PARTS) == pytest.approx(sum(seconds))
         assert min(parts["waiting"], parts["late"], parts["sync"]) >= -1e-9
     table = time_table(spendings, None)

@@ -19,13 +19,13 @@ from torch.utils.data import Subset
 
 from tests.lib.support import VOCABULARY, Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.world import World
 from trainer.data.loader import AHEAD, Loader, Request
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives import next_token
-from trainer.objectives.base import IGNORED, Sums
+from trainer.objectives.base import Sums
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES
 from trainer.objectives.next_token import NextToken, shifted_labels

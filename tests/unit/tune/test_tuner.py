@@ -23,7 +23,7 @@ from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
 from trainer.tune import tuner
-from trainer.tune.cache import Measurements, TuningCache, describe
+from trainer.tune.cache import Measurements, TuningCache, measurement_key
 from trainer.tune.flops import count_compute
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.predict import predict_peak
@@ -174,7 +174,7 @@ def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(book, input
 def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(tmp_path):
     model = Paced(best=256)
     asked = question(model, timed=True, num_steps=10**6)
-    facts = describe(asked.work, asked.longest, "fp32", None)
+    facts = measurement_key(asked.work, asked.longest, "fp32", None)
     found = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
     assert found.max_tokens <= 512
     chosen = [row for row in found.candidates if row.chosen]
@@ -425,7 +425,7 @@ def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_
     def key(model: nn.Module | None = None, precision="fp32", length=8, **changes) -> str:
         torch.manual_seed(1)
         work = replace(workload(model or Encoder()), **changes)
-        return json.dumps(describe(work, length, precision, count_compute(work, length)))
+        return json.dumps(measurement_key(work, length, precision, count_compute(work, length)))
 
     def other_rate(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=9.0, fused=True)

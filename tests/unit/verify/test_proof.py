@@ -23,9 +23,10 @@ from tests.lib.objective_toys import Pairs
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM
 from trainer.core.declared_state import EarlierState
 from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import IGNORED
 from trainer.features.heads.model_loss import ModelLoss
 from trainer.models.recompute import checkpoint_blocks
-from trainer.objectives.base import IGNORED, Objective, Sums, logits_from
+from trainer.objectives.base import Objective, Sums, logits_from
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout

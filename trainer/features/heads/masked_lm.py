@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainer.config.components import Share
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
-from trainer.objectives.base import IGNORED
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.objectives.next_token import TokenEntropy, sequences_of
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")

@@ -10,10 +10,10 @@ from typing import Any, final, get_args
 import torch
 from torch import Tensor
 
-from trainer.config.components import Reduction
+from trainer.config.components import LossReduction
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields, output_part
-from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
+from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.objectives.base import ModelCall, Objective, Sums, at_least_single
 
 NUM_ITEMS = "num_items_in_batch"
 """What a Hugging Face head divides the sum of its loss terms by, where it takes it."""
@@ -38,14 +38,14 @@ class ModelLoss(Objective):
     is_of_model = True
 
     # What the model's loss is: asked to be a `sum`, or taken as a `mean`
-    reduction: Reduction = "sum"
+    reduction: LossReduction = "sum"
     # Whether the model shifts the labels of a sequence. Labels of one number per sample, and real
     # numbers, are never shifted.
     causal: bool = True
 
     def variants(self) -> Sequence[ModelLoss]:
         """See the base class."""
-        pairs = product(get_args(Reduction), (self.causal, not self.causal))
+        pairs = product(get_args(LossReduction), (self.causal, not self.causal))
         return [ModelLoss(reduction=reduction, causal=causal) for reduction, causal in pairs]
 
     def weights(self, fields: Fields) -> Mapping[str, float]:

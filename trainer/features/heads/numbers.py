@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
+from trainer.core.micro_batch import IGNORED, Fields
 from trainer.objectives.base import (
-    IGNORED,
     LabelKind,
     ModelCall,
     Objective,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields, output_part
-from trainer.objectives.base import IGNORED, ModelCall, Objective, Sums, at_least_single
+from trainer.core.micro_batch import IGNORED, Fields, output_part
+from trainer.objectives.base import ModelCall, Objective, Sums, at_least_single
 
 ENDS = ("start", "end")
 

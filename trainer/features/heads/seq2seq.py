@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields
-from trainer.objectives.base import IGNORED, ModelCall
+from trainer.core.micro_batch import IGNORED, Fields
+from trainer.objectives.base import ModelCall
 from trainer.objectives.next_token import TokenEntropy, sequences_of
 
 DECODER_IDS = "decoder_input_ids"

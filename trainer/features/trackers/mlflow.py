@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from trainer.config.components import Address, Text
+from trainer.config.components import Address, NonEmptyText
 from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
@@ -34,7 +34,9 @@ class MlflowTracker(Tracker):
     package: ClassVar[str] = "mlflow"
     install: ClassVar[str] = "step-trainer[mlflow]"
 
-    def __init__(self, tracking_uri: Address | None = None, experiment: Text = "train") -> None:
+    def __init__(
+        self, tracking_uri: Address | None = None, experiment: NonEmptyText = "train"
+    ) -> None:
         self._uri, self._experiment = tracking_uri, experiment
         self._batch: list[Any] = []
         if tracking_uri is None:

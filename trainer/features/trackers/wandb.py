@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
-from trainer.config.components import Address, Online, Text, Words
+from trainer.config.components import Address, NonEmptyText, Online, Words
 from trainer.config.messages import clip
 from trainer.report.tracker import TrackedRun, Tracker
 
@@ -37,9 +37,9 @@ class WandbTracker(Tracker):
     def __init__(
         self,
         mode: Literal["offline", "disabled"] | Online = "offline",
-        project: Text | None = "train",
+        project: NonEmptyText | None = "train",
         entity: Address | None = None,
-        group: Text | None = None,
+        group: NonEmptyText | None = None,
         tags: Words = (),
     ) -> None:
         self.is_on, self._mode = mode != "disabled", mode

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 from trainer.config.components import Count, ExistingPath, Pair
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
+from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, RunFacts, row
 from trainer.data.chat import encode_completion, normalize_messages
-from trainer.data.collate import IGNORED_LABEL
-from trainer.data.lines import fault, json_object, json_records_of, place_of
+from trainer.data.lines import fault, json_object, json_records_of, record_place
 from trainer.features.vision.pixels import open_image, processor_pixels
 
 IMAGE = "<image>"
@@ -87,7 +87,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Give `input_ids` and `labels`, `(length,)` int64, and `pixel_values`, float32."""
         ids, is_term, image = self._samples[i]
-        labels = torch.where(is_term, ids, IGNORED_LABEL)
+        labels = torch.where(is_term, ids, IGNORED)
         return {"input_ids": ids, "labels": labels, "pixel_values": self._pixels(image)}
 
     def decode(self, ids: list[int]) -> str:
@@ -151,7 +151,7 @@ def _digits() -> Iterator[_Record]:
 def _records(path: Path) -> Iterator[_Record]:
     number = 0
     for number, line in json_records_of(path):
-        place = place_of(path, number)
+        place = record_place(path, number)
         try:
             record = json_object(line)
             image = path.parent / record["image"]

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from trainer.config.components import Augmentations, Count, ExistingPath, PerChannel
 from trainer.core.errors import DataError
 from trainer.core.format import expanded, plural
-from trainer.core.rows import Row, RunFacts, joined, row
+from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.files import RUNS, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, PIXEL_VALUES, TRAIN
@@ -147,7 +147,7 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
 def _images_of(folder: Path, listing: Listing) -> list[Path]:
     """Give the images of a class; refuse one that has none."""
     if not listing.files:
-        kinds = joined(*(plural(count, noun) for noun, count in listing.others.items()))
+        kinds = join_parts(*(plural(count, noun) for noun, count in listing.others.items()))
         text = f"no image of {', '.join(pixels.FORMATS)} ({kinds}); convert them"
         raise DataError(f"data.path={folder}: {text}, or remove the folder")
     return listing.files
