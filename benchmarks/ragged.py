@@ -45,7 +45,7 @@ from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.recipes import data_dir
+from trainer.config.option_files import data_dir
 from trainer.core.world import World
 from trainer.data.samples import Sample
 from trainer.models.recompute import checkpoint_blocks

@@ -44,7 +44,7 @@ from trainer.assemble.components import assemble
 from trainer.assemble.run_plan import prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.recipes import data_dir
+from trainer.config.option_files import data_dir
 from trainer.core.world import World
 
 TEMPLATE = (

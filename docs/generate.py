@@ -6,9 +6,10 @@ from itertools import takewhile
 from pathlib import Path
 
 from trainer.config import trackers
-from trainer.config.components import GROUPS, OWN
-from trainer.config.keys import KEYS, data_dir, docs_of, load_yaml
+from trainer.config.components import GROUPS
+from trainer.config.keys import KEYS, docs_of
 from trainer.config.messages import flat, show
+from trainer.config.option_files import OWN, data_dir, load_yaml
 
 PAGE = Path(__file__).with_name("configuration.md")
 

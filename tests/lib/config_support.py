@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from trainer.config.components import COMPONENTS, GROUPS
-from trainer.config.keys import data_dir
+from trainer.config.option_files import data_dir
 from trainer.config.recipes import register
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate

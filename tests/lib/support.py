@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
-from trainer.core.coupling import MEAN_OF_MEANS, NONE, strictest
-from trainer.core.norms import model_coupling
+from trainer.core.coupling import MEAN_OF_MEANS, NONE, model_coupling, strictest
 from trainer.core.world import World
 from trainer.data.documents import BOS
 from trainer.data.loader import Loader, Request

@@ -31,8 +31,9 @@ from trainer.cli.main import composer_of
 from trainer.cli.overrides import parse, quote, read_override
 from trainer.cli.python_api import literal
 from trainer.cli.sweep import prepare_sweep
-from trainer.config.components import GROUPS, OWN
-from trainer.config.keys import KEYS, data_dir
+from trainer.config.components import GROUPS
+from trainer.config.keys import KEYS
+from trainer.config.option_files import OWN, data_dir
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from tests.lib.run_support import shell
-from trainer.config.keys import data_dir
+from trainer.config.option_files import data_dir
 
 
 def test_recipes_are_listed_with_what_they_say_and_one_that_is_broken_with_its_fault(

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble import data_sets
-from trainer.assemble.batch_norm import RunBatchNorm, couple, resolve_batch_norm
+from trainer.assemble.features import Features, StepShape
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.layout import find_layout, longest
 from trainer.assemble.loaders import held_out_loader, loader_of, prepare_with
@@ -35,8 +35,8 @@ from trainer.assemble.precision import bind_run, resolve_precision, set_matmul_p
 from trainer.assemble.saved import Saved
 from trainer.assemble.schedule import typed_schedule, with_length_steps
 from trainer.assemble.tokenizer import RunTokenizer
-from trainer.config.run_config import RunConfig
-from trainer.core.coupling import Coupling
+from trainer.config.run_config import RunConfig, stated_coupling
+from trainer.core.coupling import Coupling, model_coupling, strictest
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
@@ -78,7 +78,7 @@ class Components:
     schedule: Schedule  # factor of every learning rate, by step
     strategy: GradientStrategy  # how the gradients of micro-batches become the step's
     coupling: Coupling  # of the samples of a step, by model, objective and normalizer
-    batch_norm: RunBatchNorm  # how its BatchNorm layers normalise
+    features: Features
     # How ranks are used; under `sync=auto` with a policy that the plan may change
     parallel: ParallelSetup
     cut: Cut  # as typed; `prepare` tunes it, or takes it from the checkpoint
@@ -179,7 +179,7 @@ def assemble(
     check_components(config)
     tokenizer = RunTokenizer(config)
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
-    schedule, cut = typed_schedule(config), _cut(config)
+    schedule, cut, features = typed_schedule(config), _cut(config), Features.of(config)
     sizes = _sizes(config)
 
     # The data, and which of them each step takes.
@@ -191,9 +191,13 @@ def assemble(
     total_steps = config.steps or order.num_steps(config.total_epochs or 1)
     schedule = with_length_steps(schedule, order, lengths, total_steps)
 
-    # The model, as its data, its ranks and its BatchNorm ask for it.
+    # The model, as its data, its ranks and its features ask for it.
     given = data_sets.arguments_from_data(config, train_set, terms.given)
-    batch_norm = resolve_batch_norm(config, order, cut, lengths)
+    shape = StepShape(
+        largest=order.most_samples,
+        is_stated="micro_batch" in cut.couplings,
+        is_padded=not lengths.is_constant,
+    )
     build = partial(
         build_model,
         config,
@@ -201,7 +205,7 @@ def assemble(
         given,
         spec,
         stored=saved.stored,
-        adjust=batch_norm.adjust,
+        adjust=partial(features.adjust, shape=shape),
         with_values=with_values,
     )
     module, weights, mode, why = _build_in_mode(config, world, build)
@@ -218,8 +222,7 @@ def assemble(
             *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
             given={"objective": chosen.objective},
         )
-        batch_norm.check(config, module, order, total_steps)
-        coupling = couple(config, batch_norm, module, chosen.objective.coupling)
+        coupling = _coupling(config, features, module, chosen.objective)
         layout, example = find_layout(config, world, loader, coupling, module, precision)
     setup = parallel_setup(
         *(config, world, module, mode, precision),
@@ -246,7 +249,7 @@ def assemble(
         schedule=schedule,
         strategy=strategy,
         coupling=coupling,
-        batch_norm=batch_norm,
+        features=features,
         parallel=replace(setup, why_mode=why),
         cut=_whole(cut, order, config, world, coupling),
         layout=replace(
@@ -324,6 +327,16 @@ def _cut(config: RunConfig) -> Cut:
     if (same := cut.for_any_ranks) is None:
         raise ConfigError("deterministic=layout: needs accum=fixed accum.micro=N")
     return same
+
+
+def _coupling(
+    config: RunConfig, features: Features, module: nn.Module, objective: Objective
+) -> Coupling:
+    """Say how far the samples of a step depend on each other, by all that couples them."""
+    found = model_coupling(module)
+    if any(feature.accepts_cut for feature in features):
+        found = replace(found, warning="")
+    return strictest(found, stated_coupling(config), objective.coupling)
 
 
 def _whole(cut: Cut, order: Order, config: RunConfig, world: World, coupling: Coupling) -> Cut:

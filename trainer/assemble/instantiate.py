@@ -25,8 +25,8 @@ import torch
 
 from trainer.config import components
 from trainer.config.data_sets import component_of, source_components
-from trainer.config.keys import options_of
 from trainer.config.messages import clip, show
+from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE

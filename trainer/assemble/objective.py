@@ -13,8 +13,8 @@ from trainer.assemble.instantiate import construct
 from trainer.assemble.own_loss import compare_losses
 from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config import components
-from trainer.config.keys import options_of
 from trainer.config.messages import show
+from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields

@@ -106,6 +106,7 @@ def open_run(
             was_asked=stop,
             flops=run_plan.flops,
             progress=progress,
+            evaluating=components.features.evaluating,
             prompts=prompts,
             own=own,
         )

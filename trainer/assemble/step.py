@@ -8,7 +8,6 @@ from typing import Any
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.components import Components
 from trainer.core.stateful import Stateful
-from trainer.models.batch_norm import RunningStatistics
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.objectives.base import weights_of
 from trainer.optim.optimizers import HalfLives
@@ -44,6 +43,10 @@ def step_context(
             decays=tuple(group["weight_decay"] for group in optimizer.param_groups),
         )
     scale = LossScale() if components.precision == "fp16" else None
+    # What is the model's own moves before what follows the model.
+    first: list[Stateful] = [] if scale is None else [scale]
+    for feature in components.features:
+        first += feature.parts(module, world)
     return StepContext(
         model=model,
         objective=components.objective,
@@ -62,8 +65,7 @@ def step_context(
         total_steps=components.total_steps,
         clip_norm=config.clip_norm,
         loss_scale=scale,
-        # What is the model's own moves before what follows the model.
-        parts=[*([] if scale is None else [scale]), RunningStatistics(module, world), *parts],
+        parts=[*first, *parts],
         world=world,
         on_out_of_memory=on_out_of_memory,
         **norms,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from trainer.assemble.components import Components
 from trainer.assemble.run_plan import RunPlan
-from trainer.assemble.summary_batch_norm import batch_norm_rows, batch_norm_warnings
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
@@ -38,7 +38,7 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         _adapter(config),
         row("init", begins, init=init, dtypes=dtypes),
         _gradients(components),
-        *batch_norm_rows(run_plan),
+        *chain.from_iterable(each.rows(run_plan) for each in components.features),
     ]
 
 
@@ -112,7 +112,8 @@ def dtypes_of(components: Components) -> dict[str, str | None]:
 
 def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
     """Name what of the model makes the step another; `pieces` are the micro-batches of one."""
-    components, warnings = run_plan.components, batch_norm_warnings(run_plan)
+    components = run_plan.components
+    warnings = [*chain.from_iterable(each.warnings(run_plan) for each in components.features)]
     low = low_precision(components.module)
     if low is not None and pieces > 1:
         warnings.append(

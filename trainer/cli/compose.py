@@ -37,8 +37,9 @@ from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
 from trainer.cli.trust import consented_components, trust_faults
 from trainer.config import components, recipes
-from trainer.config.keys import KEYS, data_dir
+from trainer.config.keys import KEYS
 from trainer.config.messages import clip, lookup
+from trainer.config.option_files import OWN, data_dir
 from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
@@ -117,7 +118,7 @@ class Composer:
         for group in (*components.GROUPS, recipes.RECIPE_GROUP):
             # The primary config, which adds nothing to the search path, would be read each time.
             names = hydra.config_loader.get_group_options(group.replace(".", "/"), overrides=lines)
-            options[group] = [name for name in sorted(names) if name != components.OWN]
+            options[group] = [name for name in sorted(names) if name != OWN]
         if is_ours:
             _OPTIONS.update(options)
         return options
@@ -216,11 +217,7 @@ class Composer:
         for group, _, option in (line.partition("=") for line in parts.choices):
             path = group.replace("/", ".")
             targets = [OmegaConf.select(tree, f"{path}.{TARGET}") for tree in (full, options)]
-            if (
-                path in components.COMPONENTS
-                and option != components.OWN
-                and targets[0] != targets[1]
-            ):
+            if path in components.COMPONENTS and option != OWN and targets[0] != targets[1]:
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
         _set_values(full, parts.values)
         return full, examples

@@ -17,9 +17,10 @@ from rich.text import Text
 
 from trainer.cli.argv import COMMAND_HELP
 from trainer.config import torch_optimizers, trackers
-from trainer.config.components import GROUPS, OWN
-from trainer.config.keys import KEYS, data_dir, default_options
+from trainer.config.components import GROUPS
+from trainer.config.keys import KEYS
 from trainer.config.messages import show as show_value
+from trainer.config.option_files import OWN, data_dir, default_options
 from trainer.config.recipes import RECIPE_GROUP, available
 from trainer.core.format import expanded
 

@@ -20,9 +20,10 @@ from hydra.errors import HydraException
 
 from trainer.cli.exit_messages import print_notes
 from trainer.config import recipes, torch_optimizers
-from trainer.config.components import COMPONENTS, OWN
+from trainer.config.components import COMPONENTS
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
+from trainer.config.option_files import OWN
 from trainer.config.validate import secret_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded

@@ -10,8 +10,8 @@ from typing import Any
 
 from trainer.cli.exit_messages import print_out
 from trainer.config import trackers
-from trainer.config.keys import options_of
 from trainer.config.messages import clip
+from trainer.config.option_files import options_of
 from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
 from trainer.core.format import size

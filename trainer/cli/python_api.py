@@ -16,8 +16,8 @@ from trainer.cli.argv import split_argv
 from trainer.cli.compose import Composer, plain_of
 from trainer.cli.overrides import TARGET, quote
 from trainer.config.components import COMPONENTS
-from trainer.config.keys import options_of
 from trainer.config.messages import flat, lookup
+from trainer.config.option_files import options_of
 from trainer.core.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key

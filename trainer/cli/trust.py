@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from trainer.cli.overrides import TARGET
 from trainer.config.components import COMPONENTS, LISTS, owner_of, targets_in
 from trainer.config.data_sets import eval_sets
-from trainer.config.keys import options_of
 from trainer.config.messages import line, lookup
+from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.config.trackers import is_name
 

@@ -21,7 +21,6 @@ from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
 from trainer.training.evaluation import HeldOut, evaluate_parts
-from trainer.training.precise_statistics import precise_statistics
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -44,8 +43,8 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
     model = step_context(components).model
-    predicted, precise = {}, config.batchnorm.precise
-    with closing(components.feed(world)) as feed, precise_statistics(model, feed, precise):
+    predicted = {}
+    with closing(components.feed(world)) as feed, components.features.evaluating(model, feed):
         means = evaluate_parts(model, components.objective, parts, world)
         if config.eval.predictions:
             predicted = predict_parts(components, model)

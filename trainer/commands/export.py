@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import checkpoint_weights, export, load_step
 from trainer.commands import exported
 from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
-from trainer.config.keys import load_yaml
+from trainer.config.option_files import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
@@ -30,7 +30,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
 
     One process does it, whatever the number of ranks that saved; shards become whole tensors. It
-    reads config and checkpoint: neither data nor a GPU need be there, but for `batchnorm.precise`.
+    reads config and checkpoint: neither data nor a GPU need be there, but for features that
+    estimate.
     """
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")

@@ -9,6 +9,7 @@ from contextlib import closing
 from torch import nn
 
 from trainer.assemble.components import assemble
+from trainer.assemble.features import Features
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.model import build_model
 from trainer.assemble.resumption import refuse_changed_data
@@ -22,13 +23,12 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.report.console import Screen
-from trainer.training.precise_statistics import precise_statistics
 
 
 def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
     """Build the model where the weights alone will not do, or it may be one of transformers."""
-    if config.batchnorm.precise is not None:
-        return _with_precise_statistics(config, loaded, world)
+    if any(feature.estimates for feature in Features.of(config)):
+        return _with_estimates(config, loaded, world)
     kind = look_up(config.model, "model", config.trust)  # which imports what makes it
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
     has_adapter = config.adapter.target != NO_ADAPTER
@@ -44,15 +44,15 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
         return None
 
 
-def _with_precise_statistics(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
-    """Build the run with its data, and estimate its running statistics again."""
+def _with_estimates(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
+    """Build the run with its data, from which features estimate buffers."""
     saved = Saved.read(config, loaded, world)
     components = assemble(config, world, saved)
     refuse_changed_data(components, saved.terms)
     components = prepare(components).components
     model = step_context(components).model
     with closing(components.feed(world)) as feed:
-        with precise_statistics(model, feed, config.batchnorm.precise):
+        with components.features.evaluating(model, feed):
             values = {name: value.clone() for name, value in components.module.named_buffers()}
         components.module.load_state_dict(values, strict=False)
     return components.module

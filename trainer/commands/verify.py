@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from trainer.assemble.components import Components
 from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
-from trainer.assemble.summary_batch_norm import batch_norm_notes
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -38,7 +38,8 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     run_plan = prepare(components, saved.cut)
     batch, feed = _of_all_ranks(run_plan)
     report = verify(step_context(components), batch, feed, whole_fits=_whole_fits(run_plan))
-    notes = [*batch_norm_notes(run_plan), *_asides(components)]
+    notes = [*chain.from_iterable(each.notes(run_plan) for each in components.features)]
+    notes += _asides(components)
     report = replace(report, notes=(*notes, *report.notes))
     write_record(folder / VERIFY_FILE, report.to_json())
     screen = Screen(folder)

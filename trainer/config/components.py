@@ -13,37 +13,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from trainer.config.option_files import data_dir, default_options
+from trainer.config.parse import parse_bytes, parse_count, whole
+
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
 """Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
-_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
-
-
-def whole(value: object) -> object:
-    """Turn a float without a fraction, such as 1e3, into the int it is; leave all else alone."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_LEAST_BYTES = 1024  # no memory is smaller: such a number lacks its unit
-
-
-def parse_bytes(value: object) -> object:
-    """Turn `"80GiB"`, `"512 MB"` or `"100B"` into bytes; refuse a number typed for so many GiB."""
-    if isinstance(number := whole(value), int) and number < _LEAST_BYTES:
-        raise ValueError("a size needs a unit")
-    match = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return whole(value)
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
-
-
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
-
-
-def parse_count(value: object) -> object:
-    """Turn `"20k"` or `"1.5M"` into the number it is; leave all else alone."""
-    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
-    return whole(float(match[1]) * 1000 ** " kMG".index(match[2]) if match else value)
 
 
 def _as_text(value: object) -> object:
@@ -110,6 +84,9 @@ Bytes = Annotated[
 NonEmptyText = Annotated[str, Field(min_length=1, description="text")]
 PlainText = Annotated[str, BeforeValidator(_as_text), Field(description="text")]
 FieldName = NonEmptyText  # of a record
+FREE = "no step depends on it"
+"""Marks an argument that a run which goes on may change."""
+SamplesToEvaluate = Annotated[Count | None, FREE]
 SENDS = "writes or sends figures elsewhere"
 """Marks what says where a run's figures go, which neither a recipe nor a run may."""
 Online = Annotated[Literal["online"], SENDS]
@@ -252,9 +229,6 @@ def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:
             yield from alternatives(part)
 
 
-OWN = "own"
-"""The option of every component that names no class: the user does."""
-
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
     AUGMENT: {"torchvision.transforms.v2": "Transform"},
@@ -344,15 +318,8 @@ class Batch(Component):
     tail: Literal["keep", "drop"]
 
 
-class Normalization(Component):
-    """What BatchNorm layers normalise over."""
-
-    precise: Count | None
-
-
-COMPONENTS: Mapping[str, type[Component]] = {
+_ENGINE: Mapping[str, type[Component]] = {
     "batch": Batch,
-    "batchnorm": Normalization,
     "accum": Accum,
     "accum.gradient": Component,
     "sync": Component,
@@ -364,6 +331,15 @@ COMPONENTS: Mapping[str, type[Component]] = {
     "optimizer": Component,
     "scheduler": Component,
 }
+
+FEATURES: tuple[str, ...] = tuple(
+    group
+    for group in default_options(data_dir("conf"))
+    if group not in {*_ENGINE, "parallel", "recipe"} and group.isidentifier()
+)
+"""Groups whose classes are features: those of the primary config beyond the engine's own."""
+
+COMPONENTS: Mapping[str, type[Component]] = _ENGINE | dict.fromkeys(FEATURES, Component)
 """Where a config names a class, by dotted key."""
 
 LISTS: tuple[str, ...] = ("transforms", "parts", "hooks", "logger")

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from trainer.config.components import EVAL_SETS, Component, NameInPath, Sources, extra_keys
 from trainer.config.declared import declared
-from trainer.config.keys import options_of
 from trainer.config.messages import NO_CLASS, Tree, line
+from trainer.config.option_files import options_of
 from trainer.core.errors import ConfigError
 
 SOURCE_WEIGHT = "weight"

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final, get_type_hints
 
-import yaml
-
-from trainer.config.components import GROUPS, OWN, SHARED, Section, alternatives
+from trainer.config.components import FEATURES, GROUPS, SHARED, Section, alternatives
+from trainer.config.declared import declared
 from trainer.config.messages import flat
-from trainer.config.run_config import RunConfig
+from trainer.config.option_files import data_dir, default_options, load_yaml, options_of
+from trainer.config.run_config import FullConfig
 
 _LINE = re.compile(r"( *)(\w+):.*?(?: # (.*))?")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 
 
 @final
@@ -36,41 +35,9 @@ class Key:
         return tuple(word for word, is_typed in alternatives(self.annotation) if is_typed)
 
 
-def data_dir(name: str) -> Path:
-    """Find `conf` or `recipes`: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / name, package.parent / name):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(f"{name}/ is neither in {package} nor beside it")
-
-
-def load_yaml(file: Path) -> dict[str, Any]:
-    """Read one file of options; empty where it is missing, or no mapping."""
-    content = _LOADER(file.read_text()).get_single_data() if file.is_file() else None
-    return content if isinstance(content, dict) else {}
-
-
-def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
-    """Read the options of a group by name, that for classes typed left out.
-
-    `own` is the folder of the user's options, whose are read beside those that are built in.
-    """
-    folders = [data_dir("conf"), *([Path(own)] if own else [])]
-    files = [f for each in folders for f in sorted((each / group.replace(".", "/")).glob("*.yaml"))]
-    return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
-
-
 def as_option(group: str, value: Any) -> Any:  # noqa: ANN401 - what a run of an earlier version has
     """Give the settings that one word stood for where a group was a plain key; null: `auto`."""
     return options_of(group).get(value or "auto", value) if not isinstance(value, dict) else value
-
-
-def default_options(conf: Path) -> dict[str, str]:
-    """Name the default option of every group, by dotted key, as the primary config chooses it."""
-    entries = load_yaml(conf / "config.yaml").get("defaults", ())
-    chosen = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-    return {str(group).replace("/", "."): str(option) for group, option in chosen}
 
 
 def docs_of(file: Path, prefix: str = "") -> dict[str, str]:
@@ -101,6 +68,16 @@ def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
         yield from ((f"{key}.{argument}", kind) for argument, kind in SHARED.get(key, {}).items())
 
 
+def _feature_keys() -> Iterator[tuple[str, Any]]:
+    """Give the arguments that all options of a feature take, with their types."""
+    conf = data_dir("conf")
+    primary, options = load_yaml(conf / "config.yaml"), default_options(conf)
+    for feature in FEATURES:
+        target = str(options_of(feature)[options[feature]]["_target_"])
+        for name in primary.get(feature, {}):
+            yield f"{feature}.{name}", declared(target).types[name]
+
+
 def _keys() -> dict[str, Key]:
     """Join types with the docs and defaults of `conf/`, those of default options first."""
     conf = data_dir("conf")
@@ -114,7 +91,7 @@ def _keys() -> dict[str, Key]:
                 docs = docs_of(file, f"{group}.") | docs
     return {
         key: Key(kind, "" if kind is None else docs[key], defaults.get(key))
-        for key, kind in _annotations(RunConfig)
+        for key, kind in (*_annotations(FullConfig), *_feature_keys())
     }
 
 

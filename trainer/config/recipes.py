@@ -27,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.version import InvalidVersion, Version
 
 from trainer.config import torch_optimizers, trackers
-from trainer.config.components import COMPONENTS, GROUPS, OWN, SENDS
-from trainer.config.keys import data_dir
+from trainer.config.components import COMPONENTS, GROUPS, SENDS
 from trainer.config.messages import ancestors, clip, flat, lookup, show
+from trainer.config.option_files import OWN, data_dir
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 

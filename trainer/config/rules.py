@@ -15,7 +15,7 @@ from typing import Any, final
 
 from trainer.config.cadence import warmup_steps
 from trainer.config.cards import CARDS
-from trainer.config.components import COMPONENTS, EVAL_SETS
+from trainer.config.components import COMPONENTS, EVAL_SETS, FEATURES
 from trainer.config.declared import declared, settings_fault
 from trainer.config.mesh import num_replicas
 from trainer.config.messages import Tree, clip, flat, line, lookup, refusals
@@ -38,7 +38,6 @@ _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verif
 _FIXED = "type accum=fixed accum.micro=8"
 _BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
 _N = "type accum=fixed accum.micro=N, where N is batch.global for the whole step at once"
-_WHOLE_STEP = f"depends on the micro-batch size; {_N}"
 _HSDP = "has an effect only with parallel=hsdp"
 _MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
 _REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
@@ -47,8 +46,6 @@ _TF32 = "needs a GPU; type precision=fp32"
 _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
-_OTHER_DATA = "estimates over the training data of the run, which are not read; type "
-_OTHER_DATA += "batchnorm.precise=null"
 _SHOWS = "shows samples under train plan: type train plan ..."
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
@@ -56,7 +53,6 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
     ("batch.normalizer", ("micro_batches",), _CHOOSES, (True,), _BY_SIZE),
-    ("batchnorm", ("micro", "pooled", "sync"), _CHOOSES, (True,), _WHOLE_STEP),
     ("deterministic", ("layout",), _CHOOSES, (True,), f"needs fixed micro-batches; {_FIXED}"),
     ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
@@ -75,7 +71,6 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("run", ..., "command", _STARTING, _IS_READ),
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
-    ("batchnorm.precise", int, "data.holdout", ("all",), _OTHER_DATA),
     ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
     ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
@@ -106,8 +101,11 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     view = _View(flags | flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
-            is_typed = _is_count(view["accum.micro"])
-            yield line(key, view[key], text.replace(_N, "add accum=fixed") if is_typed else text)
+            yield line(key, view[key], text)
+    for key in FEATURES:
+        if view[f"{key}.accepts_cut"] and view[_CHOOSES]:
+            remedy = "add accum=fixed" if _is_count(view["accum.micro"]) else _N
+            yield line(key, view[key], f"depends on the micro-batch size; {remedy}")
     yield from _weight_faults(view)
     yield from _place_faults(view)
     yield from metric_faults(view)

@@ -13,10 +13,10 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import Field
+from pydantic import Field, create_model
 
 from trainer.config.cadence import parse_time
 from trainer.config.cards import CardName
@@ -24,6 +24,8 @@ from trainer.config.components import (
     AUTO_OBJECTIVE,
     COMPONENTS,
     EVAL_SETS,
+    FEATURES,
+    FREE,
     LIBRARIES,
     LISTS,
     NAMES_A_PATH,
@@ -36,7 +38,6 @@ from trainer.config.components import (
     Data,
     Natural,
     NonEmptyText,
-    Normalization,
     ObjectiveKeys,
     Positive,
     Section,
@@ -68,9 +69,10 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
-_STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "batchnorm", "parts")
+_STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "parts")
+_STEP_KEYS += FEATURES
 # Within them, and free all the same.
-_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics", "batchnorm.precise")
+_FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics")
 
 
 # Null where the optimizer's class has them by what the model's weights are.
@@ -108,7 +110,6 @@ class RunConfig(Section):
     compile: bool
     deterministic: bool | Literal["layout"]
     activation_checkpointing: bool | AutoWord
-    batchnorm: Normalization
     num_workers: AutoWord | Natural
     profile: Natural
     eval: Eval
@@ -147,6 +148,11 @@ class RunConfig(Section):
     def evaluates_all(self) -> bool:
         """Whether every sample of the data is evaluated, as those of other data than the run's."""
         return self.data.params.get("holdout") == "all"
+
+    @property
+    def features(self) -> dict[str, Component]:
+        """What features there are, by key."""
+        return {key: getattr(self, key) for key in FEATURES}
 
     @property
     def model_transforms(self) -> dict[str, Component]:
@@ -203,6 +209,15 @@ class RunConfig(Section):
         return self.of_size(size).model_copy(update={"accum": accum})
 
 
+FullConfig = create_model(
+    "FullConfig",
+    __base__=RunConfig,
+    __module__=__name__,
+    **dict.fromkeys(FEATURES, (Component, ...)),  # type: ignore[call-overload]
+)
+"""The config with a key for each feature: the one that is built."""
+
+
 def to_plain(config: RunConfig) -> dict[str, Any]:
     """Write a config as `config.yaml` holds it: as it was composed, with the options by name.
 
@@ -238,7 +253,7 @@ def to_text(config: RunConfig) -> str:
 
 def from_text(text: str) -> RunConfig:
     """Read what `to_text` wrote."""
-    return RunConfig.model_validate(yaml.safe_load(text))
+    return FullConfig.model_validate(yaml.safe_load(text))
 
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
@@ -251,10 +266,10 @@ def stated_coupling(config: RunConfig) -> Coupling:
     """Say what couples the samples of a run by its config alone, whatever its model is."""
     if config.batch.normalizer == "micro_batches":
         return MEAN_OF_MEANS
-    mode = config.batchnorm
-    if declared(mode.target).flags.get("accepts_statistics"):
-        why = f"batchnorm={mode.name or mode.target} makes the cut a part of the step"
-        return Coupling("micro_batch", why=why)
+    for key, feature in config.features.items():
+        if declared(feature.target).flags.get("accepts_cut"):
+            why = f"{key}={feature.name or feature.target} makes the cut a part of the step"
+            return Coupling("micro_batch", why=why)
     return NONE
 
 
@@ -275,8 +290,17 @@ def contract(
         own = extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
-    terms = {key: value for key, value in flat(tree).items() if key not in _FREE_KEYS}
+    free = {*_FREE_KEYS, *_free_arguments(config)}
+    terms = {key: value for key, value in flat(tree).items() if key not in free}
     return {**terms, "accum.buffer": config.accum.buffer}
+
+
+def _free_arguments(config: RunConfig) -> Iterator[str]:
+    """Name the arguments of features that are no part of the step."""
+    for key, feature in config.features.items():
+        for name, kind in declared(feature.target).types.items():
+            if FREE in get_args(kind):
+                yield f"{key}.{name}"
 
 
 def evaluation_file(config: RunConfig) -> str:

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from trainer.config.components import SENDS, convert
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, options_of
+from trainer.config.keys import KEYS
 from trainer.config.messages import did_you_mean, line, lookup, show
+from trainer.config.option_files import options_of
 
 TRACKER_GROUP = "logger"
 OPTIONS_FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them

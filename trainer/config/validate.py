@@ -19,11 +19,12 @@ from pydantic import ValidationError
 
 from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, as_option, options_of
+from trainer.config.keys import KEYS, as_option
 from trainer.config.messages import Tree
+from trainer.config.option_files import OWN, options_of
 from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.rules import give_way, rule_faults
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import FullConfig, RunConfig
 from trainer.config.secrets import is_secret, leaked
 from trainer.config.torch_optimizers import why_unfit
 from trainer.core.errors import ConfigError
@@ -83,7 +84,7 @@ def validate(
 
     beside = {"config_dir": config_dir, "unset": [*filter(is_default, _SHOWN_DEFAULTS)]}
     try:
-        config = RunConfig.model_validate(_fields(tree, named, typed_targets) | beside)
+        config = FullConfig.model_validate(_fields(tree, named, typed_targets) | beside)
     except ValidationError as error:
         faults += _schema_faults(error, tree, base, named)
     if faults:
@@ -98,9 +99,7 @@ def _options(choices: Tree, typed: Collection[str]) -> dict[str, str]:
     """Name the option of each group; a class that was typed is no option's any more."""
     named = {g: n for g, n in choices.items() if not g.startswith("hydra/") and "@" not in g}
     return named | {
-        p.replace(".", "/"): components.OWN
-        for p in components.COMPONENTS
-        if f"{p}._target_" in typed
+        p.replace(".", "/"): OWN for p in components.COMPONENTS if f"{p}._target_" in typed
     }
 
 
@@ -115,7 +114,7 @@ def from_plain(plain: Tree) -> RunConfig:
     choices, whole = dict(plain.get("choices", {})), _with_later_keys(plain)
     list(trackers.complete(whole))  # what their options lack by now is in the run
     try:
-        return RunConfig.model_validate(_fields(whole, choices, ()))
+        return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
 
@@ -344,7 +343,7 @@ def _component(section: object, path: str, choices: Tree, typed: Collection[str]
     if "gradient" in extras:
         extras["gradient"] = _component(extras["gradient"], f"{path}.gradient", choices, typed)
     option = choices.get(path.replace(".", "/"))
-    name = None if option == components.OWN else option
+    name = None if option == OWN else option
     identity = {"target": section.get("_target_"), "name": name, "typed_target": path in typed}
     return {**extras, **identity, "params": params}
 

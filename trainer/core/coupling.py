@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, final, get_args
+from typing import TYPE_CHECKING, Literal, final, get_args
+
+if TYPE_CHECKING:
+    from torch import nn
 
 CouplingKind = Literal["none", "group", "batch", "micro_batch"]
 """Which samples depend on each other, by what it asks of the step, the least first.
@@ -74,3 +77,12 @@ def strictest(*couplings: Coupling) -> Coupling:
     most = max(couplings, key=lambda each: (KINDS.index(each.kind), bool(each.warning)))
     joins = any(each.joins_ranks for each in couplings)
     return replace(most, size=math.lcm(*(each.size for each in couplings)), joins_ranks=joins)
+
+
+def model_coupling(model: nn.Module) -> Coupling:
+    """Find the strictest coupling of samples that a module of a model declares.
+
+    A module declares it by an attribute `coupling`, a `Coupling`.
+    """
+    declared = [getattr(part, "coupling", None) for part in model.modules()]
+    return strictest(NONE, *(each for each in declared if isinstance(each, Coupling)))

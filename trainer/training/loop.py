@@ -19,7 +19,6 @@ from trainer.training.best_metric import BestMetric
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.generation import generate
 from trainer.training.model_flops import ModelFlops
-from trainer.training.precise_statistics import precise_statistics
 from trainer.training.run import Progress, Run
 from trainer.training.step import StepReport, train_step
 
@@ -143,7 +142,7 @@ def _evaluate(run: Run, progress: Progress) -> None:
     started, context = time.perf_counter(), run.context
     run.feed.pause()
     try:
-        with precise_statistics(context.model, run.feed, run.config.batchnorm.precise):
+        with run.evaluating(context.model, run.feed):
             means = evaluate_parts(
                 context.model, context.objective, run.held_out, context.world, run.was_asked
             )

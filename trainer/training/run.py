@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import final
 
 from trainer.config.run_config import RunConfig
 from trainer.core.stateful import State, Stateful
+from trainer.parallel.base import Parallel
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.best_metric import BEST, STOP, BestMetric
@@ -34,6 +36,8 @@ class Run:
     # Of the model; None on ranks that report nothing, and where they are not counted
     flops: ModelFlops | None
     progress: Progress
+    # Lends the model as evaluations are to have it. Collective.
+    evaluating: Callable[[Parallel, Feed], AbstractContextManager[None]]
     prompts: Prompts | None = None  # continued at evaluations
     own: Mapping[str, Stateful] = field(default_factory=dict)  # parts that the config asks for
 

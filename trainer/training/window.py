@@ -155,7 +155,7 @@ def compute(
         return Outcome(loss, used, found.metrics, groups=groups)
     joins = context.coupling.joins_ranks
     if (context.sync.lockstep or joins) and context.world.size > 1:
-        who = "batchnorm=sync sums" if joins else f"sync={context.sync.name} reduces"
+        who = "the model sums over ranks" if joins else f"sync={context.sync.name} reduces"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and {who} in every micro-batch, so the step "
             f"cannot be repeated: {remedies(context, batch)}"

@@ -11,12 +11,15 @@ import yaml
 
 from tests.lib.config_support import CONF, checked, options
 from trainer.config import trackers
-from trainer.config.components import COMPONENTS, GROUPS, OWN, extra_keys
+from trainer.config.components import COMPONENTS, FEATURES, GROUPS, extra_keys
 from trainer.config.keys import KEYS
 from trainer.config.messages import flat
+from trainer.config.option_files import OWN, load_yaml
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain
 from trainer.data.hugging_face import HuggingFaceData
+
+PRIMARY = load_yaml(CONF / "config.yaml")
 
 SURFACE = """
 accum accum.buffer accum.gradient accum.max_tokens accum.memory accum.micro accum.packed accum.steps
@@ -153,10 +156,12 @@ def test_option_files_say_what_they_choose_and_their_keys_are_their_constructors
         if module:
             made = getattr(importlib.import_module(module), name)
             known = inspect.signature(made).parameters.keys()
-            own = extra_keys(file.parent.name)
+            group = file.parent.name
+            shared = PRIMARY[group] if group in FEATURES else {}  # by all of its options
+            own = {*extra_keys(group), *shared}
             if name == "Mixture":  # its other settings are of its sources
                 source = inspect.signature(HuggingFaceData).parameters.keys()
                 known |= source - GIVEN["HuggingFaceData"] - {"path", "subset", "part"}
             # A share is held out of a class that takes no holdout itself, too.
             by_trainer = {"holdout"} - known if file.parent.name == "data" else set()
-            assert keys.keys() - own.keys() - by_trainer == known - GIVEN.get(name, set()), file
+            assert keys.keys() - own - by_trainer == known - own - GIVEN.get(name, set()), file

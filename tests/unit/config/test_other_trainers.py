@@ -8,8 +8,9 @@ import pytest
 
 from trainer.config import recipes, torch_optimizers, trackers
 from trainer.config.components import GROUPS
-from trainer.config.keys import KEYS, data_dir, options_of
+from trainer.config.keys import KEYS
 from trainer.config.messages import flat
+from trainer.config.option_files import data_dir, options_of
 from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.validate import hint_for
 

@@ -9,7 +9,7 @@ from tests.lib.cli_support import prepared
 from tests.lib.config_support import composed, options
 from trainer import __version__
 from trainer.config import recipes
-from trainer.config.keys import data_dir
+from trainer.config.option_files import data_dir
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 

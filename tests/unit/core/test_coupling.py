@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
-from trainer.core.norms import model_coupling
+from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, model_coupling, strictest
 
 
 def test_the_strictest_counts_with_groups_that_all_leave_whole():
@@ -20,15 +19,11 @@ def test_the_strictest_counts_with_groups_that_all_leave_whole():
         Coupling("group")
 
 
-def test_a_model_declares_what_couples_its_samples_or_is_seen_to():
-    frozen, live = nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3)
-    assert model_coupling(nn.Sequential(nn.LayerNorm(3), frozen)) == NONE
-    found = model_coupling(nn.Sequential(frozen, live))
-    assert found.why.startswith("1 is BatchNorm")
-    assert found.fixes_cut
-    live.coupling = Coupling("group", 32)  # one that normalises in groups, whatever it derives from
+def test_modules_of_a_model_declare_what_couples_its_samples():
+    live, grouped, mixed = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    assert model_coupling(nn.Sequential(nn.LayerNorm(3), live)) == NONE
+    live.coupling, grouped.coupling = Coupling("group", 32), Coupling("group", 3)
     assert model_coupling(nn.Sequential(live)) == Coupling("group", 32)
-    grouped = nn.Linear(3, 3)
-    grouped.coupling = Coupling("group", 3)
     assert model_coupling(nn.Sequential(live, grouped)).size == 96
-    assert model_coupling(nn.Sequential(grouped, nn.BatchNorm1d(3))).fixes_cut, "the strictest"
+    mixed.coupling = Coupling("micro_batch")
+    assert model_coupling(nn.Sequential(grouped, mixed)).fixes_cut, "the strictest"

@@ -11,9 +11,9 @@ from trainer.core.rank_progress import RankProgress
 WRITER = """
 import sys
 from pathlib import Path
-from trainer.core.rank_progress import Position, RankProgress
+from trainer.core.rank_progress import RankPosition, RankProgress
 progress = RankProgress(Path(sys.argv[1]))
-progress.write(Position(5, "compute"))
+progress.write(RankPosition(5, "compute"))
 print("begun", flush=True)
 while True:
     progress.next_micro_batch()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.coupling import Coupling
-from trainer.core.norms import batch_norm_coupling
-from trainer.models.batch_norm import BatchNormLayer, BatchNormMode
-from trainer.models.batch_norm_modes import Pooled
+from trainer.features.batch_norm.layers import BatchNormLayer
+from trainer.features.batch_norm.mode import BatchNormMode, batch_norm_coupling
+from trainer.features.batch_norm.modes import Pooled
 
 
 @final
@@ -23,7 +23,7 @@ class Sync(BatchNormMode):
     One sum over ranks in each layer's forward, and one in its backward.
     """
 
-    accepts_statistics = True
+    accepts_cut = True
 
     @property
     def estimating(self) -> Pooled:

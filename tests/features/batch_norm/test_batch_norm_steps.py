@@ -209,7 +209,7 @@ from dataclasses import dataclass
 
 from trainer.config.components import Count
 from trainer.core.coupling import Coupling
-from trainer.models.batch_norm import BatchNormMode
+from trainer.features.batch_norm.mode import BatchNormMode
 
 
 @dataclass(frozen=True, kw_only=True)

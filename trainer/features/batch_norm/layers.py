@@ -1,15 +1,12 @@
-"""Let BatchNorm layers normalise as a run says, and move their running statistics once a step.
+"""Let BatchNorm layers normalise as a mode says, and move their running statistics once a step.
 
-To add a way, subclass `BatchNormMode` and name the class in a YAML file of the group `batchnorm`.
 A layer keeps its weights, buffers and names: what is saved and exported is PyTorch's BatchNorm.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,62 +18,8 @@ from trainer.core.norms import normalizes_batch
 from trainer.core.stateful import State, Stateful
 from trainer.core.world import World
 
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What is known of a run's steps before its model is built."""
-
-    largest: int  # samples of the largest global batch
-    is_stated: bool  # whether the cut takes the sizes of micro-batches as they were typed
-    is_padded: bool  # whether samples of different length share a micro-batch
-
-
-class BatchNormMode(ABC):
-    """How the BatchNorm layers of a model normalise in training; its fields are keys of the config.
-
-    Subclasses are frozen dataclasses. Evaluations normalise by the running statistics.
-    """
-
-    accepts_statistics: bool = False
-    """Whether whoever types it says that micro-batches are a part of the step."""
-
-    needs_layers: bool = True
-    """Whether it is refused for a model without BatchNorm."""
-
-    moves_once: ClassVar[bool] = True
-    """Whether running statistics move once a step, or in no forward at all."""
-
-    def resolved(self, shape: StepShape) -> BatchNormMode:
-        """Give the mode that this one is for steps of such a shape.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        return self
-
-    @property
-    def estimating(self) -> BatchNormMode | None:
-        """The mode in which statistics are estimated again; None where they never are."""
-        return None
-
-    @abstractmethod
-    def coupling(self, name: str) -> Coupling:
-        """Say how far the samples of a step depend on each other through the layer of a name."""
-
-    @abstractmethod
-    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
-        """Normalise `(rows, channels, ...)` in training, as `forward` of the layer.
-
-        Rows are those of whole samples, in sample order: `layer.rows_of(samples)` counts them.
-        """
-
-    @abstractmethod
-    def scope(self, samples: str, ranks: int) -> str:
-        """Say what is normalised over what, and when running statistics move, for a person.
-
-        `samples` are those of a micro-batch in words: `8`, or `6 to 12`.
-        """
+if TYPE_CHECKING:
+    from trainer.features.batch_norm.mode import BatchNormMode
 
 
 @final

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.accumulate.rollback import Snapshot
 from trainer.core.micro_batch import to_device
-from trainer.models.batch_norm import BatchNormLayer, layers_of, taken_sums
+from trainer.features.batch_norm.layers import BatchNormLayer, layers_of, taken_sums
 from trainer.models.bind import Casts
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
@@ -18,17 +18,17 @@ from trainer.training.evaluation import evaluating
 
 
 @contextmanager
-def precise_statistics(model: Parallel, feed: Feed, most: int | None) -> Iterator[None]:
+def precise_statistics(model: Parallel, feed: Feed, most: int) -> Iterator[None]:
     """Normalise by statistics of the model as it is now, over `most` samples or some more, inside.
 
     Running statistics lag behind the weights, and an average of weights has none of its own. These
     are of the first samples of the first epoch, cut as steps are, without dropout: their mean and
     population variance ("precise BatchNorm", Wu and Johnson 2021). Afterwards the model is as it
-    was. None leaves it as it is. Collective.
+    was. Collective.
     """
-    layers = [each for each in layers_of(model.module) if most and each.running_mean is not None]
+    layers = [each for each in layers_of(model.module) if each.running_mean is not None]
     before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
-    if layers and most:
+    if layers:
         sums = _estimated(model, feed, most, layers)
         for layer, own in zip(layers, sums, strict=True):
             layer.take(own)

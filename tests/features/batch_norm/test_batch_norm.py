@@ -10,8 +10,8 @@ from torch import nn
 
 from trainer.core.coupling import Coupling
 from trainer.core.world import World
-from trainer.models.batch_norm import BatchNormLayer, RunningStatistics, use_mode
-from trainer.models.batch_norm_modes import Frozen, Ghost, Micro, Pooled
+from trainer.features.batch_norm.layers import BatchNormLayer, RunningStatistics, use_mode
+from trainer.features.batch_norm.modes import Frozen, Ghost, Micro, Pooled
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 SHAPES = {2: (), 3: (7,), 4: (3, 5), 5: (2, 3, 2)}

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.assemble.features import StepShape
 from trainer.config.components import GroupSize
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.norms import batch_norm_coupling
-from trainer.models.batch_norm import BatchNormLayer, BatchNormMode, StepShape
+from trainer.features.batch_norm.layers import BatchNormLayer
+from trainer.features.batch_norm.mode import BatchNormMode, batch_norm_coupling
 
 
 @final
@@ -68,7 +69,7 @@ class Ghost(BatchNormMode):
 class Pooled(BatchNormMode):
     """Each micro-batch over itself; the whole step moves the running statistics once."""
 
-    accepts_statistics = True
+    accepts_cut = True
 
     @property
     def estimating(self) -> Pooled:
@@ -94,7 +95,7 @@ class Pooled(BatchNormMode):
 class Micro(BatchNormMode):
     """PyTorch's own: each micro-batch over itself, and each moves the running statistics."""
 
-    accepts_statistics = True
+    accepts_cut = True
     needs_layers = False  # it also accepts modules of one's own that couple a micro-batch
     moves_once = False
 
@@ -149,10 +150,10 @@ class Auto(BatchNormMode):
     def resolved(self, shape: StepShape) -> BatchNormMode:
         """See the base class; a group that nobody typed is no larger than the global batch."""
         if shape.is_stated or shape.is_padded:
-            return Micro()
+            return Micro(precise=self.precise)
         is_default = self.group == Auto.group
         group = min(self.group, max(2, shape.largest)) if is_default else self.group
-        return Ghost(group=group).resolved(shape)
+        return Ghost(group=group, precise=self.precise).resolved(shape)
 
     def coupling(self, name: str) -> Coupling:
         """See the base class; asked of what it is resolved to."""

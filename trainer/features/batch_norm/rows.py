@@ -8,18 +8,18 @@ from trainer.assemble.run_plan import RunPlan
 from trainer.config.messages import first_of
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, row
-from trainer.models.batch_norm import layers_of
-from trainer.models.batch_norm_modes import Ghost
+from trainer.features.batch_norm.layers import layers_of
 from trainer.plan.cut import Plan
 
+GROUP = 32  # the default of batchnorm.group
 
-def batch_norm_rows(run_plan: RunPlan) -> Sequence[Row]:
+
+def batch_norm_rows(run_plan: RunPlan, precise: int | None) -> Sequence[Row]:
     """Say what is normalised over what; of a model without BatchNorm there is nothing to say."""
     components = run_plan.components
     if not (layers := layers_of(components.module)):
         return [row(batchnorm=None)]
     scope = layers[0].mode.scope(_samples(run_plan.plans[0]), components.world.size)
-    precise = components.config.batchnorm.precise
     again = f"; for evaluations estimated again over {number(precise)} samples" if precise else ""
     text = f"{plural(len(layers), 'layer')}, {scope}{again}"
     return [row("BatchNorm", text, batchnorm=scope)]
@@ -38,11 +38,11 @@ def batch_norm_notes(run_plan: RunPlan) -> list[str]:
 def batch_norm_warnings(run_plan: RunPlan) -> list[str]:
     """Warn of statistics of micro-batches that nobody has asked for."""
     components, plan = run_plan.components, run_plan.plans[0]
-    layers, is_typed = layers_of(components.module), components.batch_norm.typed.accepts_statistics
-    if not layers or is_typed or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
+    layers = layers_of(components.module)
+    if not layers or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
         return []
     most = max(len(ids) for own in plan.ranks for ids in own)
-    group = f" batchnorm.group={most}" * (most > 1 and most % Ghost.group > 0)
+    group = f" batchnorm.group={most}" * (most > 1 and most % GROUP > 0)
     each = f"{plural(plan.accum_steps, 'time')} a step"
     whose = ", by those of rank 0 alone" * (components.world.size > 1)
     return [

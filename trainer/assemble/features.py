@@ -1,0 +1,125 @@
+"""Define what a feature adds to a run: the engine asks each one, and knows none by name.
+
+A feature is a group of `conf/` whose classes derive from `Feature`. Its code lives in one folder of
+`trainer/features`, or in a user's own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+from torch import nn
+
+from trainer.assemble.instantiate import construct
+from trainer.config.run_config import RunConfig
+from trainer.core.rows import Row
+from trainer.core.stateful import Stateful
+from trainer.core.world import World
+from trainer.parallel.base import Parallel
+from trainer.training.batches import Feed
+
+if TYPE_CHECKING:
+    from trainer.assemble.components import Components
+    from trainer.assemble.run_plan import RunPlan
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What is known of a run's steps before its model is built."""
+
+    largest: int  # samples of the largest global batch
+    is_stated: bool  # whether the cut takes the sizes of micro-batches as they were typed
+    is_padded: bool  # whether samples of different length share a micro-batch
+
+
+class Feature:
+    """Adds to a run what the engine does not know of; every method may be left out.
+
+    The engine calls the methods in the order in which they stand here.
+    """
+
+    accepts_cut: ClassVar[bool] = False
+    """Whether whoever types it says that micro-batches are a part of the step."""
+
+    def adjust(self, module: nn.Module, shape: StepShape) -> None:
+        """Change how a model computes, in place, and none of its weights.
+
+        A layer that couples the samples of a step declares it: an attribute `coupling`.
+
+        Args:
+            module: the model as it was built, in training, before it is laid out over ranks.
+            shape: what the steps are like.
+
+        Raises:
+            ConfigError: what was typed does not fit the model or the steps.
+        """
+
+    def check(self, components: Components) -> None:
+        """Refuse a run that it does not fit, before anything is measured.
+
+        Raises:
+            ConfigError: naming the key, and what to type.
+        """
+
+    def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
+        """Give what follows every update, before the parts of the user."""
+        return ()
+
+    def rows(self, run_plan: RunPlan) -> Sequence[Row]:
+        """Describe it for the start block and plan.json."""
+        return ()
+
+    def warnings(self, run_plan: RunPlan) -> Sequence[str]:
+        """Name what makes the step another than that of the whole batch."""
+        return ()
+
+    def notes(self, run_plan: RunPlan) -> Sequence[str]:
+        """Say what `train verify` is to say beside its verdict."""
+        return ()
+
+    @property
+    def estimates(self) -> bool:
+        """Whether `evaluating` sets buffers from training data, which an export writes, too."""
+        return False
+
+    def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
+        """Change the model for an evaluation, inside the block alone. Collective."""
+        return nullcontext()
+
+
+@final
+@dataclass(frozen=True)
+class Features:
+    """The features of a run, by their keys."""
+
+    by_key: Mapping[str, Feature]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Features:
+        """Build those that a config names."""
+        return cls(
+            {
+                key: construct(component, key, Feature, config.trust)
+                for key, component in config.features.items()
+            }
+        )
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self.by_key.values())
+
+    def adjust(self, module: nn.Module, shape: StepShape) -> None:
+        """Have all of them change how a model computes."""
+        for feature in self:
+            feature.adjust(module, shape)
+
+    @contextmanager
+    def evaluating(self, model: Parallel, feed: Feed) -> Iterator[None]:
+        """Have all of them change the model for an evaluation. Collective."""
+        with ExitStack() as opened:
+            for feature in self:
+                opened.enter_context(feature.evaluating(model, feed))
+            yield

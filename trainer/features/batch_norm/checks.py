@@ -1,0 +1,138 @@
+"""Refuse runs whose BatchNorm layers cannot normalise as was typed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.assemble.components import Components
+from trainer.core.errors import ConfigError
+from trainer.core.micro_batch import to_device
+from trainer.data.loader import Request
+from trainer.features.batch_norm.layers import layers_of
+from trainer.models.first_weights import is_on_meta
+from trainer.plan.order import Order
+from trainer.tune.workload import restoring
+
+if TYPE_CHECKING:
+    from trainer.features.batch_norm.mode import BatchNormMode
+
+KEY = "batchnorm"
+
+
+def check_layers(mode: BatchNormMode, components: Components) -> None:
+    """Refuse a mode that does not fit the model, or the sizes of the steps."""
+    config, module = components.config, components.module
+    layers, name = layers_of(module), typed_name(components)
+    if not layers and mode.needs_layers:
+        kind = type(module).__name__
+        raise ConfigError(
+            f"{KEY}={name}: {kind} has no BatchNorm that normalises in training: leave it out, or "
+            f"type {KEY}=auto"
+        )
+    if mode.precise is not None:
+        _check_precise(mode.precise, components)
+    if not layers:
+        return
+    coupling = layers[0].coupling
+    if config.deterministic == "layout" and coupling.kind != "none":
+        raise ConfigError(
+            "deterministic=layout: the running statistics of BatchNorm are sums over ranks, of "
+            "other bits for other numbers of them: type batchnorm=frozen or deterministic=true"
+        )
+    if coupling.kind == "group":
+        order, total_steps = components.source.order, components.total_steps
+        _refuse_lone_sample(coupling.size, order, total_steps)
+
+
+def typed_name(components: Components) -> str:
+    """Name the option that was typed, or the class."""
+    component = components.config.features[KEY]
+    return component.name or component.target
+
+
+def _check_precise(precise: int, components: Components) -> None:
+    """Refuse an estimate where there is nothing to estimate, or nothing to estimate it from."""
+    why = None
+    tracked = [each for each in layers_of(components.module) if each.running_mean is not None]
+    if components.config.evaluates_all:
+        why = "estimates over the training data of the run, which are not read"
+    elif not tracked:
+        why = "the model has no BatchNorm with running statistics"
+    elif tracked[0].mode.estimating is None:
+        why = f"{KEY}={typed_name(components)} estimates none again"
+    if why is not None:
+        raise ConfigError(f"{KEY}.precise={precise}: {why}: type {KEY}.precise=null")
+
+
+def step_sizes(order: Order, total_steps: int) -> set[int]:
+    """Count the samples of all steps; where tokens are counted, as if samples had as many."""
+    if not order.sizes.is_constant:
+        return {b.samples - a.samples for a, b in pairwise(order.walk(total_steps))}
+    counts = {whole := len(order.batch_of(order.sizes.largest))}
+    if order.keeps_tail and total_steps >= order.steps_per_epoch:
+        counts.add(order.num_samples % whole or whole)
+    return counts
+
+
+def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
+    """Refuse groups of one sample, which has no variance: the last of a step, or of an epoch."""
+    # In tokens too: where groups are normalised, all samples have as many.
+    if lone := [count for count in step_sizes(order, total_steps) if count % size == 1]:
+        raise ConfigError(
+            f"batchnorm.group={size}: a step of {max(lone)} samples leaves a group of one sample, "
+            "which has no variance: type another batchnorm.group or size of steps, or, for the end "
+            "of an epoch, batch.tail=drop"
+        )
+
+
+def check_lone_samples(components: Components) -> None:
+    """Refuse a cut that leaves a sample by itself in a step, as the last of an epoch may be.
+
+    Images may have many values of a channel in one sample; then it is no fault.
+    """
+    source, config = components.source, components.config
+    is_ragged = config.batch.unit == "tokens" and not source.lengths.is_constant
+    layers, cut = layers_of(components.module), components.cut
+    if components.coupling.kind not in cut.couplings:
+        return  # the cut itself is refused
+    if is_ragged or all(x.coupling.kind != "micro_batch" or x.coupling.joins_ranks for x in layers):
+        return
+    counts = step_sizes(source.order, components.total_steps)
+    lone = [count for count in counts if _has_lone_sample(components, count)]
+    if lone and _has_one_value(components):
+        raise ConfigError(
+            f"{KEY}={typed_name(components)}: a step of {max(lone)} samples leaves a micro-batch "
+            "of one sample, which has one value of each channel: type another accum.micro or size "
+            "of steps, or, for the end of an epoch, batch.tail=drop"
+        )
+
+
+def _has_lone_sample(components: Components, count: int) -> bool:
+    lengths = np.full(count, components.source.lengths.max())
+    plan = components.cut.cut(lengths, components.layout)
+    return any(len(slot) == 1 for rank in plan.ranks for slot in rank)
+
+
+def _has_one_value(components: Components) -> bool:
+    """Run one sample in training; tells whether a layer gets one value of each channel."""
+    module, loader, found = components.module, components.source.loader, list[bool]()
+
+    def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+        found.append(args[0].numel() == args[0].shape[1])
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers_of(module)]
+    fields = loader.load(Request((0,), 0, int(components.source.lengths[0])))
+    device = torch.device("meta") if is_on_meta(module) else components.world.device
+    # What fails here fails again, in full, in the step.
+    with suppress(Exception), restoring(module, components.objective), torch.no_grad():
+        module.train()
+        components.call(to_device(fields, device))
+    for hook in hooks:
+        hook.remove()
+    return any(found)
