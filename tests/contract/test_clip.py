@@ -13,7 +13,7 @@ from tests.lib.ranks_work import error, plain
 from tests.lib.support import Bench
 from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
-from trainer.objectives.contrastive import Contrastive
+from trainer.features.contrastive.contrastive import Contrastive
 from trainer.plan.cuts import Fixed
 from trainer.training.step import train_step
 

@@ -16,9 +16,9 @@ from trainer.accumulate.sum import Sum
 from trainer.accumulate.two_pass import TwoPass
 from trainer.core.world import World
 from trainer.data.loader import Request
-from trainer.objectives import contrastive
+from trainer.features.contrastive import contrastive
+from trainer.features.contrastive.contrastive import Contrastive
 from trainer.objectives.base import Sums
-from trainer.objectives.contrastive import Contrastive
 from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cuts import Budget, Fixed
 from trainer.training.coupled_evaluation import CollectedRows

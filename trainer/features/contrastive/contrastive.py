@@ -17,9 +17,9 @@ from trainer.config.components import Positive
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, output_part
+from trainer.features.contrastive.text_pairs import content_digests, embed
 from trainer.objectives.base import ModelCall, Sums, at_least_single
 from trainer.objectives.coupled import CoupledObjective
-from trainer.objectives.text_pairs import content_digests, embed
 
 SIDES = (("query", "document"), ("text_embeds", "image_embeds"))
 """Names of the two embeddings in what a model gives."""
