@@ -61,7 +61,7 @@ _BEST = "best.json"
 _KINDS = {DamagedError: "damaged", OtherFormatError: "other"}
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
-_ALONE = World()
+_ONE_RANK = World()
 
 
 @final
@@ -85,8 +85,8 @@ class Loaded:
         return f"step {self.step}{', average of the weights' if self.is_average else ''}"
 
 
-def open_checkpoint(path: Path, step: int | None = None, world: World = _ALONE) -> Loaded:
-    """Verify this rank's share of a checkpoint, of `step` or any, and open it; see `verify`."""
+def open_checkpoint(path: Path, step: int | None = None, world: World = _ONE_RANK) -> Loaded:
+    """Verify this rank's share of a checkpoint, of `step` or any, and open it."""
     manifest = verify_folder(path, step, rank=world.rank, num_ranks=world.size)
     return Loaded(
         step=manifest.step,
@@ -129,7 +129,7 @@ class CheckpointStore:
         step: int,
         files: tensor_files.FileTensors,
         parts: Mapping[str, Any],
-        world: World = _ALONE,
+        world: World = _ONE_RANK,
     ) -> Path:
         """Write a checkpoint; when this returns its folder, it survives a power cut. Collective.
 
@@ -153,7 +153,7 @@ class CheckpointStore:
         return self.path(step)
 
     def load(
-        self, step: int | None = None, *, set_aside: bool = True, world: World = _ALONE
+        self, step: int | None = None, *, set_aside: bool = True, world: World = _ONE_RANK
     ) -> Loaded:
         """Verify the newest intact checkpoint, or the one of a step, and open it. Collective.
 
@@ -250,7 +250,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, store: CheckpointStore, world: World = _ALONE, *, asynchronous: bool = False
+        self, store: CheckpointStore, world: World = _ONE_RANK, *, asynchronous: bool = False
     ) -> None:
         self._store = store
         self._world = world

@@ -39,12 +39,12 @@ def print_notes(notes: Iterable[str]) -> None:
 def print_crash(error: Exception, folder: Path | None = None) -> int:
     """Print a traceback, or of one that is kept, or of the user's code, the end; give exit code."""
     path = folder and folder / "errors" / f"rank{global_rank()}.txt"
-    is_kept = path is not None and path.is_file()
-    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if is_kept else 0 :]
+    is_in_file = path is not None and path.is_file()
+    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if is_in_file else 0 :]
     own = "" if os.environ.get("HYDRA_FULL_ERROR") == "1" else excerpt(error)
     _print(f"train: error: {type(error).__name__}: {error}\n{own or ''.join(frames)}")
-    where = f"is in {path}" if is_kept else "shows with HYDRA_FULL_ERROR=1"
-    if is_kept or own:
+    where = f"is in {path}" if is_in_file else "shows with HYDRA_FULL_ERROR=1"
+    if is_in_file or own:
         print_notes([f"the whole traceback {where}"])
     print_notes(getattr(error, "__notes__", ()))
     return 1

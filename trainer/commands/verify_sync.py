@@ -33,10 +33,10 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
     none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
     cut = Fixed(micro=2 * layout.group_size)
-    alone = replace(components, world=here, parallel=none, layout=layout, cut=cut)
-    with closing(alone.feed(here)) as feed:
+    single = replace(components, world=here, parallel=none, layout=layout, cut=cut)
+    with closing(single.feed(here)) as feed:
         found = compare_reduced(
-            *(step_context(alone), feed.next(), feed),
+            *(step_context(single), feed.next(), feed),
             lambda module, call: replace(setup, dtype=None).lay_out(module, call, world),
             world,
         )

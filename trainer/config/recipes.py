@@ -140,9 +140,9 @@ def about(path: Path) -> dict[str, str]:
     # As it is typed: 0.10 is a version, and no number; an empty file is None
     tree = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
     pairs = meta.items() if isinstance(meta := tree.get("meta"), dict) else ()
-    said = {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
+    meta_lines = {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
     bases = ", ".join(each for each in defaults if isinstance(each, str) and each != "_self_")
-    return said | ({"extends": bases} if bases else {})
+    return meta_lines | ({"extends": bases} if bases else {})
 
 
 def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:

@@ -134,8 +134,8 @@ class HuggingFaceData(TwoSides):
                 "chat_template_kwargs": variables,
             },
         )
-        is_alone = part is not None and holdout == 0
-        self._source = find_records(path, subset, part, is_alone=is_alone)
+        one_part_only = part is not None and holdout == 0
+        self._source = find_records(path, subset, part, one_part_only=one_part_only)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"
         self.unused = {"subset": why} if is_named else {}

@@ -53,7 +53,7 @@ class RecordSource:
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     subset: str | None = None  # of a name on the hub, its configuration
     part: str | None = None  # which is trained on; None is the one that is called so
-    is_alone: bool = False  # whether no other part is taken beside it
+    one_part_only: bool = False  # whether no other part is taken beside it
     # Parts of the files that are not taken
     others: Sequence[str] = ()
     listing: Listing = field(default_factory=Listing)  # of the files, of all parts
@@ -135,14 +135,16 @@ def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
 
 
 def find_records(
-    path: str, subset: str | None = None, part: str | None = None, *, is_alone: bool = False
+    path: str, subset: str | None = None, part: str | None = None, *, one_part_only: bool = False
 ) -> RecordSource:
     """Find out what a path holds; a folder or files are parted by words in their names.
 
     `subset` is the configuration of a name on the hub. The `part` is trained on, None for the one
-    whose name begins with `train`; with `is_alone` no other is taken beside it.
+    whose name begins with `train`; with `one_part_only` no other is taken beside it.
     """
-    source = RecordSource(path=path, kind="hub", subset=subset, part=part, is_alone=is_alone)
+    source = RecordSource(
+        path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
+    )
     place = expanded(path).absolute()
     is_file = kind_suffix(place) in _KINDS or place.suffix.lower() in UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file
@@ -210,7 +212,7 @@ def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], 
     # Else the first word that some begin with, if that is one.
     begun = ([name for name in rest if name.startswith(word)] for word in HELD_OUT_NAMES)
     partners = partners or next(filter(None, begun), [])
-    taken = [part, *(partners if len(partners) == 1 and not source.is_alone else ())]
+    taken = [part, *(partners if len(partners) == 1 and not source.one_part_only else ())]
     return taken, [name for name in names if name not in taken]
 
 

@@ -105,7 +105,7 @@ def cached_records(
         }
         return written.bad, facts
 
-    chosen = f"{source.path}|{source.subset}|{source.part}|{source.is_alone}"
+    chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
     return index.cached_index("hf", settings, {}, build, reader=f"7|{state}")
 

@@ -81,9 +81,9 @@ def compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def _mark(values: list[Any]) -> None:
     """Say which dimensions are dynamic of tensors in containers and among attributes of objects."""
-    leaves = tree_leaves(values)
-    attributes = chain.from_iterable(vars(x).values() for x in leaves if hasattr(x, "__dict__"))
-    for tensor in chain(leaves, attributes):
+    found = tree_leaves(values)
+    attributes = chain.from_iterable(vars(x).values() for x in found if hasattr(x, "__dict__"))
+    for tensor in chain(found, attributes):
         if isinstance(tensor, Tensor) and tensor.ndim:
             torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
             # A first dimension of one is another graph in any case.

@@ -39,7 +39,7 @@ _NO_VALUE = (
 FirstWeights: TypeAlias = Mapping[str, LazyTensor]
 """What the parameters of a model begin with, by each name that they have in it."""
 
-_SPREAD = 0.02  # deviation of values for a trial
+_TRIAL_STD = 0.02  # deviation of values for a trial
 
 FIRST_WEIGHTS = "first_weights"
 """Attribute of a model on the meta device whose maker knows where its weights are."""
@@ -138,7 +138,7 @@ def any_values(module: nn.Module, device: torch.device) -> Iterator[None]:
     """
     sizes = [p.numel() for p in module.parameters()]
     pool = torch.randn(max(sizes, default=0), generator=torch.Generator().manual_seed(0))
-    pool = pool.mul_(_SPREAD).to(device)
+    pool = pool.mul_(_TRIAL_STD).to(device)
 
     def make(_: str, p: nn.Parameter) -> Tensor:
         found = pool[: p.numel()].view(p.shape).to(p.dtype)
@@ -176,7 +176,7 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run one operation, and record it if it fills a whole tensor on the meta device."""
         kwargs = dict(kwargs or {})
-        leaves = tree_leaves((args, kwargs))
+        values = tree_leaves((args, kwargs))
         if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].is_meta:
             is_whole = args[0].nbytes == args[0].untyped_storage().nbytes()
             others = tree_leaves((args[1:], kwargs))
@@ -184,7 +184,7 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
                 raise ConfigError(f"model: what {func} writes to {_NO_VALUE}")
             self._record(args[0], func, args[1:], kwargs, makes=False)
         found = func(*args, **kwargs)
-        is_made = isinstance(found, Tensor) and not any(isinstance(x, Tensor) for x in leaves)
+        is_made = isinstance(found, Tensor) and not any(isinstance(x, Tensor) for x in values)
         if is_made and found.is_meta and "empty" not in func._schema.name:
             self._record(found, func, args, kwargs, makes=True)
         return found

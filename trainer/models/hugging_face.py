@@ -170,20 +170,20 @@ def _load(
     refuse_files(path)
     options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if torch.get_default_device().type == "meta":
-        module, told = load_unread(kind, found, path, **options)
+        module, report = load_unread(kind, found, path, **options)
     else:
         safe = {"trust_remote_code": False, "use_safetensors": True}
-        module, told = kind.from_pretrained(path, config=found, **safe, **options)
-    for name, stored, built in [] if begins_new else sorted(told["mismatched_keys"]):
+        module, report = kind.from_pretrained(path, config=found, **safe, **options)
+    for name, stored, built in [] if begins_new else sorted(report["mismatched_keys"]):
         raise ConfigError(
             f"model.path={path}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
             "model; where its classes are others, type model.ignore_mismatched_sizes=true, with "
             "which it begins new"
         )
     if kind.__name__ == _CLASSES["embedding"]:  # no way of pooling takes what a pooler gives
-        missing = [name for name in told["missing_keys"] if not name.startswith("pooler.")]
-        told = {**told, "missing_keys": missing}
-    note_loaded(module, path, told)
+        missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
+        report = {**report, "missing_keys": missing}
+    note_loaded(module, path, report)
     return module
 
 

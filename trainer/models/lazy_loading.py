@@ -111,7 +111,7 @@ def load_unread(
             kind = type(auto_class.from_config(deepcopy(config)))
         with torch.device("cpu"), torch.no_grad():
             files = {n: _StandIn(n, part, notes) for n, part in _parts(path)}
-            module, told = kind.from_pretrained(None, config=config, state_dict=files, **options)
+            module, report = kind.from_pretrained(None, config=config, state_dict=files, **options)
             _read_buffers(module, notes)
             origins = _take_parameters(module, notes)
     module.config.name_or_path = path
@@ -121,7 +121,7 @@ def load_unread(
     is_on_meta = any(buffer.is_meta for buffer in module.buffers())
     if not (is_split or is_on_meta or None in origins.values()):
         setattr(module, FIRST_WEIGHTS, origins)
-    return module, told
+    return module, report
 
 
 def _parts(path: str) -> Iterator[tuple[str, Any]]:

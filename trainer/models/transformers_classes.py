@@ -127,11 +127,11 @@ def quiet() -> Iterator[None]:
 LOADED_FROM, _LOADED_BUT = "loaded_from", "loaded_but"
 
 
-def note_loaded(module: nn.Module, source: str, told: Mapping[str, Any]) -> None:
+def note_loaded(module: nn.Module, source: str, report: Mapping[str, Any]) -> None:
     """Note on a model where its weights are from, and by transformers' report which are not."""
     setattr(module, LOADED_FROM, source)
-    new = {*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}
-    found = {"new": sorted(new), "unused": sorted(told["unexpected_keys"])}
+    new = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    found = {"new": sorted(new), "unused": sorted(report["unexpected_keys"])}
     setattr(module, _LOADED_BUT, found)
 
 

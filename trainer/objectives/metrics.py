@@ -109,9 +109,9 @@ def _mcc(counts: Tensor) -> float:
     """Compute Matthews' correlation of several classes (Gorodkin 2004); 0 where none is defined."""
     right, found, true = counts
     total = true.sum()
-    spread = (total**2 - (found**2).sum()) * (total**2 - (true**2).sum())
+    variances = (total**2 - (found**2).sum()) * (total**2 - (true**2).sum())
     above = right.sum() * total - (found * true).sum()
-    return float(above / spread.sqrt()) if spread > 0 else 0.0
+    return float(above / variances.sqrt()) if variances > 0 else 0.0
 
 
 def _auroc(counts: Tensor) -> float:

@@ -67,7 +67,7 @@ class OptimizerSpec(Described, ABC):
         lose `lr * weight_decay` of themselves, so that their decay makes up for what the learning
         rate, which is `lr_factor` times that of before, does not follow.
         """
-        kept = {name: _power(getattr(self, name), ratio) for name in self.decay_rates}
+        rates = {name: _power(getattr(self, name), ratio) for name in self.decay_rates}
         groups = {
             pattern: {
                 k: v * ratio / lr_factor if k == "weight_decay" else v for k, v in own.items()
@@ -75,7 +75,7 @@ class OptimizerSpec(Described, ABC):
             for pattern, own in self.groups.items()
         }
         weight_decay = self.weight_decay * ratio / lr_factor
-        return replace(self, weight_decay=weight_decay, groups=groups, **kept)
+        return replace(self, weight_decay=weight_decay, groups=groups, **rates)
 
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""

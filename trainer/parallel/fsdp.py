@@ -333,8 +333,8 @@ def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[De
     # Registers the backend. Its name says what it is for; nothing but its allocations counts here.
     import torch.testing._internal.distributed.fake_pg as _  # noqa: PLC0415, F401
 
-    is_alone = not dist.is_initialized()
-    if is_alone:
+    no_process_group = not dist.is_initialized()
+    if no_process_group:
         dist.init_process_group("fake", rank=0, world_size=size)
     assert replicas == 1 or dist.get_rank() == 0, "only the main rank is in both groups below"
     ranks, names = torch.arange(size).view(replicas, -1), ("fake replicate", "fake shard")
@@ -352,5 +352,5 @@ def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[De
             mesh_dim_names=names[start:],
         )
     finally:
-        for group in (None,) if is_alone else groups:
+        for group in (None,) if no_process_group else groups:
             dist.destroy_process_group(group)

@@ -100,12 +100,12 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     try:
         with restoring(module), torch.no_grad():
             module.eval()
-            alone = torch.cat([logits(fields) for fields in each])
+            separate = torch.cat([logits(fields) for fields in each])
             packed, mixed = logits(row), logits(unaware)
     except Exception as fault:
         return clip(f"{name} cannot take packed documents: {type(fault).__name__}: {fault}")
-    scale = float(alone.abs().max()) or 1.0
-    error, leak = (float((found - alone).abs().max()) / scale for found in (packed, mixed))
+    scale = float(separate.abs().max()) or 1.0
+    error, leak = (float((found - separate).abs().max()) / scale for found in (packed, mixed))
     if error <= min(_rounding(module), LEAK_SHARE * leak):
         return None
     return (

@@ -38,7 +38,7 @@ def ranks():
 
 @pytest.mark.parametrize("objective", [INFONCE, SIGLIP], ids=["infonce", "siglip"])
 def test_equal_texts_and_images_are_not_negatives_of_each_other(objective, monkeypatch):
-    monkeypatch.setattr(contrastive, "CHUNK", 4)
+    monkeypatch.setattr(contrastive, "SCORE_ROWS", 4)
     torch.manual_seed(0)
     texts, images = torch.tensor([0, 1, 2, 0, 3, 4]), torch.tensor([0, 1, 2, 3, 3, 4])
     words, scenes = torch.randint(9, (5, 7)), torch.randn(5, 3, 2, 2)
@@ -219,6 +219,6 @@ def test_scores_by_chunks_are_those_of_all_at_once(objective, monkeypatch):
         return [loss, *gradients, *map(recalls.get, sorted(recalls))]
 
     expected = found()
-    monkeypatch.setattr(contrastive, "CHUNK", 16)
+    monkeypatch.setattr(contrastive, "SCORE_ROWS", 16)
     for one, other in zip(found(), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)

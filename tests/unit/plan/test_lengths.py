@@ -15,7 +15,7 @@ some = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK", 7)
+        patch.setattr(module, "LENGTHS_AT_ONCE", 7)
         yield
 
 

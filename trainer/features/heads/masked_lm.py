@@ -15,7 +15,7 @@ from trainer.core.micro_batch import IGNORED, Fields
 from trainer.objectives.next_token import TokenEntropy, sequences_of
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
-REPLACED, KEPT_AS_IT_IS = 0.8, 0.9
+REPLACED, CHANGED = 0.8, 0.9
 """Of the chosen tokens 80 % become the mask, 10 % a random token, and 10 % stay."""
 
 
@@ -59,7 +59,7 @@ class MaskedLM(TokenEntropy):
         chosen &= sample.get("labels", ids) != IGNORED
         how, words = torch.rand(ids.shape), torch.randint(self.vocab_size, ids.shape)
         words = torch.where(how < REPLACED, self.mask_id, words)
-        hidden = torch.where(chosen & (how < KEPT_AS_IT_IS), words, ids)
+        hidden = torch.where(chosen & (how < CHANGED), words, ids)
         return {**sample, "input_ids": hidden, "labels": ids.masked_fill(~chosen, IGNORED)}
 
     def targets(self, fields: Fields) -> Tensor:
