@@ -499,7 +499,7 @@ def evaluated(
     room = positions if world.rank == 1 else 10**9
     bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
     layout, cut = Layout(world_size=world.size), bench.feed.cut
-    object.__setattr__(bench.objective, "named_metrics", ("perplexity", "f1", "mcc"))
+    objective = bench.objective.with_metrics(["perplexity", "f1", "mcc"])
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
     held_out = HeldOut(
         loader=bench.loader,
@@ -508,9 +508,7 @@ def evaluated(
         max_tokens=most,
     )
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
-    metrics, again = (
-        evaluate(bench.context.model, bench.objective, held_out, world) for _ in range(2)
-    )
+    metrics, again = (evaluate(bench.context.model, objective, held_out, world) for _ in range(2))
     train_step(bench.context, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, seen, metrics == again and bench.feed.cut == cut

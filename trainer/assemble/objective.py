@@ -152,12 +152,13 @@ def _chosen(
     config: RunConfig, objective: Objective, component: components.Component, why: str = ""
 ) -> Chosen:
     check_metrics(objective, config.objective.metrics)
-    object.__setattr__(objective, "named_metrics", config.objective.metrics)
     name = component.name or component.target
     defaults = options_of("objective", config.config_dir).get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
     text = " ".join([name, *changed]) + (why and f", {why}")
-    return Chosen(objective=objective, component=component, text=text)
+    return Chosen(
+        objective=objective.with_metrics(config.objective.metrics), component=component, text=text
+    )
 
 
 def _are_tokens(labels: Tensor, ids: Tensor) -> bool:

@@ -23,8 +23,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -130,6 +131,12 @@ class Objective(Described, ABC):
 
     is_of_model: bool = False
     """Whether the model computes the loss, as it likes."""
+
+    def with_metrics(self, names: Sequence[str]) -> Self:
+        """Give the same objective with metrics of a run, as `objective.metrics` names them."""
+        same = copy(self)
+        vars(same)["named_metrics"] = tuple(names)
+        return same
 
     @property
     def label_kind(self) -> LabelKind | None:

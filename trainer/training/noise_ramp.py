@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, final
 
 from torch import nn
@@ -37,14 +38,17 @@ class NoiseRamp(BatchSize):
     every: Count = 50  # steps between decisions
     unit: Literal["samples", "tokens"] = "samples"  # `batch.unit`
 
-    # The steps behind which a size begins to count, each with that size
-    _decisions: list[list[int]] = field(init=False)
-    _noise: NoiseScale = field(init=False)
+    # The steps behind which a larger size begins to count, each with that size
+    _growth: list[list[int]] = field(init=False, default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Begin with `batch.global`."""
-        object.__setattr__(self, "_decisions", [[0, self.smallest]])
-        object.__setattr__(self, "_noise", NoiseScale(self.unit))
+    @cached_property
+    def _noise(self) -> NoiseScale:
+        return NoiseScale(self.unit)
+
+    @property
+    def _decisions(self) -> list[list[int]]:
+        """The sizes so far, `batch.global` first, each with the step behind which it counts."""
+        return [[0, self.smallest], *self._growth]
 
     @property
     def smallest(self) -> int:
@@ -77,7 +81,7 @@ class NoiseRamp(BatchSize):
         carried = int(noise.low) // self.smallest * self.smallest
         larger = min(carried, 2 * size, self.max)
         if larger > size and noise.measurements >= LEAST_MEASUREMENTS:
-            self._decisions.append([step, larger])
+            self._growth.append([step, larger])
 
     def state(self) -> State:
         """See `Stateful`."""
@@ -91,7 +95,7 @@ class NoiseRamp(BatchSize):
         if grown > self.max:
             text = f"the batch of the run has grown to {grown} already; type as much or more"
             raise ConfigError(f"batch.max={self.max}: {text}")
-        self._decisions[:] = [[int(step), int(size)] for step, size in state["decisions"]]
+        self._growth[:] = [[int(step), int(size)] for step, size in state["decisions"][1:]]
         self._noise.load(state["noise"])
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import final
 
 import torch
@@ -62,35 +61,49 @@ def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> 
     Where memory runs out, the feed cuts this global batch, and all that follow, smaller.
     """
     context.world.note("normalizer", step=batch.step)
-    factor, replays = context.schedule.factor(batch.step - 1, context.total_steps), 0
+    factor = context.schedule.factor(batch.step - 1, context.total_steps)
     scale = context.lr_scale(batch.samples.before)
-    apply_factor(context.optimizer, [lr * scale for lr in context.base_lrs], factor)
+    lr = context.lr * scale * factor
+    apply_factor(context.optimizer, [each * scale for each in context.base_lrs], factor)
     if context.follow_batch is not None:
         context.follow_batch(batch.samples.size, scale)
     with no_replay(window.AT_BEGINNING):
         context.snapshot.take()
+    replays = 0
     while True:
         divisors = window.count(context, batch)
-        report = partial(StepReport, batch=batch, lr=context.lr * scale * factor, replays=replays)
         if not any(divisors.weights[name] for name in context.losses):
-            return report(skipped=NO_LOSS_TERMS)
+            return StepReport(batch=batch, lr=lr, replays=replays, skipped=NO_LOSS_TERMS)
         window.gather(context, batch.step)
         agreed = _compute_passes(context, batch, divisors)
         if agreed.loss is not None:
             break
         _roll_back(context)
-        batch, replays = _cut_for_replay(context, batch, feed, replays), replays + 1
+        batch = _cut_for_replay(context, batch, feed, replays)
+        replays += 1
     window.reduce(context, agreed)
     context.world.note("update")
     norm = context.model.gradient_norm()
-    report = partial(report, loss=agreed.loss, metrics=agreed.metrics, grad_norm=norm)
-    report = partial(report, peak_bytes=agreed.peak_bytes)
+    skipped: str | None = None
+    norms: Mapping[str, Tensor] = {}
     # The step's only host sync: no update before its gradient is known to be good.
-    if not bool(torch.isfinite(agreed.loss + norm)):
-        return report(skipped=_skip(context))
-    for part in context.parts:
-        part.see_gradient(batch.gradient(norm, agreed.groups))
-    return report(norms=_update(context, batch.step, norm))
+    if bool(torch.isfinite(agreed.loss + norm)):
+        for part in context.parts:
+            part.see_gradient(batch.gradient(norm, agreed.groups))
+        norms = _update(context, batch.step, norm)
+    else:
+        skipped = _skip(context)
+    return StepReport(
+        batch=batch,
+        loss=agreed.loss,
+        grad_norm=norm,
+        lr=lr,
+        skipped=skipped,
+        replays=replays,
+        metrics=agreed.metrics,
+        norms=norms,
+        peak_bytes=agreed.peak_bytes,
+    )
 
 
 def _compute_passes(
@@ -121,9 +134,9 @@ def _roll_back(context: window.StepContext) -> None:
 def _skip(context: window.StepContext) -> str:
     """Roll back what is not finite, and say why: a loss scale that is now halved, or not."""
     _roll_back(context)
-    return (
-        LOSS_SCALE if context.loss_scale is not None and context.loss_scale.shrink() else NOT_FINITE
-    )
+    if context.loss_scale is not None and context.loss_scale.shrink():
+        return LOSS_SCALE
+    return NOT_FINITE
 
 
 def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:

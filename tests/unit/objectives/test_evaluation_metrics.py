@@ -31,8 +31,7 @@ COUNT = 500
 
 def with_metrics(objective: Objective, names: Sequence[str]) -> Objective:
     check_metrics(objective, names)
-    object.__setattr__(objective, "named_metrics", tuple(names))
-    return objective
+    return objective.with_metrics(names)
 
 
 def measured(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,28 +29,32 @@ class MaskedLM(TokenEntropy):
     """
 
     mlm_probability: Share = 0.15  # chance of a token to be chosen
-    tokenizer: InitVar[Any] = None
-    mask_id: int = field(init=False)
-    vocab_size: int = field(init=False)
-    special_ids: tuple[int, ...] = field(init=False)
+    tokenizer: Any = field(default=None, repr=False, compare=False)  # of any library
 
-    def __post_init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - of any library
-        """Read what the tokenizer says of its tokens.
-
-        Raises:
-            ConfigError: it has no mask token.
-        """
-        mask = getattr(tokenizer, "mask_token_id", None)
-        if mask is None:
+    def __post_init__(self) -> None:
+        """Refuse a tokenizer without a mask token."""
+        if self.mask_id is None:
             raise ConfigError(
                 "objective=masked_lm: the tokenizer has no mask token: type tokenizer.path=FOLDER, "
                 "of one that has; for labels that hide tokens already, objective=token_classify"
             )
-        special = {getattr(tokenizer, name, None) for name in SPECIAL}
-        special |= {*getattr(tokenizer, "all_special_ids", ())}
-        object.__setattr__(self, "mask_id", mask)
-        object.__setattr__(self, "vocab_size", len(tokenizer))
-        object.__setattr__(self, "special_ids", tuple(sorted(special - {None})))
+
+    @property
+    def mask_id(self) -> Any:  # noqa: ANN401 - a token, or None
+        """The token that stands for a hidden one."""
+        return getattr(self.tokenizer, "mask_token_id", None)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """How many tokens there are to draw from."""
+        return len(self.tokenizer)
+
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """Tokens that are never hidden."""
+        special = {getattr(self.tokenizer, name, None) for name in SPECIAL}
+        special |= {*getattr(self.tokenizer, "all_special_ids", ())}
+        return tuple(sorted(special - {None}))
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Hide tokens of one sample; what is not hidden is labelled -100."""
