@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,66 @@ def test_what_may_only_fall_does_not_rise():
                 f"{kind} {name}: {figure} is far below {limit}: lower it"
             )
         assert limits[kind].keys() <= figures.keys(), "take out what is gone"
+
+
+SAME_NAME = {
+    "Auto": "YAML names both by path: a mode of BatchNorm, and a cut",
+    "main": "how a process begins: the command line's, and a rank's",
+    "run": "a command line, and one job of it",
+    "train": "what Python imports, and the loop over steps",
+    "CHECKPOINTS": "`cli` imports no torch",
+    "last_step": "of status.json without torch, and of metrics.jsonl",
+}
+
+
+def public_names(text):
+    """Name the functions, classes, aliases and constants at the top of a module."""
+    names = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                each = target.elts if isinstance(target, ast.Tuple) else [target]
+                names |= {part.id for part in each if isinstance(part, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_names_one_thing():
+    counts = Counter(name for text in FILES.values() for name in public_names(text))
+    assert {name for name, count in counts.items() if count > 1} == SAME_NAME.keys()
+
+
+VAGUE = {
+    *("told", "said", "heard", "held", "alike", "spread", "dealt", "settle", "kept", "untouched"),
+    *("bare", "modest", "leaves", "meet", "imagined", "lookout", "pulse", "private", "saves"),
+    *("kit", "news", "alone", "lowered", "bulk", "board"),
+}
+OF_LIBRARIES = {"tree_leaves", "PrivateAttr", "TensorBoardTracker"}
+
+
+def identifiers(text):
+    """Give every name that a module defines or uses, of attributes, arguments and imports too."""
+    for node in ast.walk(ast.parse(text)):
+        for field in ("name", "id", "attr", "arg", "asname"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield name
+
+
+def vague(name):
+    """Whether a part of a name is a word that says little; `held_out` is the field's."""
+    parts = re.sub("held_?out", "", name, flags=re.IGNORECASE)
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", parts).lower()
+    return not VAGUE.isdisjoint(re.split(r"[_./]", words)) and name not in OF_LIBRARIES
+
+
+def test_names_say_what_a_thing_is():
+    assert vague("is_alone")
+    assert vague("KeptRows")
+    assert not vague("num_held_out")
+    names = {name for text in FILES.values() for name in identifiers(text)}
+    assert not sorted(filter(vague, {*names, *FILES}))
 
 
 PICKLES = "pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib"

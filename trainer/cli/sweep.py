@@ -90,7 +90,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
             codes = _exit_codes(sweep)
             if sweep.command == "train":
                 report(sweep, Console())
-    if interrupted or (sweep.is_parallel and (sweep.folder / sweep_jobs.STOP).exists()):
+    if interrupted or (sweep.is_parallel and (sweep.folder / sweep_jobs.STOP_FILE).exists()):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
     return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
 

@@ -40,7 +40,7 @@ from trainer.report.journal import EVAL_SECONDS, METRICS_FILE, RESULT_FILE, stre
 from trainer.report.run_status import staged
 
 ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
-STOP = ".stop"  # in the folder of a sweep in other processes: as many bytes as signals came
+STOP_FILE = ".stop"  # in the folder of a sweep in other processes: as many bytes as signals came
 _GOING = ".going"  # there, too: locked while the sweep's own process lives
 _SLOTS = ".slots"
 _POLL_S = 0.2
@@ -174,7 +174,7 @@ class SweepTask:
 
     def _num_signals(self) -> int:
         """Count the signals that asked the sweep to stop; its end without a word is one."""
-        file = self.sweep.folder / STOP
+        file = self.sweep.folder / STOP_FILE
         if file.exists():
             return file.stat().st_size
         return int(self._is_orphan())
@@ -264,7 +264,7 @@ def _is_requeued() -> bool:
 @contextmanager
 def passing_signals_on(folder: Path) -> Iterator[None]:
     """Let the first signal reach jobs in other processes, and the second one raise."""
-    file, last = folder / STOP, [-math.inf]
+    file, last = folder / STOP_FILE, [-math.inf]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -32,7 +32,7 @@ from trainer.verify.case import Case
 
 OUTSIDE = "\x00outside"  # stands for code that runs in no module of the model: the objective's
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+DTYPE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference of activations that is rounding; coupling shows at 1e-3 and more."""
 LOW_TOLERANCE = 1e-2
 
@@ -105,7 +105,7 @@ def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool
         return bool((first == second).all())
     finite = second[torch.isfinite(second)]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
-    limit = TOLERANCE.get(second.dtype, LOW_TOLERANCE) * scale
+    limit = DTYPE_TOLERANCE.get(second.dtype, LOW_TOLERANCE) * scale
     return torch.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True)
 
 

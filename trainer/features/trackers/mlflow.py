@@ -16,7 +16,7 @@ from trainer.config.components import Address, NonEmptyText
 from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
-FILE, UNFINISHED, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
+FILE, UNFINISHED_FILE, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
 MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # of a request, as MLflow has them
 
 
@@ -118,7 +118,7 @@ def _local(outputs: Path) -> Path:
     """Give the SQLite file of a folder; it is made aside, since a kill would leave half of it."""
     from mlflow import MlflowClient  # noqa: PLC0415 - seconds
 
-    file, unfinished = outputs / FILE, outputs / UNFINISHED.format(uuid.uuid4().hex)
+    file, unfinished = outputs / FILE, outputs / UNFINISHED_FILE.format(uuid.uuid4().hex)
     if not file.exists():
         outputs.mkdir(parents=True, exist_ok=True)
         MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
