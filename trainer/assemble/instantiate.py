@@ -82,18 +82,14 @@ def look_up(
     # Functions of the libraries load code, too, which trust in a library does not mean.
     is_loader = root in components.LIBRARY_ROOTS and found.__name__ != "from_config"
     is_permitted = component.typed_target or (root in trusted and not is_loader)
-    if is_factory and not is_permitted and not _is_option(component, key):
-        text = "a function, not a class; to allow it, type it on the command line"
-        raise ConfigError(f"{typed}: {text}")
+    if is_factory and not is_permitted:
+        option = options_of(components.owner_of(key) or key).get(component.name or "", {})
+        if option.get("_target_") != component.target:  # of no built-in option
+            text = "a function, not a class; to allow it, type it on the command line"
+            raise ConfigError(f"{typed}: {text}")
     if inspect.isclass(found) and not issubclass(found, base):
         raise ConfigError(f"{typed}: not a {module_name}.{base_name}")
     return found  # type: ignore[no-any-return] # a class, or what makes an instance
-
-
-def _is_option(component: components.Component, key: str) -> bool:
-    """Whether one of the built-in options names the target."""
-    option = options_of(components.owner_of(key) or key).get(component.name or "", {})
-    return bool(option.get("_target_") == component.target)
 
 
 def _meant(error: BaseException) -> str:

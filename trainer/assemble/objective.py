@@ -120,9 +120,10 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     """Name the option for a model, or for its labels, and why it is that."""
     task, name = task_of(module), type(module).__name__
     labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
+    are_ids = labels is not None and ids is not None and torch.equal(labels, ids)
     if task in _CLASSIFIES and (problem := _problem_of(module, fields)) in _NUMBERS:
         return _NUMBERS[problem], f"as {name} is made for {problem}"
-    if task == "masked_lm" and labels is not None and not _are_equal(labels, ids):
+    if task == "masked_lm" and labels is not None and not are_ids:
         return "token_classify", "as the data say by their labels which tokens are hidden"
     if task in _BY_TASK:
         pooling = getattr(module, POOLING, None)
@@ -163,10 +164,6 @@ def _chosen(
 
 def _are_tokens(labels: Tensor, ids: Tensor) -> bool:
     return bool(((labels == ids) | (labels == IGNORED)).all())
-
-
-def _are_equal(labels: Tensor, ids: Tensor | None) -> bool:
-    return ids is not None and torch.equal(labels, ids)
 
 
 def _problem_of(module: nn.Module, fields: Fields) -> str:

@@ -117,11 +117,14 @@ def prepare(
     saved = SavedCut(**main["cut"]) if main else saved or SavedCut()
     work = workload_of(components)
     counts = count_run(components, work, main)
-    components = _with_cost(components, counts, saved)
+    is_known = saved.belongs_to(components.config)
+    # Every cut has the time model that the run began with; `accum=auto` times its own if it can.
+    cost = saved.cost if is_known else device_cost(components, counts)
+    components = replace(components, layout=replace(components.layout, cost=cost))
     limit, is_here = memory_of_rank(components, work.resident_bytes)
 
     # The cut: as it was, as it is tuned, or as it was typed.
-    batches, is_known = _sampled(components), saved.belongs_to(components.config)
+    batches = _sampled(components)
     cut, tuning, how = components.cut, None, f"{type(components.cut).__name__}, as typed"
     if is_known:
         cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
@@ -164,16 +167,6 @@ def prepare(
         warnings=tuple(warnings),
         counts=counts,
     )
-
-
-def _with_cost(components: Components, counts: ComputeCounts | None, saved: SavedCut) -> Components:
-    """Give every cut the time model that the run began with, or that of the device.
-
-    `accum=auto` times its own where it can.
-    """
-    is_known = saved.belongs_to(components.config)
-    cost = saved.cost if is_known else device_cost(components, counts)
-    return replace(components, layout=replace(components.layout, cost=cost))
 
 
 def _sampled(components: Components) -> list[IntArray]:

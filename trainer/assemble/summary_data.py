@@ -32,9 +32,15 @@ def data_rows(components: Components, facts: RunFacts) -> list[Row]:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
-    view = components.train_set
-    records = [*view.describe_records(facts), *_other_records(components, facts)]
-    return [counted, *records, _classes(view)]
+    view, config = components.train_set, components.config
+    rows = [counted, *view.describe_records(facts)]
+    # The same of what is evaluated on and comes from elsewhere than what is trained on.
+    names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
+    for part in (part for part in names if part in components.held_out):
+        for each in components.held_out[part].loader.dataset.describe_records(facts):
+            if each.text:
+                rows.append(row("", f"{part or 'held out'}: {each.text}"))
+    return [*rows, _classes(view)]
 
 
 def _classes(view: DataView) -> Row:
@@ -44,16 +50,3 @@ def _classes(view: DataView) -> Row:
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
     return row("classes", join_parts(*shown), label_names=[*names])
-
-
-def _other_records(components: Components, facts: RunFacts) -> list[Row]:
-    """Say the same of what is evaluated on and comes from elsewhere than what is trained on."""
-    config, parts = components.config, components.held_out
-    names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
-    return [
-        row("", f"{name or 'held out'}: {each.text}")
-        for name in names
-        if name in parts
-        for each in parts[name].loader.dataset.describe_records(facts)
-        if each.text
-    ]

@@ -144,13 +144,6 @@ def plain_name(name: str) -> str:
     return name
 
 
-def find_ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Find the names of a tensor that has an earlier one, each with the first."""
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-    return {name: origin for name, origin in names.items() if name != origin}
-
-
 @final
 class OptimizerPart(Stateful):
     """The state and the settings of an optimizer, by plain names of parameters.

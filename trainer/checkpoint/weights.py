@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
 from trainer.checkpoint.manifest import MANIFEST_FILE, DamagedError, OtherFormatError
-from trainer.checkpoint.state import find_ties, plain_name, state_of
+from trainer.checkpoint.state import plain_name, state_of
 from trainer.checkpoint.store import CHECKPOINTS, MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import clip, first_of
@@ -90,10 +90,16 @@ class StoredWeights:
         named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         expected = {plain_name(name): tensor for name, tensor in named.items()}
         found = _with_prefix(self.values, expected)
-        for alias, name in find_ties(expected).items():
-            if one := found.get(name) or found.get(alias):
+        first: dict[int, str] = {}  # name of each tensor, which may have several
+        for alias, tensor in expected.items():
+            name = first.setdefault(id(tensor), alias)
+            if name != alias and (one := found.get(name) or found.get(alias)):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        given = {n: t for n, t in expected.items() if n not in found and self._is_given(n, t)}
+        given = {}  # what the constructor gave, and is not stored
+        for name, tensor in expected.items():
+            is_given = name in self.frozen or (self.is_adapter and not tensor.requires_grad)
+            if is_given and name not in found:
+                given[name] = tensor
         faults = _differences(found, {n: t for n, t in expected.items() if n not in given})
         # What is drawn on the meta device is drawn by the same class and seed.
         here = {n: t for n, t in given.items() if n in self.frozen and not t.is_meta}
@@ -103,10 +109,6 @@ class StoredWeights:
                 "than the run had; name the weights that it began with"
             )
         return {n: found[plain_name(n)] for n in named if plain_name(n) in found}, "; ".join(faults)
-
-    def _is_given(self, name: str, tensor: Tensor) -> bool:
-        """Whether what is not stored is what the constructor gave."""
-        return name in self.frozen or (self.is_adapter and not tensor.requires_grad)
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:

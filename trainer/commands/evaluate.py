@@ -33,7 +33,10 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     saved = Saved.read(config, loaded, world)
     terms = saved.terms
     if config.evaluates_all:
-        config = _for_any_data(config, terms)
+        # Data of any size are enough: they are cut and evaluated, and no step is taken.
+        batch = config.batch.model_copy(update={"tail": "keep"})
+        steps = terms.total_steps or config.steps
+        config = config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
     components = assemble(config, world, saved)
     if not config.evaluates_all:
         refuse_changed_data(components, terms)
@@ -56,13 +59,6 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         )
     )
     return 0
-
-
-def _for_any_data(config: RunConfig, terms: Terms) -> RunConfig:
-    """Let data of any size be enough: they are cut and evaluated, and no step is taken."""
-    batch = config.batch.model_copy(update={"tail": "keep"})
-    steps = terms.total_steps or config.steps
-    return config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
 
 
 def _described(

@@ -39,7 +39,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     to, given = expanded(config.export.to), read_terms(loaded).given
     model, write = built(config, loaded, world), None
     description, tokenizer = exported.export_config(config, given, loaded.step), _tokenizer(config)
-    is_theirs = exported.loads_by_auto(tokenizer)
+    is_theirs = type(tokenizer).__module__.partition(".")[0] == "transformers"
     lines = exported.lines_to_load(config, model, to, has_tokenizer=is_theirs)
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]

@@ -82,22 +82,19 @@ def _data_parts(config: RunConfig) -> dict[str, Component]:
     return {"data": config.data, **sources}
 
 
-def loads_by_auto(tokenizer: Any) -> bool:  # noqa: ANN401 - of any class
-    """Whether the AutoTokenizer of transformers knows the class of a tokenizer."""
-    return type(tokenizer).__module__.partition(".")[0] == "transformers"
-
-
 def lines_to_load(
     config: RunConfig, model: nn.Module | None, to: Path, *, has_tokenizer: bool
 ) -> list[str]:
     """Write the lines of Python that load an export; none where it takes more than lines."""
     folder = shown_path(to)
     kind, lines = look_up(config.model, "model", config.trust), list[str]()
+    has_class = any(isinstance(value, dict) for value in config.model.params.values())
+    is_changed = bool(config.transforms) or config.adapter.target != NO_ADAPTER or has_class
     if hasattr(model, "save_pretrained"):
         name = auto_class(model)
         lines = [f"from transformers import {name}"]
         lines += [f'model = {name}.from_pretrained("{folder}")']
-    elif inspect.isclass(kind) and not _is_changed(config):
+    elif inspect.isclass(kind) and not is_changed:
         lines = [
             "import json; from pathlib import Path; from safetensors.torch import load_file; "
             f"from {kind.__module__} import {kind.__name__}",
@@ -117,9 +114,3 @@ def with_tokenizer(lines: list[str], to: Path) -> list[str]:
     else:
         lines = [f"{line}, {name}" if i == first else line for i, line in enumerate(lines)]
     return [*lines, f'tokenizer = {name}.from_pretrained("{shown_path(to)}")']
-
-
-def _is_changed(config: RunConfig) -> bool:
-    """Whether a model is more than what its constructor gives for plain arguments."""
-    has_class = any(isinstance(value, dict) for value in config.model.params.values())
-    return bool(config.transforms) or config.adapter.target != NO_ADAPTER or has_class

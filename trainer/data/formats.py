@@ -130,7 +130,13 @@ def recognise(
         found = {role: column for role, column in names.items() if column in readable}
         needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
         if found.keys() >= needed | named.keys():
-            _check_unread(place, name, {*readable}.difference(found.values()))
+            for column in (*_DECISIVE.get(name, ()), *_WEIGHTS):
+                if column in readable and column not in found.values():
+                    raise DataError(
+                        f"{place}: column {column!r} changes what a record means, and is not read "
+                        f"from records of {name}; to train without it, type "
+                        f"data.columns={{{column}:null}}"
+                    )
             return Format(name, found, [c for c in columns if c not in found.values()])
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
     if not wanted:
@@ -161,13 +167,3 @@ def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task)
 
 def _no_column(columns: Collection[str]) -> str:
     return f"no such column; there are {', '.join(columns)}"
-
-
-def _check_unread(place: str, name: str, unread: Collection[str]) -> None:
-    """Refuse a column that nothing reads and that changes what a record means."""
-    for column in (*_DECISIVE.get(name, ()), *_WEIGHTS):
-        if column in unread:
-            raise DataError(
-                f"{place}: column {column!r} changes what a record means, and is not read from "
-                f"records of {name}; to train without it, type data.columns={{{column}:null}}"
-            )

@@ -210,7 +210,13 @@ class DataView:
         for i, length, sample in zip(positions, planned, samples, strict=True):
             tokens = num_tokens(sample)
             if tokens is not None and tokens != length:
-                raise DataError(f"data: {self.name_of(i)} has {tokens} tokens, {self._why(length)}")
+                why = (
+                    f"had {length} when it was measured: it changes from read to read; crop to one "
+                    "length, or give the data set `lengths` and a `collate` that pads"
+                )
+                if self.states_lengths:
+                    why = f"`lengths` of the data set says {length}; it must be token counts"
+                raise DataError(f"data: {self.name_of(i)} has {tokens} tokens, but {why}")
             for name in aligned:
                 size = sample[name].shape[:1] if name in sample else ()
                 if size and size[0] != length:
@@ -219,14 +225,6 @@ class DataView:
                         f"{length} tokens: give one for each token (in labels -100 is no loss "
                         "term), or give the data set a `collate`"
                     )
-
-    def _why(self, length: int) -> str:
-        if self.states_lengths:
-            return f"but `lengths` of the data set says {length}; it must be token counts"
-        return (
-            f"but had {length} when it was measured: it changes from read to read; crop to one "
-            "length, or give the data set `lengths` and a `collate` that pads"
-        )
 
     def read_each(
         self, positions: Sequence[int], *, seed: int, epoch: int

@@ -122,8 +122,11 @@ class Lora(ModelTransform):
         if isinstance(model, PreTrainedModel):
             config.task_type = config.task_type or _KINDS.get(task_of(model))
         elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
-            linear = (n for n, part in model.named_modules() if isinstance(part, nn.Linear))
-            config.target_modules = {*linear} - {_name_of_output(model)}
+            output = candidate(model)
+            config.target_modules = set()
+            for name, part in model.named_modules():
+                if isinstance(part, nn.Linear) and part is not output:
+                    config.target_modules.add(name)
         heads = [name for name in _HEADS.get(config.task_type, ()) if name in names]
         whole = [*(config.modules_to_save or ()), *_new_modules(model), *heads]
         config.modules_to_save = [*dict.fromkeys(whole)] or None
@@ -285,11 +288,6 @@ def _new_modules(model: nn.Module) -> list[str]:
         return bool(own) and own <= new
 
     return _outermost(model, is_new)
-
-
-def _name_of_output(model: nn.Module) -> str | None:
-    layer = candidate(model)
-    return next((name for name, part in model.named_modules() if part is layer), None)
 
 
 def _in_files(model: nn.Module) -> dict[str, Tensor]:

@@ -106,11 +106,14 @@ def stored_dtypes(name: str | None) -> list[str]:
         return []
     try:
         file = hub.cached_file(name, "config.json", local_files_only=True)
-        return sorted(
-            {d for each in Path(file).parent.glob("*.safetensors") for d in _dtypes(each)}
-        )
+        kinds = set[str]()
+        for each in Path(file).parent.glob("*.safetensors"):
+            with safe_open(str(each), "pt") as tensors:
+                kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except (OSError, TypeError, ValueError, SafetensorError):
         return []
+    real = [kind for kind in kinds if kind.startswith(("F", "BF"))]
+    return sorted(_STORED_WORDS.get(kind, kind.lower()) for kind in real)
 
 
 @contextmanager
@@ -150,8 +153,12 @@ def new_weights(module: nn.Module) -> list[str]:
 
 def loaded_but(module: nn.Module) -> str:
     """Say which weights of a model are new, and which of its files were not used."""
-    groups = {"new": new_weights(module), "unused": _noted(module, "unused")}
-    return ", ".join(_few(what, names) for what, names in groups.items() if names)
+    texts = []
+    for what, names in (("new", new_weights(module)), ("unused", _noted(module, "unused"))):
+        if names:
+            more = ", ..." if len(names) > _FEW else ""
+            texts.append(f"{len(names)} {what} ({', '.join(names[:_FEW])}{more})")
+    return ", ".join(texts)
 
 
 def _loaded_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -165,23 +172,9 @@ def _noted(module: nn.Module, what: str) -> list[str]:
     return [f"{prefix}{name}" for prefix, groups in found for name in groups.get(what, ())]
 
 
-def _few(what: str, names: list[str]) -> str:
-    """Say how many weights there are of a kind, with the first of their names."""
-    more = ", ..." if len(names) > _FEW else ""
-    return f"{len(names)} {what} ({', '.join(names[:_FEW])}{more})"
-
-
 def pretrained_of(params: Mapping[str, Any]) -> str | None:
     """Find what a model is loaded from among its arguments, at any depth."""
     if isinstance(name := params.get(PRETRAINED), str):
         return name
     inner = (pretrained_of(value) for value in params.values() if isinstance(value, Mapping))
     return next(filter(None, inner), None)
-
-
-def _dtypes(file: Path) -> Iterator[str]:
-    with safe_open(str(file), "pt") as tensors:
-        kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    yield from (
-        _STORED_WORDS.get(kind, kind.lower()) for kind in kinds if kind.startswith(("F", "BF"))
-    )

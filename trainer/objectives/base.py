@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.micro_batch import Fields, output_part
+from trainer.core.micro_batch import IGNORED, Fields, output_part
 from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS
@@ -40,7 +40,7 @@ from trainer.data.samples import without_marks
 from trainer.objectives.by_source import (
     Recorded,
     figure_of,
-    labels_by_source,
+    marks_by_source,
     source_sums,
 )
 
@@ -214,8 +214,9 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
     terms = [name for name in weights if name not in objective.metric_names]
-    marked = labels_by_source(objective, fields) if len(own) < len(fields) else {}
-    for source, labels in marked.items():
+    marks = marks_by_source(objective, fields) if len(own) < len(fields) else {}
+    for source, mark in marks.items():
+        labels = fields[LABELS].masked_fill(~mark, IGNORED)  # all that is of another source
         of_source = objective.weights({**own, LABELS: labels})
         weights |= {figure_of(source, t, len(terms)): float(of_source[t]) for t in terms}
     return weights

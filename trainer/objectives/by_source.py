@@ -39,12 +39,6 @@ def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
     return found
 
 
-def labels_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
-    """Give the labels of a micro-batch once for each source, -100 in all that is of another."""
-    marks = marks_by_source(objective, fields).items()
-    return {name: fields[LABELS].masked_fill(~mark, IGNORED) for name, mark in marks}
-
-
 def figure_of(source: str, term: str, terms: int) -> str:
     """Name a source's share of a loss term: `loss_code`, or by the term where there are several."""
     return f"{'loss' if terms == 1 else term}_{source}"

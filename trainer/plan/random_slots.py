@@ -27,7 +27,11 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     batch too small to divide. `key` is that of the draw.
     """
     wanted = -(-NUM_RANDOM // layout.world_size)
-    if _ignores_lengths(plan) and plan.num_micro_batches > 1:
+    # A cut whose samples are of one length, or lie in their order, cannot have looked at lengths.
+    slots = [slot for own in plan.ranks for slot in own]
+    is_in_order = all((np.diff(slot) == 1).all() for slot in slots)
+    is_constant = (plan.lengths == plan.lengths[:1]).all()
+    if (is_constant or is_in_order) and plan.num_micro_batches > 1:
         return replace(plan, random_slots=wanted)
     size = layout.group_size
     num_groups = plan.num_samples // size  # a short last one stays where it is
@@ -54,14 +58,6 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
         ),
         padded_lengths=tuple((*first, *lengths) for first, lengths in pairs),
         random_slots=wanted,
-    )
-
-
-def _ignores_lengths(plan: Plan) -> bool:
-    """Whether a cut cannot have looked at lengths: all are equal, or samples lie in their order."""
-    slots = [slot for own in plan.ranks for slot in own]
-    return bool(
-        (plan.lengths == plan.lengths[:1]).all() or all((np.diff(s) == 1).all() for s in slots)
     )
 
 

@@ -25,10 +25,11 @@ PlanShape = Mapping[str, Any]
 def plan(run: SavedRun) -> dict[str, Any]:
     """Measure the micro-batches of step 1, rank by rank, as wide as they are computed."""
     found = run.plan.get("shapes")
-    shapes = [s for s in found if _is_shape(s)] if isinstance(found, list) else []
     ranks: dict[int, list[PlanShape]] = {}
-    for shape in shapes:
-        ranks.setdefault(shape["rank"], []).append(shape)
+    for shape in found if isinstance(found, list) else []:
+        names = "rank", "num_samples", "length"
+        if isinstance(shape, dict) and all(type(shape.get(name)) is int for name in names):
+            ranks.setdefault(shape["rank"], []).append(shape)
     if not ranks:
         return {}
     widest = max(sum(map(_positions, own)) for own in ranks.values()) or 1
@@ -36,7 +37,7 @@ def plan(run: SavedRun) -> dict[str, Any]:
     padding, cap, batch = (record.get(n) for n in ("padding", "max_tokens", "global_batch"))
     facts = [
         f"{number(batch)} {run.plan.get('unit')} a step" if batch else "",
-        plural(len(shapes), "micro-batch"),
+        plural(sum(map(len, ranks.values())), "micro-batch"),
         plural(longest, "accumulation step"),
         "" if padding is None else f"{percent(padding)} padding",
         "" if cap is None else f"cap {number(cap)} {run.noun}s",
@@ -70,11 +71,6 @@ def _blocks(own: Sequence[PlanShape], noun: str) -> list[dict[str, object]]:
 
 def _positions(shape: PlanShape) -> int:
     return int(shape["length"] * (1 if shape.get("packed") else shape["num_samples"]))
-
-
-def _is_shape(shape: object) -> bool:
-    names = "rank", "num_samples", "length"
-    return isinstance(shape, dict) and all(type(shape.get(name)) is int for name in names)
 
 
 def memory(run: SavedRun) -> dict[str, Any]:

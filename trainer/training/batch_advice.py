@@ -79,7 +79,9 @@ def _safe(noise: NoiseEstimate, batch: int) -> float | None:
     """Take the estimate, or the end of what it may be that is nearer to the batch."""
     if noise.is_precise:
         return noise.scale
-    return noise.low if noise.low > batch else noise.high if noise.high < batch else None
+    if noise.low > batch:
+        return noise.low
+    return noise.high if noise.high < batch else None
 
 
 def _times(multiple: float, what: str) -> str:

@@ -33,7 +33,9 @@ class ParameterNorms:
     def __init__(self, model: Parallel, optimizer: Optimizer, every: int) -> None:
         self._model, self._every = model, every
         copies = {id(weight): copy for weight, copy in masters_of(optimizer)}
-        blocks = _names_of_blocks(model.module)
+        of_blocks = {id(block) for block in blocks_of(model.module)}
+        named = model.module.named_modules()
+        blocks = [plain_name(name) for name, part in named if id(part) in of_blocks]
         self._weights = defaultdict[str, list[tuple[nn.Parameter, nn.Parameter]]](list)
         for name, weight in model.module.named_parameters():
             if weight.requires_grad:
@@ -67,11 +69,6 @@ class ParameterNorms:
         squares = self._model.sum_over_shards(torch.stack([*weights, *gradients, *updates]))
         names = [f"{kind}{block}" for kind in NORMS_OF_PARAMETERS for block in self._weights]
         return dict(zip(names, squares.sqrt().unbind(), strict=True))
-
-
-def _names_of_blocks(module: nn.Module) -> list[str]:
-    blocks = {id(block) for block in blocks_of(module)}
-    return [plain_name(name) for name, part in module.named_modules() if id(part) in blocks]
 
 
 def block_of(name: str, blocks: Sequence[str]) -> str:

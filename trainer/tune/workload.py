@@ -185,8 +185,9 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             model.begin(sync)
             peak.assign("parameters", module.parameters())
             peak.assign("buffers", model.staging.values())
-            if not sync.lockstep:
-                _begin_gradients(module)
+            for parameter in [] if sync.lockstep else module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             peak.assign("gradients", gradients(module))
             if given is not None:
                 _accumulate(work, model, given, peak, in_lockstep=sync.lockstep)
@@ -212,13 +213,6 @@ def _accumulate(
         with casts, model.micro_batch(is_last=is_last):
             work.backward(fields)
         peak.assign("gradients", [*gradients(model.module), *model.gradients()])
-
-
-def _begin_gradients(module: nn.Module) -> None:
-    """Give each trained parameter without a gradient one of zeros."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -65,7 +65,12 @@ def compare_reduced(
         micro_batches = [case.load(each) for each in pairs * (2 if len(pairs) == 1 else 1)]
         if context.sync.lockstep:  # all ranks have as many
             micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
-        micro_batches = _renumbered(micro_batches)
+        # These few samples are a step of their own.
+        taken = sorted({position for each in micro_batches for position in each.positions})
+        places = {position: place for place, position in enumerate(taken)}
+        micro_batches = [
+            replace(m, positions=tuple(places[i] for i in m.positions)) for m in micro_batches
+        ]
         try:
             expected = case.gradient(micro_batches)
         except Exception as fault:  # a model that fixes its precision may raise anything
@@ -84,13 +89,6 @@ def compare_reduced(
             num_micro_batches=len(micro_batches),
         )
     return None
-
-
-def _renumbered(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Let a few samples of a step be a step of their own."""
-    positions = sorted({i for m in micro_batches for i in m.positions})
-    places = {position: place for place, position in enumerate(positions)}
-    return [replace(m, positions=tuple(places[i] for i in m.positions)) for m in micro_batches]
 
 
 def _reduced(

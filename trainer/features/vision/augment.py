@@ -28,13 +28,17 @@ class Augment:
         self, transforms: Sequence[Any], mean: Sequence[float] = (0,), std: Sequence[float] = (1,)
     ) -> None:
         transforms = [transforms] if isinstance(transforms, str) else transforms
-        transforms = [each() if _is_bound_class(each) else each for each in transforms]
-        if odd := [each for each in transforms if not callable(each)]:
-            raise ConfigError(
-                f"data.augment: {odd[0]!r} is not callable; name a class, e.g. "
-                "{_target_: torchvision.transforms.v2.RandomHorizontalFlip}"
-            )
-        self._transforms: Sequence[Callable[[Tensor], Tensor]] = transforms
+        self._transforms: list[Callable[[Tensor], Tensor]] = []
+        for each in transforms:
+            # A class that is named without arguments is still to be built.
+            is_class = isinstance(each, partial) and inspect.isclass(each.func)
+            transform = each() if is_class else each
+            if not callable(transform):
+                raise ConfigError(
+                    f"data.augment: {transform!r} is not callable; name a class, e.g. "
+                    "{_target_: torchvision.transforms.v2.RandomHorizontalFlip}"
+                )
+            self._transforms.append(transform)
         self._mean, self._std = (torch.tensor(each)[:, None, None] for each in (mean, std))
 
     def __call__(self, sample: Sample) -> dict[str, Any]:
@@ -43,8 +47,3 @@ class Augment:
         for transform in self._transforms:
             image = transform(image)
         return {**sample, PIXEL_VALUES: (image - self._mean) / self._std}
-
-
-def _is_bound_class(each: object) -> bool:
-    """Whether it is a class, bound as a name alone is, that is still to be built."""
-    return isinstance(each, partial) and inspect.isclass(each.func)
