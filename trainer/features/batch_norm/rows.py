@@ -11,7 +11,7 @@ from trainer.core.rows import Row, row
 from trainer.features.batch_norm.layers import layers_of
 from trainer.plan.cut import Plan
 
-GROUP = 32  # the default of batchnorm.group
+_GROUP = 32  # the default of batchnorm.group
 
 
 def batch_norm_rows(run_plan: RunPlan, precise: int | None) -> Sequence[Row]:
@@ -42,7 +42,7 @@ def batch_norm_warnings(run_plan: RunPlan) -> list[str]:
     if not layers or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
         return []
     most = max(len(ids) for own in plan.ranks for ids in own)
-    group = f" batchnorm.group={most}" * (most > 1 and most % GROUP > 0)
+    group = f" batchnorm.group={most}" * (most > 1 and most % _GROUP > 0)
     each = f"{plural(plan.accum_steps, 'time')} a step"
     whose = ", by those of rank 0 alone" * (components.world.size > 1)
     return [
