@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, go, read_json
+from tests.lib.run_support import TOYS, go, read_json, shell
 from tests.lib.run_toys import Net
 from trainer.core.errors import ConfigError, NotExactError
 
@@ -94,6 +94,18 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
         mine, of = plan["memory_parts"][part], whole["memory_parts"][part]
         assert mine == pytest.approx(share * of, abs=32), "counters are whole"
     assert not any(shape["packed"] for shape in planned(f"{model} precision=bf16")["shapes"])
+
+
+def test_documents_of_many_lengths_are_planned_for_a_card_that_is_not_here(tmp_path, capsys):
+    """Samples of other lengths than the longest make shapes too, without their boundaries."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{'word ' * (1 + 17 * i % 90)}{i}\n\n" for i in range(300)))
+    size = "model.width=16 model.num_heads=2 model.num_layers=1 data.max_length=256"
+    line = f"plan device=h100 data=text data.path={text} {size} batch.global=64"
+    assert shell(line) == 0
+    assert "estimated at 40% of the 990 TFLOP/s of h100" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 CARD = "device=h100 precision=bf16 batch.global=40"

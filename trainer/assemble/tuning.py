@@ -79,7 +79,8 @@ def _tiled(components: Components) -> Tiled:
         # What cannot be read is refused, or passed over, where its step needs it.
         request = Request((i,), 0, int(lengths[i]), components.layout.packed)
         with suppress(DataError):
-            return components.source.loader.load(request)
+            fields = components.source.loader.load(request)
+            return unpacked(fields) if request.packed else fields
         return None
 
     some = lengths.sample()
