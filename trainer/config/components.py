@@ -339,7 +339,7 @@ FEATURES: tuple[str, ...] = tuple(
 )
 """Groups whose classes are features: those of the primary config beyond the engine's own."""
 
-COMPONENTS: Mapping[str, type[Component]] = _ENGINE | dict.fromkeys(FEATURES, Component)
+COMPONENTS: Mapping[str, type[Component]] = {**_ENGINE, **dict.fromkeys(FEATURES, Component)}
 """Where a config names a class, by dotted key."""
 
 LISTS: tuple[str, ...] = ("transforms", "parts", "hooks", "logger")

@@ -209,7 +209,7 @@ class RunConfig(Section):
         return self.of_size(size).model_copy(update={"accum": accum})
 
 
-FullConfig = create_model(
+FullConfig: type[RunConfig] = create_model(
     "FullConfig",
     __base__=RunConfig,
     __module__=__name__,

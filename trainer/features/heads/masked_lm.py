@@ -52,9 +52,9 @@ class MaskedLM(TokenEntropy):
     @cached_property
     def special_ids(self) -> tuple[int, ...]:
         """Tokens that are never hidden."""
-        special = {getattr(self.tokenizer, name, None) for name in SPECIAL}
-        special |= {*getattr(self.tokenizer, "all_special_ids", ())}
-        return tuple(sorted(special - {None}))
+        special = {*getattr(self.tokenizer, "all_special_ids", ())}
+        named = [getattr(self.tokenizer, name, None) for name in SPECIAL]
+        return tuple(sorted(special.union(number for number in named if number is not None)))
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Hide tokens of one sample; what is not hidden is labelled -100."""
