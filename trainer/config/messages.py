@@ -57,7 +57,7 @@ def value_fault(
         return line(key, value, _stage_fault(value, entry))
     words = dict(alternatives(annotation))
     choices = [word for word, is_typed in words.items() if is_typed]
-    has_example = not isinstance(example, bool) and example not in (None, [], *choices)
+    has_example = not isinstance(example, bool) and example not in (None, [], MISSING, *choices)
     instance = f", e.g. {show(example)}" if has_example and "e.g." not in either(words) else ""
     meant, size = _ALSO_CALLED.get(str(value).lower()), _UNFINISHED_SIZE.fullmatch(str(value))
     near = did_you_mean(value, choices) if isinstance(value, str) else ""
@@ -100,10 +100,10 @@ def show(value: object) -> str:
     return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
 
 
-def either(values: Iterable[object]) -> str:
-    """List alternatives: `a, b or c`."""
-    *words, last = map(show, values)
-    return f"{', '.join(words)} or {last}" if words else last
+def either(words: Iterable[object]) -> str:
+    """List alternatives, each whole: `a, b or c`."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def first_of(texts: Sequence[str], between: str = ", ") -> str:
