@@ -151,8 +151,3 @@ def test_sizes_that_a_run_decides_on_are_those_of_a_run_that_goes_on_elsewhere(
     on = ranks.run(2, run_as_rank, *rest) if size > 1 else [run_as_rank(World(), *rest)]
     assert on == [{"code": 0}] * size
     assert ids_of(run) == ids
-
-
-def test_sizes_that_a_run_decides_on_need_a_number_of_steps():
-    with pytest.raises(ConfigError, match=r"^batch: Doubling decides on sizes .*; type steps=N$"):
-        go(DECIDED.replace("steps=7", "epochs=1"))

@@ -7,7 +7,6 @@ import pytest
 from tests.lib.hf_toys import TEXTS, save_llama, save_tokenizer
 from tests.lib.run_support import go, overrides
 from trainer.cli.main import run as run_line
-from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -62,10 +61,3 @@ def test_by_default_it_is_that_of_the_model_or_bytes(capsys):
     assert f"{len(own)} ids" in " ".join(capsys.readouterr().out.split())
     go(LINE)
     assert "bytes, 258 ids" in capsys.readouterr().out
-
-
-def test_a_tokenizer_that_no_part_takes_is_refused():
-    with pytest.raises(ConfigError, match=r"tokenizer=hf: data=.*Rows takes no tokenizer"):
-        go("steps=1 tokenizer=hf tokenizer.path=gone")
-    with pytest.raises(ConfigError, match=r"tokenizer\.path=.*gone: .* takes no tokenizer"):
-        go("steps=1 tokenizer.path=gone")

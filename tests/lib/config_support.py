@@ -6,17 +6,14 @@ import copy
 from functools import cache
 from typing import Any
 
-import pytest
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from trainer.config.components import COMPONENTS, GROUPS
+from trainer.config.components import COMPONENTS
 from trainer.config.option_files import data_dir
 from trainer.config.recipes import register
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
-from trainer.core.errors import ConfigError
 
 CONF = data_dir("conf")
 
@@ -55,24 +52,3 @@ def checked(values: dict[str, Any] | None = None, *choices: str) -> RunConfig:
         put(raw, key, value)
     named = {path for path in COMPONENTS if f"{path}._target_" in values}
     return validate(raw, base, named, picked, values.keys())
-
-
-def typed(line: str) -> tuple[dict[str, Any], list[str]]:
-    """Values and choices of options of a line."""
-    values: dict[str, Any] = {}
-    choices = []
-    for word in line.split():
-        key, _, value = word.partition("=")
-        if key in GROUPS:
-            choices.append(f"{key.replace('.', '/')}={value}")
-        else:
-            values[key] = float("nan") if value == "nan" else yaml.safe_load(value or '""')
-    return values, choices
-
-
-def faults_of(line: str) -> list[str]:
-    """What a line as typed is answered with."""
-    values, choices = typed(line)
-    with pytest.raises(ConfigError) as caught:
-        checked(values, *choices)
-    return list(caught.value.faults)

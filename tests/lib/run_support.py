@@ -41,14 +41,14 @@ BASE = {
 """A run over 1.1 epochs of 42 ragged rows: six steps an epoch, the last one short."""
 
 
-def overrides(line: str) -> list[str]:
-    """Put settings over those of `BASE`, `accum=...` over its micro-batch too; the last wins."""
+def overrides(line: str, base: Mapping[str, str] = BASE) -> list[str]:
+    """Put settings over those of `base`, `accum=...` over its micro-batch too; the last wins."""
     typed = list({each.partition("=")[0]: each for each in shlex.split(line)}.values())
     keys = {each.partition("=")[0] for each in typed}
-    dropped = {key for key in BASE if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
-    dropped |= {key for key in BASE if f"{key.partition('.')[0]}._target_" in keys}
-    dropped |= {"wandb.mode"} & BASE.keys() if "logger" in keys else set()
-    return [*(f"{key}={value}" for key, value in BASE.items() if key not in dropped), *typed]
+    dropped = {key for key in base if key in keys or key.rpartition(".")[0] in keys - {"batch"}}
+    dropped |= {key for key in base if f"{key.partition('.')[0]}._target_" in keys}
+    dropped |= {"wandb.mode"} & base.keys() if "logger" in keys else set()
+    return [*(f"{key}={value}" for key, value in base.items() if key not in dropped), *typed]
 
 
 def go(line: str = "", *, config_dir: str | None = None) -> FinishedRun:

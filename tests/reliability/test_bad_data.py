@@ -106,12 +106,6 @@ def test_a_place_without_usable_data_is_named(place, tmp_path):
         settings_of(tmp_path / "nowhere.jsonl")
 
 
-def test_data_that_do_not_fill_a_step_are_refused(tmp_path):
-    (tmp_path / "few.txt").write_text("one\n\ntwo\n")
-    settings = settings_of(tmp_path / "few.txt", "batch.tail=drop", "batch.global=50")
-    assert_one_line(lab.run(settings, tmp_path / "run"), "50")
-
-
 class Broken(toys.Rows):
     """Rows of a user, some of which are wrong in the way `kind` says: by index, in a split, all."""
 

@@ -1,6 +1,6 @@
 """Harness 23, second half: valid command lines with a single edit, at random.
 
-The mistakes that people make are in `tests/runs/test_mistakes.py`, each with its answer. Here lines
+The mistakes that people make are in `tests/messages/*.yaml`, each with its answer. Here lines
 are edited blindly: whatever comes of it is either a valid line, or refused with exit 2 and one
 line per fault of at most 200 characters, without a traceback, a folder or torch.
 """

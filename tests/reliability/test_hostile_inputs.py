@@ -252,8 +252,6 @@ SECRETS = {
     "MY_SERVICE_PASSWORD": "canary4-correct-horse-battery",
     "GITHUB_TOKEN": "ghp_" + "canary5X" * 4,
 }
-TYPED = ["data.path=https://me:canary6word@host/data", "++model.hub_token=canary7canary7canary7"]
-TYPED += ["wandb.project=hf_" + "Canary8" * 5]
 
 
 def found_in(folder: Path, text: str) -> list[str]:
@@ -263,7 +261,7 @@ def found_in(folder: Path, text: str) -> list[str]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != "evil.py"
     }
-    wanted = [secret.encode() for secret in SECRETS.values()] + [b"canary6", b"canary7", b"Canary8"]
+    wanted = [secret.encode() for secret in SECRETS.values()]
     return [name for name, content in everywhere.items() for s in wanted if s in content]
 
 
@@ -302,13 +300,7 @@ class Telling:
         raise KeyError(" ".join(os.environ[name] for name in SECRETS))
 
 
-def test_a_secret_that_is_typed_is_refused_and_not_repeated(tmp_path, capfd):
-    for typed in TYPED:
-        assert cli.run([*TINY, typed]) == 2
-        screen = capfd.readouterr()
-        assert found_in(tmp_path, screen.out + screen.err) == []
-
-
 def test_a_secret_that_is_left_somewhere_is_noticed(tmp_path):
-    (tmp_path / "log").write_text(f"token {SECRETS['HF_TOKEN']}")
-    assert found_in(tmp_path, "canary6") == ["the screen", "log"]
+    text = f"token {SECRETS['HF_TOKEN']}"
+    (tmp_path / "log").write_text(text)
+    assert found_in(tmp_path, text) == ["the screen", "log"]

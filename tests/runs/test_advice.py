@@ -10,7 +10,7 @@ import pytest
 from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, read_json, shell
 from tests.lib.run_toys import Net
-from trainer.core.errors import ConfigError, NotExactError
+from trainer.core.errors import NotExactError
 
 OWN = "tests.lib.objective_toys"
 AWAY = "device=cuda precision=bf16"
@@ -51,23 +51,7 @@ def test_what_is_in_order_is_not_warned_of(line):
     assert planned(line)["warnings"] == []
 
 
-def test_an_optimizer_that_steps_in_backward_is_refused():
-    with pytest.raises(ConfigError, match="steps within backward") as raised:
-        go(f"command=plan optimizer._target_={OWN}.InBackward")
-    assert "\n" not in str(raised.value)
-
-
-def test_batchnorm_under_a_planned_cut_is_refused_with_what_to_type():
-    with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro=N batchnorm=micro"):
-        go("command=plan model.norm=batch accum=budget accum.max_tokens=64")
-
-
 PAIRS = f"model._target_={TOYS}.DoubleNet objective._target_={OWN}.Pairs batch.global=7 steps=6"
-
-
-def test_a_micro_batch_that_would_divide_a_group_names_the_nearest_that_does_not():
-    with pytest.raises(ConfigError, match=r"nearest valid value is accum\.micro=4"):
-        go(f"command=plan {PAIRS} accum.micro=3")
 
 
 def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_for(capsys):

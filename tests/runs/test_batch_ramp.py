@@ -12,7 +12,6 @@ from tests.lib.cli_support import prepared
 from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, shell, state
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
-from trainer.core.errors import ConfigError
 from trainer.core.world import World
 
 RAMP = "batch=ramp 'batch.stages={0: 4, 20: 8, 0.06k: 16}' epochs=2"
@@ -78,56 +77,6 @@ def test_the_plan_shows_every_stage_and_names_one_that_the_run_does_not_reach(ca
         **{"step": 12, "samples": 66, "epoch": 66 / 42, "size": 16, "steps": 2, "accum_steps": 6},
         **{"micro_batches": 6, "lr": 0.024, "followed_batch": {}},
     }
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("batch.stages={10:64}", "the first stage has to begin at 0: {0: 64, ...}"),
-        ("batch.stages={0:64,20k:256,10k:8}", "10000 stands behind a later beginning"),
-        ("batch.stages={0:64,9:64}", "the stage at 9 has the size of that before; leave it out"),
-        ("batch.stages={0:64,20ktokens:256}", "={0: 64, 20ktokens: 256}: the beginning 20ktokens"),
-        ("batch.stages={0:64,1m:256}", "1m must be a number, 0 or more, such as 500, 20k or 1M"),
-        ("batch.stages={0:64,10:0}", "={0: 64, 10: 0}: the size 0 at 10 must be a whole number"),
-        ("batch.stages={0:64,64:3.5}", "the size 3.5 at 64 must be a whole number of at least 1"),
-        ("batch.stages=[0,64]", "must be sizes by what batch.at counts, e.g. {0: 64, 20k: 256}"),
-        ("batch.stages={0:16,0:64}", "={0:16,0:64}: 0 stands in it twice; leave one out"),
-        ("batch.stage={0:16}", "batch.stage: unknown setting. Did you mean batch.stages?"),
-        ("", "batch.stages: batch=ramp needs it, e.g. batch.stages={0: 64, 20k: 256}"),
-        (
-            "batch.stages={0:64,0.5:128}",
-            "no step begins at 0.5 samples; of epochs: batch.at=epochs",
-        ),
-        ("batch.stages={0:9,9:1} parallel.ranks=2", "a stage of 1 leaves some of 2 ranks without"),
-        ("batch.stages={0:64} batch.global=9", "batch.global=9: batch.stages has the sizes; leave"),
-        (
-            "batch.stages={0:8} accum.micro=4 accum.steps=2",
-            "steps grow with batch.stages, set this",
-        ),
-        (
-            "batch.stages={0:8} accum.micro=null accum.steps=16",
-            "a stage of 8 gives each of 1 rank 8 samples",
-        ),
-    ],
-)
-def test_a_ramp_that_cannot_be_is_refused_in_a_line(line, fault):
-    with pytest.raises(ConfigError) as refused:
-        train(typed(f"batch=ramp {line}"))
-    (text,) = refused.value.faults
-    assert fault in text
-    assert text.startswith(("batch.", "accum.steps="))
-
-
-def test_a_stage_below_the_group_that_the_samples_are_normalised_in_is_refused():
-    objective = "objective._target_=tests.lib.objective_toys.Pairs objective.group_size=4"
-    line = f"batch=ramp batch.stages={{0:2,8:8}} accum.micro=4 {objective}"
-    with pytest.raises(ConfigError, match="a stage of 2 samples is below the 4 samples of a group"):
-        train(typed(line))
-
-
-def test_a_mapping_without_its_quotes_is_answered_with_them(capsys):
-    assert shell("batch=ramp batch.stages=0:64 batch.stages=20k:256") == 2
-    assert "type 'batch.stages={...}' with its quotes" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -75,21 +75,6 @@ def test_the_best_step_is_saved_once_where_a_checkpoint_is_due_as_well():
     assert steps_of(run) == [1, 2]
 
 
-def test_a_metric_that_evaluations_do_not_give_is_refused_before_the_first_step():
-    for line, fault in (
-        ("checkpoint.best=eval_los", "checkpoint.mode=min or checkpoint.mode=max"),
-        ("checkpoint.best=eval_f1", "no evaluation of this run has it. Evaluations give eval_loss"),
-        ("stop.metric=eval_f1", "stop.metric=eval_f1: no evaluation"),
-        ("sweep.metric=eval_f1", "sweep.metric=eval_f1: no evaluation"),
-        ("stop.metric=loss", "a figure of metrics.jsonl, e.g. eval_loss"),
-        ("checkpoint.best=eval_loss data.holdout=0", "nothing is held out"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            go(line)
-        assert fault in str(error.value), line
-    assert not [*Path().glob("outputs/*/*/config.yaml")]
-
-
 def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone(capsys):
     run = go("checkpoint.every=2 checkpoint.keep=9 eval.every=3")
     texts = [f'{{"step": {step}, "prompt": "a", "text": "b"}}\n' for step in (2, 4)]

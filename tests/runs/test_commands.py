@@ -172,10 +172,6 @@ def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_o
     assert (again["samples"], again["data"]["path"]) == (4, other)
     assert not (run.folder / "evaluate.json").exists()
     assert len([*run.folder.glob("evaluate-*.json")]) == 2
-    for command in ("", "plan", "verify", f"export run={run.folder} export.to=weights"):
-        assert shell(f"{command} data.holdout=all") == 2
-        (fault,) = capsys.readouterr().err.splitlines()
-        assert "data.holdout=all: only to evaluate a run on other data" in fault
 
 
 @pytest.mark.parametrize("model", [GPT, nightly("transformers")])
@@ -252,18 +248,13 @@ def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
         assert not list(run.folder.glob(".tmp-*"))
 
 
-def test_evaluate_without_held_out_data_and_init_without_weights_say_so(
+def test_evaluate_without_held_out_data_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = go("data.holdout=0 steps=2")
     assert run.result["eval_loss"] is None
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
     assert "data.holdout" in capsys.readouterr().err
-    Path("empty").mkdir()
-    with pytest.raises(NoCheckpointError, match=r"init=empty: no weights here"):
-        go("init=empty")
-    with pytest.raises(ConfigError, match=r"data\.holdout=null: must be at least 0 and below 1"):
-        go("data.holdout=null")
 
 
 def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:

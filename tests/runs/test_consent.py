@@ -142,15 +142,3 @@ def test_a_class_of_the_current_folder_brings_no_other_module_of_it(
     done = python(f"-m trainer {OWN_RUN} {more}", trapped)
     assert done.returncode == 0, done.stderr
     assert not (trapped / "ran").exists()
-
-
-def test_a_class_whose_name_is_taken_is_one_line_with_the_file_to_rename(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("json.py").write_text("class Net: ...\n")
-    assert shell("model._target_=json.Net data._target_=tests.lib.run_toys.Rows") == 2
-    err = capsys.readouterr().err
-    assert "model._target_=json.Net: module 'json' has no attribute 'Net'" in err
-    assert "the name json is taken by " in err
-    assert err.rstrip().endswith("json.py")
-    assert err.count("\n") == 1

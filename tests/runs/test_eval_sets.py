@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import entries, go, on, overrides, read_json, shell, state
+from tests.lib.run_support import entries, go, on, read_json, shell, state
 from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("texts")
@@ -20,8 +20,8 @@ NAMES = ("loss", "accuracy")
 
 @pytest.fixture
 def texts(own_folder: None) -> None:
-    """Three files of a document a line, which share none, and one without any."""
-    for file, count in (("d.jsonl", 40), ("val.jsonl", 7), ("web.jsonl", 11), ("none.jsonl", 0)):
+    """Three files of a document a line, which share none."""
+    for file, count in (("d.jsonl", 40), ("val.jsonl", 7), ("web.jsonl", 11)):
         records = (json.dumps({"text": f"{file}, document {n}"}) for n in range(count))
         Path(file).write_text("".join(f"{record}\n" for record in records))
 
@@ -81,28 +81,3 @@ def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(
     assert found[1].pop("eval_more_accuracy") is not None
     assert found[1] == expected[1]
     assert all(tensor.equal(state(run)[name]) for name, tensor in state(whole).items())
-
-
-@pytest.mark.parametrize(
-    ("typed", "code", "text"),
-    [
-        ("data.eval_path=nope", 3, "data.eval_path=nope: no such file or folder in "),
-        ("data.eval_path=none.jsonl", 3, "data.eval_path=none.jsonl: holds no documents"),
-        ("data=stdlib data.eval_path=web.jsonl", 2, "takes the place of data.path, which these"),
-        ("eval.sets.web=web.jsonl", 2, "must be a mapping, e.g. {web: {path: web.jsonl}}"),
-        ("eval.sets.web.path=nope", 3, "eval.sets.web.path=nope: no such file or folder in "),
-        ("eval.sets.web.path=none.jsonl", 3, "eval.sets.web.path=none.jsonl: holds no documents"),
-        ("eval.sets.web.pth=x", 2, "web.pth: unknown setting. Did you mean eval.sets.web.path?"),
-        ("eval.sets.web.on_bad=skip", 2, "eval.sets.web.on_bad: unknown setting. It has path, "),
-        ("eval.sets.web.max_length=1", 2, "eval.sets.web.max_length=1: must be a whole number"),
-        ("eval.sets.web.holdout=0.1", 2, "all samples of a set are evaluated; leave it out"),
-        ("eval.sets.web._target_=mine.Web", 2, "eval.sets.web._target_=mine.Web: No module named"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_one_line_that_names_its_key(
-    typed: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = "" if "data=" in typed else "data=text data.path=d.jsonl"
-    assert shell(" ".join(overrides(f"{GPT} {data} {typed}"))) == code
-    (fault,) = capsys.readouterr().err.splitlines()
-    assert text in fault.replace(f"{Path.cwd()}/", "")

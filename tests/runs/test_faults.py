@@ -11,42 +11,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.lib.run_support import TOYS, entries, go, only_run, overrides, shell, steps
+from tests.lib.run_support import entries, go, only_run, overrides, shell, steps
 from tests.lib.run_toys import Net
 from trainer import train
 from trainer.core.errors import ConfigError
 from trainer.objectives.next_token import NextToken
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2"
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    {
-        "accum=budget accum.max_tokens=11": [
-            "accum.max_tokens: 11 is less than the longest sample, of 12 tokens",
-            "The nearest valid value is accum.max_tokens=12",
-        ],
-        f"{GPT} model.vocab_size=5 data._target_={TOYS}.Known": [
-            "model.vocab_size=5: the data hold 16 different tokens",
-            "the smallest valid value is 16",
-        ],
-        f"{GPT} data._target_={TOYS}.Rows": ["model.vocab_size: the data do not state", "set it"],
-        "optimizer._target_=torch.optim.SGD optimizer.rate=0.1": ["optimizer.rate", "SGD"],
-        "objective=classify": ["classify"],
-        "objective.metrics=[auroc] eval.every=4": ["metrics=[auroc]: the model gives 16 classes"],
-        "steps=null epochs=1 scheduler.warmup=99": ["warmup=99: exceeds the run's", "valid value"],
-    }.items(),
-)
-def test_what_does_not_fit_together_is_refused_by_key(line, words):
-    with pytest.raises(ConfigError) as raised:
-        go(line)
-    for word in words:
-        assert word in str(raised.value), str(raised.value)
-    assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
 
 
 class Late(NextToken):
@@ -117,11 +88,6 @@ class Computes(Net):
 class Reads(Rows):
     def __getitem__(self, i):
         return super().__getitem__(i)["nothing"]
-
-
-class Absent(Rows):
-    def __init__(self):
-        raise AssertionError("data were read")
 
 
 class Watches:
@@ -197,30 +163,6 @@ def test_a_fault_in_data_or_a_hook_names_the_users_line(
     go("hooks=[own_faults.Watches] steps=1")
     words = f"failed (reported once): KeyError: 'nothing' (own_faults.py:{line_of('entry[')})"
     assert words in capsys.readouterr().out
-
-
-NOT_THERE = {
-    "model.wdith=8": "model.wdith: Net takes no such argument. Did you mean model.width?",
-    "hooks=[tests.lib.run_toys.Rowss]": "hooks[0]._target_=tests.lib.run_toys.Rowss: module "
-    "'tests.lib.run_toys' has no attribute 'Rowss'. Did you mean Rows?",
-    "sync._target_=tests.lib.run_toys.No": "sync._target_=tests.lib.run_toys.No: module",
-    "accum._target_=tests.lib.run_toys.No": "accum._target_=tests.lib.run_toys.No: module",
-    "accum.gradient._target_=torch.no.No": "accum.gradient._target_=torch.no.No: module",
-    "scheduler._target_=trainer.optim.schedules.Cosine scheduler.x=1": "scheduler.x: Cosine takes",
-    "'model.extra={a: [{_target_: torch.nn.No}]}'": "model.extra.a._target_=torch.nn.No: module",
-    "'optimizer.extra=1' optimizer._target_=torch.optim.SGD": "optimizer.extra: SGD takes no",
-}
-
-
-@pytest.mark.usefixtures("own_faults")
-def test_all_that_can_be_looked_up_is_looked_up_before_data_are_read() -> None:
-    for line, fault in NOT_THERE.items():
-        with pytest.raises(ConfigError) as caught:
-            go(f"{line} data._target_=own_faults.Absent")
-        assert any(each.startswith(fault) for each in caught.value.faults), caught.value.faults
-    with pytest.raises(ConfigError) as caught:
-        go("model.wdith=8 hooks=[tests.lib.run_toys.No] sync._target_=torch.No")
-    assert len(caught.value.faults) == 3, "all at once"
 
 
 def test_a_daemon_process_loads_by_itself_or_says_that_it_has_to(monkeypatch):

@@ -87,18 +87,3 @@ def test_tokens_beyond_the_data_are_not_chosen_and_a_run_survives_its_decoder(ca
     assert "cannot be decoded: ValueError: no alphabet" in capsys.readouterr().out
     assert run.result["eval_loss"] is not None
     assert not (run.folder / "generated.jsonl").exists()
-
-
-FAULTS = [
-    ("data.holdout=0", "nothing is held out, so nothing is evaluated"),
-    nightly("data.max_length=4", "has 12 tokens; 1 to 3 leave room"),
-    nightly("objective=masked_lm", "objective=MaskedLM predicts no next token"),
-]
-
-
-@pytest.mark.parametrize(("more", "fault"), FAULTS)
-def test_what_cannot_be_continued_is_one_line(more, fault, capsys):
-    save()
-    line = LINE.replace("data.max_length=32", "") if "max_length" in more else LINE
-    assert shell(f"{line} {more} 'log.generate=[the step is what we find and loss]'") != 0
-    assert fault in " ".join(capsys.readouterr().err.split())

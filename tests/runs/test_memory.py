@@ -22,7 +22,6 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Greedy, Rows
-from trainer.core.errors import DoesNotFitError
 from trainer.tune.tensors import PeakBytes
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
@@ -62,15 +61,6 @@ def test_one_sample_that_cannot_fit_ends_with_5_and_is_named(capsys):
     (named,) = re.findall(pattern, error)
     assert Rows().lengths[int(named[0])] == int(named[1]), "the id of the data set"
     assert len(error.splitlines()) == 1
-    assert not [*Path().glob("outputs/*")], "no step was taken"
-
-
-def test_a_memory_too_small_for_the_longest_sample_is_refused_before_training(capsys):
-    assert shell(" ".join(overrides("accum=auto accum.memory=6000 data.holdout=0.3"))) == 5
-    error = capsys.readouterr().err
-    (named,) = re.findall(r"sample (\d+) of 12 tokens does not fit, even alone", error)
-    assert Rows().lengths[int(named)] == 12, "the id of the data set"
-    assert "6000" in error or "accum.memory" in error
     assert not [*Path().glob("outputs/*")], "no step was taken"
 
 
@@ -129,8 +119,3 @@ def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(
     assert sum(int(shape[2:].split()[1]) for shape in shapes) == 40
     cap = read_json(short.folder / "plan.json")["max_tokens"]
     assert saved(short, "cut")["settings"]["cap_after_failure"] < cap
-
-
-def test_a_memory_too_small_for_what_training_needs_names_the_least_that_does():
-    with pytest.raises(DoesNotFitError, match=r"reserve, .* for inputs\): type accum.memory=1MiB"):
-        go("command=plan accum=auto accum.memory=1KiB batch.global=40")

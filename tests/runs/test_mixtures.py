@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -120,45 +119,3 @@ def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_s
     two = on_ranks(ranks, overrides(f"{LINE} steps=9 parallel.ranks=2"))
     for name in ("loss", "grad_norm", "loss_rows", "loss_others"):
         assert numbers(two, name) == pytest.approx(numbers(run, name), rel=1e-12)
-
-
-ONE = "data.sources.a.path=a.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("typed", "code", "text"),
-    [
-        ("", 2, "data.sources: data=mixture needs it, e.g. data.sources={code: {path"),
-        ("data.sources=5", 2, "data.sources=5: must be a mapping, e.g. {code: {path: code.jsonl"),
-        ("'data.sources={a:a.jsonl}'", 2, "must be a mapping, e.g. {code: {path: code.jsonl"),
-        ("'data.sources={a:{_target_:hf}}'", 2, "data.sources.a._target_=hf: must be the import p"),
-        ("data.sources.a.weight=2", 2, "data.sources.a.path: needed; type data.sources.a.path="),
-        (f"{ONE} data.sources.a.weight=0", 2, "data.sources.a.weight=0: must be a number above 0"),
-        (f"{ONE} data.sources.a.weight=-1", 2, "data.sources.a.weight=-1: must be a number above"),
-        (
-            f"{ONE} data.sources.a.wieght=2",
-            2,
-            "wieght: unknown setting. Did you mean data.sources.",
-        ),
-        (f"{ONE} data.sources.a.max_length=1", 2, "data.sources.a.max_length=1: must be a whole"),
-        (f"{ONE} data.columns=5", 2, "data.columns=5: must be a mapping of roles to names"),
-        (f"{ONE} data.eval_path=a.jsonl", 2, "data.eval_path=a.jsonl: takes the place of data.pa"),
-        (f"{ONE} eval.sets.a.path=a.jsonl", 2, "eval.sets.a: a source of the data has that name"),
-        ("data.sources.a.path=no.jsonl", 3, "data.sources.a.path="),
-        ("data.sources.a.path=empty.jsonl", 3, "empty.jsonl: holds no records"),
-        (
-            f"data.sources.b={OWN} 'data.columns={{text:t}}'",
-            2,
-            "data.columns={text: t}: no source takes it; leave it out",
-        ),
-    ],
-)
-def test_a_source_that_cannot_be_is_one_line_that_names_its_key(
-    typed: str, code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("a.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(20)))
-    Path("empty.jsonl").write_text("")
-    small = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1 data=mixture"
-    assert shell(shlex.join(overrides(f"{small} {typed}"))) == code
-    (fault,) = capsys.readouterr().err.splitlines()
-    assert text in fault

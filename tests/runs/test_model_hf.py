@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -132,80 +130,6 @@ def test_fields_of_a_config_may_have_their_other_names():
     model = hugging_face(config={"model_type": "llama", **sizes, **more}, task="causal_lm")
     assert model.config.rope_parameters["rope_theta"] == 5e5
     assert next(model.parameters()).dtype == torch.float32
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models of which all but one cannot be built."""
-    here = tmp_path_factory.mktemp("faulty")
-    save_causal_model(here / "model")
-    save_tokens(here / "data")
-    config = json.loads((here / "model" / "config.json").read_text())
-    for folder, changes in (
-        ("odd", {"architectures": None}),
-        ("kernel", {"attn_implementation": "someone/kernel"}),
-        ("bad", {"n_embd": "abc"}),
-        ("deep", {"n_layer": 1_000_000_000}),
-        ("classes", {"num_labels": 1_000_000_000}),
-        ("nameless", {"architectures": [5]}),
-        ("labels", {"id2label": 5}),
-        ("headless", {"n_head": 0}),
-        ("elsewhere", {"transformers_weights": "other.safetensors"}),
-        ("adapter", {}),
-        ("pickle", {}),
-        ("outside", {}),
-        ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
-    ):
-        (here / folder).mkdir()
-        (here / folder / "config.json").write_text(json.dumps(config | changes))
-    (here / "adapter" / "adapter_config.json").write_text("{}")
-    for folder, file in (("pickle", "pytorch_model.bin"), ("outside", "../model.safetensors")):
-        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": file}}
-        (here / folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copytree(here / "model", here / "cut")
-    file = here / "cut" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:500])
-    return here
-
-
-@pytest.mark.parametrize(
-    ("typed", "fault"),
-    [
-        ("", "type model.path=FOLDER"),
-        ("model.path=model model.config=model", "both path and config are given"),
-        ("model.path=nowhere", "model.path=nowhere: no such file or folder"),
-        ("model.path=model model.task=poetry", "model.task=poetry"),
-        ("model.path=odd", "no class in its config says no task"),
-        ("model.path=kernel", "kernel: its config names an attention kernel on the hub"),
-        ("model.path=own", "own: it needs code from its own folder"),
-        (
-            "'model.config={model_type:gpt2,n_embd:8,n_hed:2}' model.task=causal_lm",
-            "model.config.n_hed: GPT2Config has no such field; did you mean n_head?",
-        ),
-        ("'model.config={model_type:gpt2,n_embd:abc}'", "config=gpt2: transformers cannot build"),
-        ("model.config=bad", "bad: transformers cannot build it: Validation error for field"),
-        ("model.path=deep", "deep: n_layer=1000000000 in its config: above 10,000"),
-        ("model.path=classes", "classes: num_labels=1000000000 in its config: above 100,000"),
-        (
-            "'model.config={model_type:gpt2,n_layer:1000000000}' model.task=causal_lm",
-            "gpt2: n_layer=1000000000 in its config: above 10,000",
-        ),
-        ("model.path=nameless", "nameless: architectures=[5] in its config"),
-        ("model.path=labels", "labels: transformers cannot build it"),
-        ("model.path=headless", "headless: transformers cannot build it"),
-        ("model.path=elsewhere", "elsewhere: transformers_weights in its config is not read"),
-        ("model.path=adapter", "adapter: holds an adapter; type the model under it"),
-        ("model.path=pickle", "model.safetensors.index.json names 'pytorch_model.bin'; weights"),
-        ("model.path=outside", "model.safetensors.index.json names '../model.safetensors'; w"),
-        ("model.path=cut", "cut: transformers cannot build it: Error while deserializing"),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(typed, fault, faulty, monkeypatch):
-    monkeypatch.chdir(faulty)
-    with pytest.raises(ConfigError) as caught:
-        go(f"{LINE} {typed} steps=1")
-    (line,) = str(caught.value).splitlines()
-    assert fault in line
 
 
 def test_data_that_ask_for_the_purpose_of_a_faulty_config_leave_the_fault_to_the_model(faulty):

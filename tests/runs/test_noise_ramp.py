@@ -77,19 +77,3 @@ def test_the_batch_stays_below_the_noise_scale_which_is_measured_unasked(capsys)
     assert plan["largest_batch"] == 96
     grows = "grows from 4 to 96 samples at most with the noise scale, asked every 10 steps"
     assert grows in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    {
-        "batch.max=10": r"^batch\.max=10: must be a multiple of batch\.global=4$",
-        "batch.max=2": r"^batch\.max=2: must be a multiple of batch\.global=4$",
-        "batch.max=null": r"^batch\.max=null: must be a whole number of at least 1",
-        "batch.every=0": r"^batch\.every=0: must be a whole number",
-        "accum.micro=4": r"^batch: sizes follow the noise scale, .* type accum=auto or a larger",
-        "steps=null epochs=1": r"^batch: NoiseRamp decides on sizes .*; type steps=N$",
-    }.items(),
-)
-def test_what_cannot_grow_or_be_measured_is_refused_in_a_line(line, fault):
-    with pytest.raises(ConfigError, match=fault):
-        go(f"{RAMP} {line}")

@@ -62,20 +62,6 @@ def test_what_is_none_names_class_method_and_what_came(sums, weights):
     assert ("sums" if sums else "weights") in error
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "weights=text",
-        "sums=unweighted command=plan",
-        nightly("sums=unweighted command=verify"),
-        "sums=none accum=auto",
-        nightly("sums=detached accum=auto"),
-    ],
-)
-def test_a_run_is_refused_with_that_line(line):
-    assert "of Odd" in refusal(f"objective._target_={OWN}.Odd objective.{line}")
-
-
 @pytest.mark.parametrize(("method", "longest"), [("weights", 2), ("sums", 8)])
 def test_a_term_left_out_of_some_micro_batches_is_refused(method, longest):
     found = bench(Fixed(micro=1), objective=Sometimes(method, longest))

@@ -93,10 +93,3 @@ def test_tokens_have_their_tags_and_language_models_a_loss_alone(objective: str)
             assert line["loss"] == pytest.approx(expected, rel=1e-12)
     more = (run.folder / "predictions-more.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in more] == [*range(9)]
-
-
-def test_only_an_evaluation_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shell("eval.predictions=true") == 2
-    text = "eval.predictions=true: written only by train evaluate run=RUN; leave it out"
-    assert text in capsys.readouterr().err
-    assert not [*Path().glob("outputs/*")]

@@ -146,15 +146,9 @@ def test_faults_of_what_was_typed_and_of_the_run_are_one_list(run, capsys) -> No
     assert [line.partition(":")[0] for line in found] == expected
 
 
-def test_a_run_that_is_not_there_or_cannot_go_on_is_exit_4(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for line, fault in (
-        ("resume=nowhere", "resume=nowhere: no such folder"),
-        ("verify +run=.", "run=.: not a run folder"),
-    ):
-        assert shell(line) == 4
-        assert faults(capsys.readouterr().err)[0].startswith(fault)
+def test_a_run_that_cannot_go_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="init=a: starts a new run; resume= goes on with an old"):
+        prepared(f"resume={make_run()} init=a")
     with pytest.raises(NoCheckpointError, match="no checkpoint"):
         prepared(f"resume={make_run(has_checkpoint=False)}")
     with pytest.raises(NoCheckpointError, match=r"not a training run; .* says command=plan"):

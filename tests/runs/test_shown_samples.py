@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import go, overrides, read_json, shell
+from tests.lib.run_support import go, read_json
 
 MINE = '''
 import torch
@@ -110,10 +110,8 @@ def test_samples_are_decoded_with_what_is_learned_in_brackets(line, text):
     assert shown(f"{own} {line}") == [text] * 2
 
 
-def test_bytes_are_shown_as_text_on_the_screen_and_other_commands_show_none(capsys):
+def test_bytes_are_shown_as_text_on_the_screen(capsys):
     Path("notes.txt").write_text("Größe\x1b[31m\n\n" * 2)
     line = "data=text data.path=notes.txt model=gpt_tiny batch.global=2"
     assert shown(line) == ["<|bos|>[[Größe\\x1b[31m<|eos|>]]"] * 2
     assert "<|bos|>[[Größe\\x1b[31m<|eos|>]]" in capsys.readouterr().out
-    assert shell(" ".join(overrides(f"{line} data.show=1"))) == 2
-    assert "data.show=1: shows samples under train plan" in capsys.readouterr().err

@@ -79,12 +79,6 @@ def test_a_normalizer_is_the_one_that_is_typed_and_a_mean_of_means_depends_on_th
     )
 
 
-def test_a_mean_of_means_is_refused_where_the_cut_is_not_stated():
-    for split in ("accum=auto", f"accum._target_={TOYS}.Pairs"):
-        with pytest.raises(ConfigError, match=r"accum=fixed accum\.micro"):
-            go(f"batch.normalizer=micro_batches {split}")
-
-
 @pytest.mark.parametrize(
     ("line", "sizes"),
     [

@@ -153,19 +153,14 @@ def test_each_job_has_gpus_of_its_own_and_its_share_of_the_threads(tmp_path: Pat
     assert slots(2, "", 4) == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
-def test_what_is_not_installed_or_has_no_direction_is_one_line(
+def test_what_is_not_installed_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trainer.cli.plugins.iter_modules", lambda _: [])
-    for typed, said in {
-        "hydra/launcher=joblib": "not installed; pip install 'step-trainer[joblib]'",
-        "hydra/sweeper=optnua": "no such option. Did you mean optuna?",
-        "sweep.metric=eval_mine": "type sweep.mode=min or sweep.mode=max",
-    }.items():
-        assert shell(f"-m {OWN_RUN} seed=1,2 {typed}") == 2
-        (fault,) = faults(capsys.readouterr().err)
-        assert fault.startswith(f"{typed}: ")
-        assert said in fault
+    typed = "hydra/launcher=joblib"
+    assert shell(f"-m {OWN_RUN} seed=1,2 {typed}") == 2
+    (fault,) = faults(capsys.readouterr().err)
+    assert fault.startswith(f"{typed}: not installed; pip install 'step-trainer[joblib]'")
     assert not list(Path("outputs").glob("*"))
 
 

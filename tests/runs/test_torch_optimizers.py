@@ -15,7 +15,6 @@ from tests.lib.run_support import TOYS, go, on, overrides, read_json, shell, sta
 from tests.lib.run_toys import VOCABULARY, Net
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.torch_optimizers import names
-from trainer.core.errors import ConfigError
 
 TORCH = {"adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam"}
 TORCH |= {"adamax": "Adamax", "asgd": "ASGD", "nadam": "NAdam", "radam": "RAdam"}
@@ -54,22 +53,6 @@ def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
     assert "optimizer=radam" in capsys.readouterr().out.lower()
 
 
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("optimizer=LBFGS", "optimizer=LBFGS: evaluates the loss many times in a step"),
-        ("optimizer._target_=torch.optim.SparseAdam", "takes sparse gradients alone"),
-        ("optimizer=radan", "Did you mean radam? Choices: adadelta, adafactor"),
-        ("optimizer=radam optimizer.betaz=1", "Did you mean optimizer.betas?"),
-        ("optimizer=Rprop optimizer.weight_decay=1", "not a setting of optimizer=rprop"),
-        ("optimizer=adam optimizer.lr=fast", "optimizer.lr=fast: must be a number, 0 or more"),
-    ],
-)
-def test_a_mistake_is_one_line_before_torch_is_needed(typed, line, capsys):
-    assert shell(typed) == 2
-    assert line in capsys.readouterr().err
-
-
 class HeadFirst(Net):
     """Registers its output layer ahead of its hidden ones."""
 
@@ -86,11 +69,6 @@ def test_muon_leaves_out_the_layer_that_gives_the_output_and_the_plan_names_the_
     assert "2 hidden matrices (dropout.*.weight); adamw for all else" in text
     (plan,) = Path().glob("outputs/*/*/plan.json")
     assert read_json(plan)["muon"] == ["dropout.0.weight", "dropout.1.weight"]
-
-
-def test_decay_in_groups_is_refused_where_the_class_has_none():
-    with pytest.raises(ConfigError, match=r"^optimizer\.groups: Rprop has no weight_decay"):
-        go("optimizer=rprop 'optimizer.groups={\"*\": {weight_decay: 0.5}}'")
 
 
 def test_what_takes_no_shards_is_refused_under_them(ranks):

@@ -9,7 +9,6 @@ import transformers
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.run_support import TOYS, go, only_run, read_json, shell
-from trainer.core.errors import ConfigError
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -86,7 +85,3 @@ def test_batch_norm_over_the_whole_step_is_taken_and_not_warned_of(capsys):
         plan = plan_of(run.folder)
         assert plan["micro_batches"] == 1
         assert plan["warnings"] == []
-    with pytest.raises(ConfigError, match=r"\(N=16 is the whole step at once\)"):
-        go(f"{NORM} accum=auto accum.micro=8")
-    with pytest.raises(ConfigError, match=r"N is batch\.global for the whole step at once"):
-        go(f"{NORM} accum=auto batchnorm=micro")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from tests.lib import batch_norm_toys
 from tests.lib.cli_support import prepared
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, curve, entries, go, on, overrides, read_json, state, steps
+from tests.lib.run_support import curve, entries, go, on, overrides, read_json, state, steps
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
-from trainer.core.errors import ConfigError, NotExactError
+from trainer.core.errors import NotExactError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -117,70 +117,6 @@ def test_verify_proves_ghost_and_names_the_layers_of_micro():
     assert read_json(frozen.folder / "verify.json")["verdict"] == "exact"
     with pytest.raises(NotExactError, match="caused by norm"):
         go(f"command=verify {NET} batchnorm=pooled accum.micro=4")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("batchnorm=ghost batchnorm.group=1", "batchnorm.group=1: must be a whole number of at le"),
-        ("batchnorm=ghost", "no global batch of 8 fills a group: type batchnorm.group=8"),
-        ("batchnorm.group=64 accum=auto", "no global batch of 8 fills a group: type batchnorm.gr"),
-        ("batchnorm=ghost batchnorm.group=7 batch.global=8", "leaves a group of one sample, whic"),
-        ("batchnorm=ghost batchnorm.group=7 batch.unit=tokens", "a step of 8 samples leaves a gro"),
-        (
-            "batchnorm=ghost batchnorm.group=7 accum.micro=7 batch.global=null batch=ramp "
-            "'batch.stages={0: 7, 14: 15}'",
-            "batchnorm.group=7: a step of 15 samples leaves a group of one sample",
-        ),
-        (f"batchnorm=ghost model._target_={OWN}.Plain", "Plain has no BatchNorm that normalises"),
-        (
-            "batchnorm=ghost batchnorm.group=4",
-            "accum.micro=3: batchnorm=ghost normalises over groups of 4 samples (norm): "
-            "type accum.micro=4, or batchnorm.group=3",
-        ),
-        (
-            f"batchnorm=ghost model._target_={TOYS}.Net model.norm=batch data._target_={TOYS}.Rows",
-            "samples have different lengths, and BatchNorm counts padded positions",
-        ),
-        ("batchnorm=pooled accum=auto", "depends on the micro-batch size; type accum=fixed"),
-        ("batchnorm=pooled accum=auto accum.micro=4", "micro-batch size; add accum=fixed"),
-        ("batchnorm=micro batchnorm.group=4", "not a setting of batchnorm=micro; type batchnorm="),
-        ("batchnorm=ghots", "no such option. Did you mean ghost?"),
-        (
-            f"batchnorm=ghost batchnorm.group=4 accum.micro=4 model._target_={OWN}.Counting",
-            "seen moves in each forward, so that the step depends on the cut",
-        ),
-        ("batchnorm=frozen batchnorm.precise=9", "batchnorm=frozen estimates none again: type"),
-        (f"batchnorm.precise=9 model._target_={OWN}.Plain", "=9: the model has no BatchNorm with"),
-        (
-            "batchnorm.precise=9 model.tracks=false",
-            "the model has no BatchNorm with running statistics: type batchnorm.precise=null",
-        ),
-        ("batchnorm=sync model.tracks=false", "batchnorm=sync: norm keeps no running statistics"),
-        ("batchnorm=pooled deterministic=layout", "type batchnorm=frozen or deterministic=true"),
-        (
-            "command=plan batchnorm=micro accum.micro=4 data.size=47",
-            "batchnorm=micro: a step of 5 samples leaves a micro-batch of one sample, which has "
-            "one value of each channel: type another accum.micro or size of steps, or, for the end "
-            "of an epoch, batch.tail=drop",
-        ),
-        (
-            "command=plan batchnorm=pooled accum.micro=5 batch.global=6",
-            "batchnorm=pooled: a step of 6 samples leaves a micro-batch of one sample, which",
-        ),
-        (
-            "command=plan batchnorm=micro accum.micro=7 batch.global=null batch=ramp "
-            "'batch.stages={0: 7, 14: 8}'",
-            "a step of 8 samples leaves a micro-batch of one sample, which has one value of each "
-            "channel: type another accum.micro",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_one_line_with_what_to_type(line, words):
-    with pytest.raises(ConfigError) as raised:
-        go(f"{NET} {line}")
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_sample_alone_with_several_values_of_each_channel_is_no_fault():

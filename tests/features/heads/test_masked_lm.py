@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.core.errors import ConfigError
 from trainer.features.heads.masked_lm import MaskedLM
 
 MASK, SPECIAL, COUNT = 4, [0, 1, 2], 100_000
@@ -38,8 +37,3 @@ def test_tokens_are_hidden_in_the_shares_of_bert_and_special_ones_never(probabil
     # Of 50 random tokens one is the mask, and one the token that was there.
     assert shares == pytest.approx([0.8 + 0.1 / 50, 0.1 + 0.1 / 50, 0.1 * 48 / 50], abs=0.01)
     assert sample["token_type_ids"] is ids
-
-
-def test_a_tokenizer_without_a_mask_token_is_refused_with_what_to_type():
-    with pytest.raises(ConfigError, match=r"^objective=masked_lm: the tokenizer has no mask token"):
-        MaskedLM(tokenizer=Tokens(mask_token_id=None))

@@ -56,10 +56,6 @@ class Flip:
         return image.flip(-1) if is_mirrored else image
 
 
-def brighter(image):
-    return image + 0.1
-
-
 class Rings:
     draws_randomness = False
 
@@ -161,26 +157,6 @@ def test_a_mask_over_pairs_of_tokens_is_no_image():
     assert draw_images(
         [({"attention_mask": mask, "image": torch.ones(1, 1, 5, 5)}, "")], Path("a.png")
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        ("data=digits", "model.vocab_size: the samples are images, without tokens; type model=res"),
-        (
-            "model=resnet data=text data.path=painting.py",
-            "model.channels=null: the samples have",
-        ),
-        (
-            "model=vit data=digits data.augment=[{_target_:painting.brighter}]",
-            "argument: 'image'; to give the function itself, add _partial_: true",
-        ),
-        ("model=vit data=digits model.width=30", "model.width=30: must be a multiple of 4"),
-    ],
-)
-def test_models_and_data_of_different_kinds_are_one_line(line, fault, capsys):
-    assert shell(line) == 2
-    assert fault in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", ["", nightly("data.std=[1,1,1]")])

@@ -26,24 +26,14 @@ def make_net(width: int = 8) -> nn.Module:
     return Net(width)
 
 
-def make_nothing() -> None:
-    """Gives no model."""
-
-
 class Sized:
     def __init__(self, size: int, vocab_size: int = 3, *more: int) -> None:
-        if size < 1:
-            raise ValueError(f"size: {size}\nis below 1")
         self.size, self.vocab_size = size, vocab_size
 
 
 class Open:
     def __init__(self, **anything: int) -> None:
         self.anything = anything
-
-
-class Bare(nn.Module):
-    """A module without a constructor of its own."""
 
 
 class GradientsOff:
@@ -63,14 +53,6 @@ def test_a_constructor_that_leaves_gradients_off_changes_no_training() -> None:
         assert torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
-
-
-def test_a_class_of_the_program_itself_that_a_rank_does_not_have_says_what_to_do() -> None:
-    line = (
-        r"^model\._target_=__main__\.Mine: .*no attribute 'Mine'; ranks are programs of their own"
-    )
-    with pytest.raises(ConfigError, match=line):
-        construct(component("__main__.Mine", typed=True), "model", nn.Module)
 
 
 def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
@@ -118,62 +100,6 @@ def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
         holder = component("torch.nn.Identity", x=inner)
         with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: comes from a recipe"):
             construct(holder, "model", nn.Module)
-
-
-@pytest.mark.parametrize("target", ["hf", 5])
-def test_an_argument_that_names_a_class_by_no_path_is_one_line(target: object) -> None:
-    holder = component("torch.nn.Identity", x=[{"_target_": target}])
-    with pytest.raises(
-        ConfigError, match=rf"^model\.x\._target_={target}: must be the import path"
-    ):
-        construct(holder, "model", nn.Module)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected", "faults"),
-    [
-        (
-            component(HERE, typed=True, sise=3, zebra=1),
-            Sized,
-            [
-                "data.sise: Sized takes no such argument. Did you mean data.size?",
-                "data.zebra: Sized takes no such argument. It takes size, vocab_size, more.",
-            ],
-        ),
-        (
-            component(HERE, typed=True),
-            Sized,
-            [f"data: {HERE}: Sized.__init__() missing 1 required positional argument: 'size'"],
-        ),
-        (
-            component(HERE, typed=True, size=0),
-            Sized,
-            [f"data: {HERE}: ValueError: size: 0 is below 1 (test_instantiate.py:36)"],
-        ),
-        (
-            component(f"{__name__}.make_nothing", typed=True),
-            nn.Module,
-            [f"data._target_={__name__}.make_nothing: gives NoneType, not of class Module"],
-        ),
-        (
-            component(f"{__name__}.Bare", typed=True, width=8),
-            nn.Module,
-            ["data.width: Bare takes no such argument. It takes none."],
-        ),
-        (
-            component("trainer.plan.cuts.Fixed", nonsense=1),
-            nn.Module,
-            ["data._target_=trainer.plan.cuts.Fixed: not of class Module"],
-        ),
-    ],
-    ids=range(6),
-)
-def test_what_cannot_be_built_is_one_line_per_fault_with_its_key(
-    wrong: Component, expected: type, faults: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        construct(wrong, "data", expected)
-    assert list(raised.value.faults) == faults
 
 
 def test_values_from_elsewhere_fill_what_is_left_out_and_no_more() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.lib.cli_support import prepared
-from tests.lib.run_support import shell
 from trainer.cli.overrides import parse
 
 
@@ -23,15 +22,6 @@ def test_of_a_key_that_is_typed_twice_the_last_value_counts_and_a_line_says_so(c
     keys = "optimizer.lr", "accum", "steps", "accum.gradient", "eval.every", "hydra.run.dir"
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"train: {key}: typed 2 times; the last one counts" for key in keys]
-
-
-def test_a_sweep_too_takes_the_last_value(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert shell("-m seed=1,2 seed=x,y") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("train: seed: typed 2 times; the last one counts\n")
-    assert "seed=x" in err
-    assert "seed=1" not in err
 
 
 HOME_LINES = {

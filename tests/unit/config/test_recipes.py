@@ -144,10 +144,6 @@ def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
     full = composed(f"recipe={located}")
     assert (full.seed, full.batch["global"]) == (9, 64)
     assert recipes.locate("quickstart") == "quickstart"
-    with pytest.raises(ConfigError, match="no such file"):
-        recipes.locate(str(tmp_path / "none.yaml"))
-    with pytest.raises(ConfigError, match=r"ends in \.yaml"):
-        recipes.locate("friend.yml")
 
 
 HOSTILE = {

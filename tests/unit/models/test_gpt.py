@@ -223,11 +223,6 @@ def test_attention_by_blocks_in_bf16_is_that_of_double_precision_within_a_64th(t
     assert (blocks - exact).norm() < 2**-6 * exact.norm()
 
 
-def test_a_sample_longer_than_the_model_takes_is_refused_with_both_remedies():
-    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 .* 17 .*data\.max_length=16"):
-        make(TINY)(tokens(1, 17))
-
-
 class Named(nn.Module):
     def forward(self, x, mask=None, *, scale=1.0):
         return x, mask, scale

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from trainer.core.errors import ConfigError
 from trainer.optim.schedules import OwnScheduler
 
 TOTAL = 40
@@ -35,17 +34,3 @@ def test_a_scheduler_is_its_closed_form_whatever_step_is_asked_first(kind, optio
     warm = OwnScheduler(kind=kind, options=options, warmup=4)
     assert [warm.factor(step, TOTAL) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert [warm.factor(step, TOTAL) for step in range(4, 30)] == [found[s] for s in range(26)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "fault"),
-    [
-        (lr_scheduler.ReduceLROnPlateau, {}, r"ReduceLROnPlateau is no function .*'metrics'"),
-        (lr_scheduler.OneCycleLR, {"max_lr": 0.1, "total_steps": 50}, "OneCycleLR .*"),
-        (lr_scheduler.CosineAnnealingLR, {"T_max": 9, "eta_min": 0.1}, "sets rates, .*eta_min"),
-        (lr_scheduler.StepLR, {}, "StepLR .* refuses: .*'step_size'"),
-    ],
-)
-def test_one_that_needs_more_than_the_step_is_refused(kind, options, fault):
-    with pytest.raises(ConfigError, match=rf"^scheduler: .*{fault}"):
-        OwnScheduler(kind=kind, options=options).factor(TOTAL - 1, TOTAL)

@@ -103,10 +103,3 @@ def test_matrices_in_shards_are_refused():
             Muon(lr=0.1).build(model)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_model_without_a_hidden_matrix_is_refused():
-    model = nn.Linear(3, 2)
-    note_output_matrices(model, [model(torch.ones(1, 3)).sum()])
-    with pytest.raises(ConfigError, match=r"^optimizer=muon: no hidden matrix .*optimizer=adamw"):
-        Muon(lr=0.1).build(model)

@@ -93,18 +93,6 @@ def test_what_is_frozen_gets_no_gradient_no_group_and_no_update():
 
 
 @pytest.mark.parametrize(
-    ("groups", "fault"),
-    [
-        ({"blocks.*.qvk.*": {"lr": 1.0}}, r"'blocks\.\*\.qvk\.\*'.*blocks\.0\.attention\.qkv"),
-        ({"*": {"lr": 1.0}, "*norm*": {"lr": 2.0}}, "put the narrower pattern first"),
-    ],
-)
-def test_a_pattern_that_matches_nothing_more_is_refused(groups, fault):
-    with pytest.raises(ConfigError, match=rf"^optimizer\.groups: .*{fault}"):
-        param_groups(tiny(), 0.1, 0.0, groups)
-
-
-@pytest.mark.parametrize(
     ("spec", "reference"),
     [
         (

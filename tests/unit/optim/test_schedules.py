@@ -146,14 +146,6 @@ def test_a_schedule_of_one_s_own_is_warmed_up_without_a_line_for_it(warmup):
     assert curve(Halves(warmup=warmup), 4) == [0.5, 1.0, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("kind", [Constant, Cosine, WSD])
-def test_a_warmup_or_decay_without_room_is_refused_with_both_numbers(kind):
-    with pytest.raises(ConfigError, match=r"^scheduler\.warmup=100: exceeds the run's 60 steps"):
-        kind(warmup=100).factor(0, 60)
-    with pytest.raises(ConfigError, match=r"^scheduler\.decay=0\.8: .* value is 0\.5$"):
-        WSD(warmup=5, decay=0.8).factor(9, 10)
-
-
 def test_rates_follow_the_batch_by_the_named_rule_and_every_group_its_own_by_the_factor():
     assert Constant().batch_factor(2048) == 1.0
     assert Constant(reference_batch=512, scale="linear").batch_factor(2048) == 4.0

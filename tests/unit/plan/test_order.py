@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.errors import ConfigError, DataError
 from trainer.plan import order as module
 from trainer.plan.batch_size import BatchSize, ConstantSize
 from trainer.plan.lengths import Lengths
@@ -128,20 +127,6 @@ def test_epochs_and_seeds_have_permutations_of_their_own():
         return ids_of(walk(Order(50, seed, 50), 2))
 
     assert len({*first_epochs(0), *first_epochs(1), *first_epochs(2**32)}) == 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((0, 0, 4), DataError, "holds no samples"),
-        ((3, 0, 4, "samples", "drop"), DataError, "holds 3 samples"),
-        ((3, 0, 7, "tokens", "drop", np.array([1, 2, 3])), DataError, "holds 6 tokens"),
-        ((3, 0, 0), ConfigError, "batch.global=0"),
-    ],
-)
-def test_an_order_without_a_single_step_is_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
-        Order(*arguments)
 
 
 # Version 2: beyond what is drawn whole

@@ -1,0 +1,56 @@
+"""Models and data that lines of the tables need, as small as they can be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tests.lib.heads import Head, save_causal_model, save_tokens
+from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
+
+
+def faulty_models(here: Path) -> None:
+    """A model that is whole, token data, and copies of the model that cannot be built."""
+    save_causal_model(here / "model")
+    save_tokens(here / "data")
+    config = json.loads((here / "model" / "config.json").read_text())
+    for folder, changes in (
+        ("odd", {"architectures": None}),
+        ("kernel", {"attn_implementation": "someone/kernel"}),
+        ("bad", {"n_embd": "abc"}),
+        ("deep", {"n_layer": 1_000_000_000}),
+        ("classes", {"num_labels": 1_000_000_000}),
+        ("nameless", {"architectures": [5]}),
+        ("labels", {"id2label": 5}),
+        ("headless", {"n_head": 0}),
+        ("elsewhere", {"transformers_weights": "other.safetensors"}),
+        ("adapter", {}),
+        ("pickle", {}),
+        ("outside", {}),
+        ("own", {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}),
+    ):
+        (here / folder).mkdir()
+        (here / folder / "config.json").write_text(json.dumps(config | changes))
+    (here / "adapter" / "adapter_config.json").write_text("{}")
+    for folder, file in (("pickle", "pytorch_model.bin"), ("outside", "../model.safetensors")):
+        index = {"metadata": {}, "weight_map": {"transformer.wte.weight": file}}
+        (here / folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copytree(here / "model", here / "cut")
+    file = here / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+
+
+def llama_and_texts(here: Path) -> None:
+    """A causal model with its tokenizer, and a file of texts and one of completions."""
+    save_llama(here / "llama")
+    save_tokenizer(here / "llama", chat_template=TEMPLATE)
+    write_lines(here / "corpus.jsonl", [{"text": text} for text in TEXTS])
+    write_lines(here / "pairs.jsonl", [{"prompt": text, "completion": "so"} for text in TEXTS])
+
+
+def llama_and_tokens(here: Path) -> None:
+    """A causal model of two layers, and token data for it."""
+    deep = {"num_hidden_layers": 2}
+    Head("LlamaForCausalLM", "LlamaConfig", "causal", deep).build().save_pretrained(here / "llama")
+    save_tokens(here / "causal")
