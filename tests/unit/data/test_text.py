@@ -112,15 +112,6 @@ def test_a_bad_record_names_file_and_line(tmp_path, record, fault):
     assert caught.value.exit_code == 3
 
 
-def test_a_bad_file_of_a_folder_names_file_and_line(tmp_path):
-    (tmp_path / "full.txt").write_text("text")
-    file = tmp_path / "bad.txt"
-    file.write_bytes(b"good\n\nfine\nbad \xe4\n")
-    for path in (tmp_path, file):
-        with pytest.raises(DataError, match=r"bad\.txt:4: not UTF-8"):
-            Text(str(path))
-
-
 def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
     good = [{"text": f"document {k}"} for k in range(297)]
     file = jsonl(tmp_path / "few.jsonl", *good, b"{", b"[]", b"3")
