@@ -95,7 +95,7 @@ def declared(target: str) -> Declared:
 
 def _types(module: _Module, arguments: Iterator[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
     """Give the types of arguments that are known here; none of a module that imports none."""
-    if any(each.startswith(f"{_TYPES}.") for each in module.imports.values()):
+    if any(f"{each}.".startswith(f"{_TYPES}.") for each in module.imports.values()):
         for argument, annotation in arguments:
             with suppress(LookupError):
                 yield argument, _type(module, annotation)
@@ -133,8 +133,10 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
             return reduce(operator.or_, (_type(module, side) for side in (node.left, node.right)))
         case ast.Subscript(value=ast.Name(id="Literal")):
             return Literal[ast.literal_eval(node.slice)]
-        case ast.Name(id=name) if module.imports.get(name, "").startswith(f"{_TYPES}."):
-            return vars(components)[module.imports[name].rpartition(".")[2]]
+        case ast.Name() | ast.Attribute():
+            owner, _, name = module.full_name(node).rpartition(".")
+            if owner == _TYPES:
+                return vars(components)[name]
     return _PLAIN[ast.unparse(node)]
 
 

@@ -11,6 +11,7 @@ from trainer.config.declared import declared, settings_fault
 
 OWN = """
 import no_such_module
+from trainer.config import components
 from trainer.config.components import Count as N, Share
 from trainer.config.rules import heads_fault
 from trainer.optim.schedules import Schedule
@@ -23,7 +24,7 @@ class Net(Base):
     settings_fault = staticmethod(heads_fault)
 
 class Slow(Schedule):
-    floor: Share = 0.0
+    floor: components.Share = 0.0
 
 def make(width: N, other=None): ...
 """
@@ -38,7 +39,8 @@ def test_a_class_of_one_s_own_declares_its_arguments_as_ours_do(tmp_path):
     assert "kind" not in found, "of a type that is not known"
     assert {"mode", "positions"} <= found.keys()
     slow = declared("my_net_of_tests.Slow")
-    assert {"warmup", "floor"} <= slow.types.keys()
+    assert slow.types["floor"] is components.Share, "by its module"
+    assert "warmup" in slow.types
     assert slow.check == "warmup_fault", "the base's"
     assert "my_net_of_tests" not in sys.modules
     settings = {"width": 10, "num_heads": 4, "positions": "rotary"}
