@@ -32,9 +32,11 @@ settings.load_profile("default run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw more examples of every property, nightly."""
-    if config.getoption("markexpr") == "nightly":
+    """Draw more examples of every property, nightly; what of a slow test is nightly is not slow."""
+    if config.option.markexpr == "nightly":
         settings.load_profile("nightly")
+    elif config.option.markexpr == "slow":
+        config.option.markexpr = "slow and not nightly"
 
 
 MANY = 100_000
@@ -52,7 +54,7 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the file that waits longest, so that nobody waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_wandb.py")
-    if config.getoption("markexpr") == "nightly":
+    if config.option.markexpr == "nightly":
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker("nightly")

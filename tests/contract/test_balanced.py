@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.lib.pair_toys import Experts
 from tests.lib.ranks_support import Ranks
@@ -38,8 +37,8 @@ class Text(RaggedText):
 
 
 def mixtral() -> nn.Module:
-    module = MixtralForCausalLM(
-        MixtralConfig(
+    module = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
             **{"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4},
             **{
@@ -99,11 +98,12 @@ def test_every_cut_and_two_ranks_give_the_gradient_of_the_whole_batch(build, obj
 
 def test_it_is_the_balance_of_transformers():
     module = mixtral().double()
+    reference = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
     ids = torch.randint(0, 64, (3, 7))
     fields = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     fields["attention_mask"][0, 4:] = 0
     output = module(input_ids=ids, attention_mask=fields["attention_mask"])
-    expected = load_balancing_loss_func(output.router_logits, 4, 2, fields["attention_mask"])
+    expected = reference(output.router_logits, 4, 2, fields["attention_mask"])
     objective = BalancedNextToken(coefficient=1.0, experts_per_token=2)
     sums = objective.sums(lambda given: module(**given), fields)
     weights = objective.weights(fields)

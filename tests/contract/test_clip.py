@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
+import transformers
 
 from tests.lib.ranks_work import error, plain
 from tests.lib.support import Bench
@@ -43,13 +43,14 @@ class Captions:
         }
 
 
-def clip() -> CLIPModel:
-    config = CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=8)
-    return CLIPModel(config)
+def clip() -> transformers.CLIPModel:
+    config = transformers.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=8)
+    return transformers.CLIPModel(config)
 
 
-def siglip() -> SiglipModel:
-    return SiglipModel(SiglipConfig(text_config=TEXT, vision_config=VISION))
+def siglip() -> transformers.SiglipModel:
+    config = transformers.SiglipConfig(text_config=TEXT, vision_config=VISION)
+    return transformers.SiglipModel(config)
 
 
 def gradients(module: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -1,10 +1,12 @@
 """Conversations, chat templates, and a small tokenizer for them."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Iterable
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -72,7 +74,7 @@ def _text(draw: random.Random) -> str:
     return "\n".join(" ".join(draw.choices(WORDS.split(), k=draw.randint(1, 12))) for _ in lines)
 
 
-def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str | None = CHATML) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE of 400 ids that puts a BOS before a text of its own accord."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +90,7 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     bpe.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
     )
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
     tokenizer.chat_template = template
@@ -135,7 +137,9 @@ PIECES: dict[str, tuple[str, Callable[[Iterable[dict[str, str]]], list[Piece]]]]
 """Templates, each with what it makes of a conversation written by hand."""
 
 
-def marked(tokenizer: PreTrainedTokenizerFast, ids: list[int], counts: list[bool]) -> str:
+def marked(
+    tokenizer: transformers.PreTrainedTokenizerFast, ids: list[int], counts: list[bool]
+) -> str:
     """Decode ids, with brackets around runs of loss terms: independent of the merges."""
     text, begin = "", 0
     for end in range(1, len(ids) + 1):

@@ -19,9 +19,6 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.hf_toys import TEXTS, save_job_files, write_lines
 from tests.lib.run_support import shell, small_library
-from trainer.cli.argv import split_argv
-from trainer.cli.main import composer_of
-from trainer.cli.prepare import prepare_run
 
 DOCS = CHECKOUT / "docs"
 PAGES = {
@@ -159,17 +156,6 @@ def made_small(line: str) -> list[str]:
     if {"-m", "batch=ramp", "batch=noise_ramp"} & {*words} or "accum.steps" in typed:
         del sizes["batch.global"]
     return [*words, *(f"{key}={value}" for key, value in sizes.items() if key not in typed)]
-
-
-def check(line: str) -> None:
-    """Check a command as the program does before it starts: keys, values, files and runs."""
-    words = [re.sub(r"^step=\d+$", "step=1", word) for word in shlex.split(line)[1:]]
-    sweeps = "-m" in words
-    words = [word for word in words if word != "-m" and not (sweeps and word.startswith("hydra"))]
-    if sweeps:
-        words = [re.sub(r"=([^\[{,]+),.*$", r"=\1", word) for word in words if "(" not in word]
-    request = split_argv(words)
-    prepare_run(request.lines, composer_of(request.flags))
 
 
 def run(line: str, code: int, patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
-"""The one switch between a run of the tests and the long ones, `pytest -m nightly`.
+"""The words that put a test into a tier: what has none of them is run by README's command.
 
-By default a promise is shown once; nightly runs show it again at more places and in more cases.
+A promise is shown there once, in its cheapest case. `slow` shows it at more places and in more
+cases, and `.ci/run` runs that too. `nightly` is what takes many minutes: full counts of harnesses,
+every rank and phase, the daemons of a cluster.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ import pytest
 LIMIT_S = 7200
 
 
+def slow(*values: Any) -> Any:
+    """Values of `parametrize` that repeat what others of its list show; see `pytest.mark.slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def nightly(*values: Any) -> Any:
-    """Values of `parametrize` that repeat what others of its list show."""
+    """Values of `parametrize` that repeat it once more, too many or too long for every commit."""
     return pytest.param(*values, marks=[pytest.mark.nightly, pytest.mark.timeout(LIMIT_S)])
 
 
-def counts(default: int, full: int) -> pytest.MarkDecorator:
-    """Give a harness its `count` of cases: few by default, all of them nightly."""
+def counts(default: Any, full: int) -> pytest.MarkDecorator:
+    """Give a harness its `count` of cases: few, maybe `slow(...)`, and all nightly."""
     return pytest.mark.parametrize("count", [default, nightly(full)])

@@ -6,8 +6,10 @@ What becomes of a local run whose ranks die, hang or are started again is in
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,9 +50,12 @@ def finish(command: Command) -> tuple[int, list[str]]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Find a port that the system, which begins at 32768, gives to nobody in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +178,7 @@ def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank(ranks):
     own = f"model._target_={TOYS}.DoubleNet accum=auto steps=3"

@@ -208,13 +208,16 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(number, tmp_path):
     def hang(step: int) -> None:
         if step == 5:
             (tmp_path / "hangs").touch()
+            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+                time.sleep(0.01)
+            (tmp_path / "ends at the next").touch()
             time.sleep(60)
 
     settings = lab.config()
     child = lab.fork(lambda: lab.run(settings, tmp_path / "run", after_step=hang).code)
     wait_for(tmp_path / "hangs", child)
     child.kill(signal.SIGTERM)
-    time.sleep(10 * signals.TOGETHER_S)  # a busy machine may take a second to hand it over
+    wait_for(tmp_path / "ends at the next", child)
     assert not child.has_ended()
     with lab.timed() as took:
         child.kill(number)

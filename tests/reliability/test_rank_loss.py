@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.nightly import counts, nightly
+from tests.lib.nightly import counts, nightly, slow
 from tests.lib.processes import Ended, typed_over
 from tests.lib.run_support import steps
 from tests.reliability import lab
@@ -101,7 +101,7 @@ def test_no_rank_outlives_a_command_that_is_killed(moment, tmp_path):
     run.assert_none_left(moment)
 
 
-@counts(1, len(HANGS))
+@counts(slow(1), len(HANGS))
 def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(count, tmp_path):
     limit = f"parallel.timeout_s={TIME_LIMIT_S}"
     for run, ended, about, (kind, rank, where) in struck(HANGS, count, tmp_path, limit):

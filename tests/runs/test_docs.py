@@ -14,18 +14,15 @@ import pytest
 from tests.lib import docs_support
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.docs_support import DOCS, HOW_TO, PAGES, blocks_of, lines_of, stand_in
-from tests.lib.nightly import nightly
+from tests.lib.nightly import slow
 
 README = PAGES["README.md"].read_text()
 TYPED = {name: lines for name, path in PAGES.items() if (lines := lines_of(path.read_text()))}
 BY_DEFAULT = {
     *("README.md", "docs/tutorials/fine-tune.md", "docs/tutorials/first-run.md"),
-    *("docs/tutorials/prove-a-step.md", "docs/tutorials/your-text.md", "docs/how-to/adapters.md"),
+    *("docs/tutorials/prove-a-step.md", "docs/tutorials/your-text.md"),
 }
-"""Pages whose commands run in every run of the tests, those of the others nightly."""
-
-OWN = {"docs/how-to/own/dataset.md", "docs/how-to/own/objective.md"}
-"""Pages on classes of one's own whose first command and tests run by default."""
+"""Pages whose commands run in every run of the tests; those of the others are `slow`."""
 
 GENERATED = {"docs/configuration.md"}
 
@@ -47,21 +44,9 @@ def test_nothing_stands_in_for_what_a_clone_holds(workshop):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("own_folder")
-@pytest.mark.parametrize("page", sorted(TYPED.keys() - BY_DEFAULT))
-def test_every_command_of_the_page_is_what_the_program_takes(page, workshop, monkeypatch):
-    stand_in(workshop, page, monkeypatch)
-    for i, (line, code) in enumerate(TYPED[page]):
-        if page in OWN and "parallel.ranks" not in line and (i == 0 or line.startswith("pytest")):
-            docs_support.run(line, code, monkeypatch)
-        elif line.startswith("train ") and line.split()[1] not in docs_support.PAGES_OF_TEXT:
-            docs_support.check(line)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of what it compiles
 @pytest.mark.parametrize(
-    "page", [name if name in BY_DEFAULT else nightly(name) for name in sorted(TYPED)]
+    "page", [name if name in BY_DEFAULT else slow(name) for name in sorted(TYPED)]
 )
 def test_the_commands_of_the_page_run_one_after_the_other(page, workshop, monkeypatch):
     stand_in(workshop, page, monkeypatch)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, curve, go, overrides, read_json, state
 from tests.lib.slurm import documented_files, install
 
@@ -42,7 +42,7 @@ def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("nodes.sh", 2), nightly("one-node.sh", 1), nightly("torchrun.sh", 2)]
+    ("name", "ranks"), [slow("nodes.sh", 2), nightly("one-node.sh", 1), nightly("torchrun.sh", 2)]
 )
 def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

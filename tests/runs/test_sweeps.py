@@ -114,6 +114,7 @@ def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(
     assert any("optimizer.lr=-1" in fault for fault in faults(capsys.readouterr().err))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*declarative_base:DeprecationWarning")  # Optuna's tables
 def test_a_study_in_a_storage_is_made_there_and_goes_on_with_new_jobs(
     capsys: pytest.CaptureFixture[str],
@@ -186,6 +187,7 @@ def statuses() -> list[dict[str, Any]]:
     return [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [

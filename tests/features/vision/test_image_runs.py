@@ -8,17 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    GenerationConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    pipeline,
-)
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.lib.nightly import nightly
 from tests.lib.picture_toys import draw_pictures, save_vit
@@ -168,7 +160,8 @@ def test_an_export_makes_the_pixels_that_were_trained_on(typed):
     run = train([*line.split(), *QUICK])
     assert shell(f"export run={run.folder} export.to=out") == 0
     image = open_image(Path("pictures/7/7-7.png"))
-    theirs = pipeline("image-classification", "out").image_processor(image, return_tensors="pt")
+    pipeline = transformers.pipeline("image-classification", "out")
+    theirs = pipeline.image_processor(image, return_tensors="pt")
     ours = pixels_of(std=[1, 1, 1] if typed else None, model_path="vit")(image)
     # Where something is typed it is another processor, which does not round as ours does.
     assert (theirs["pixel_values"][0] - ours).abs().max() <= (2 / 255 if typed else 0)
@@ -181,20 +174,21 @@ def test_an_export_of_a_model_of_images_and_text_has_its_processor_and_generatio
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     recipe = yaml.safe_load((ROOT / "recipes/image_text.yaml").read_text())
-    config = AutoConfig.for_model(**recipe["model"]["config"])
-    model = LlavaForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(do_sample=True, top_p=0.9, max_new_tokens=5)
+    config = transformers.AutoConfig.for_model(**recipe["model"]["config"])
+    model = transformers.LlavaForConditionalGeneration(config)
+    sampled = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 5}
+    model.generation_config = transformers.GenerationConfig(**sampled)
     model.save_pretrained("llava")
-    theirs = CLIPImageProcessorPil(
+    theirs = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3]
     )
     shape = {"patch_size": 4, "vision_feature_select_strategy": "default"}
-    LlavaProcessor(theirs, tokenizer, **shape).save_pretrained("llava")
+    transformers.LlavaProcessor(theirs, tokenizer, **shape).save_pretrained("llava")
     line = "model=hf model.path=llava data=image_text tokenizer=hf batch.global=4 steps=1"
     run = train([*line.split(), "data.holdout=0.99", "accum=fixed", "accum.micro=4", *QUICK])
     assert shell(f"export run={run.folder} export.to=out") == 0
     for name in ("processor_config.json", "generation_config.json", "chat_template.jinja"):
         assert Path("out", name).read_text() == Path("llava", name).read_text()
-    found = AutoProcessor.from_pretrained("out")
-    assert isinstance(found, LlavaProcessor)
+    found = transformers.AutoProcessor.from_pretrained("out")
+    assert isinstance(found, transformers.LlavaProcessor)
     assert found.image_processor.image_mean == (0.1, 0.2, 0.3)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
-from transformers import AutoImageProcessor
 
 from tests.lib.picture_toys import save_processor
 from trainer.core.errors import ConfigError, DataError
@@ -164,7 +164,8 @@ def test_a_model_s_own_processor_makes_the_pixels(tmp_path):
         data = ImageFolders(str(tmp_path / "photos"), model_path=str(folder), **typed)
         return data.splits()["train"]
 
-    theirs = AutoImageProcessor.from_pretrained(folder)(rgb, return_tensors="pt")["pixel_values"]
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    theirs = processor(rgb, return_tensors="pt")["pixel_values"]
     for typed in ({}, {"size": 20}, {"processor": str(folder), "mean": [0.5] * 3}):
         data = part(**typed)
         assert data[1]["pixel_values"].equal(theirs[0])

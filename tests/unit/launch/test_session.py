@@ -64,7 +64,7 @@ def test_ranks_that_a_launcher_starts_again_meet_anew_however_often_each_machine
         assert not again[0].check(["key"])
         # An attempt that the first rank left before all were there is no other's either.
         with pytest.raises(RankFailedError, match="rank 1 did not connect to"):
-            _open_store(replace(member(0), start_timeout_s=0.01))
+            _open_store(replace(member(0), start_timeout_s=0.5))
         last = [each.result(20) for each in (begin(1, 1), begin(0, 1))]
         last[0].set("key", "of the last attempt")
         assert last[1].get("key") == b"of the last attempt"

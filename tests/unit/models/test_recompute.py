@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import ConvNet, Encoder, gpt, workload
@@ -124,21 +123,25 @@ class Runs(nn.Module):
         return x
 
 
-class Layer(GradientCheckpointingLayer, Running):
-    """As the layers of transformers' own models are."""
+def hugging_face_runs() -> nn.Module:
+    """Make the same of a model of transformers; its base classes take two seconds to import."""
+
+    class Layer(transformers.modeling_layers.GradientCheckpointingLayer, Running):
+        pass
+
+    class HuggingFaceRuns(transformers.PreTrainedModel, Runs):
+        config_class, supports_gradient_checkpointing = transformers.PretrainedConfig, True
+
+        def __init__(self) -> None:
+            super().__init__(transformers.PretrainedConfig())
+            self.blocks, self.times = nn.ModuleList([Layer(), Layer()]), 1
+
+        forward = Runs.forward
+
+    return HuggingFaceRuns()
 
 
-class HuggingFaceRuns(transformers.PreTrainedModel, Runs):
-    config_class, supports_gradient_checkpointing = transformers.PretrainedConfig, True
-
-    def __init__(self) -> None:
-        super().__init__(transformers.PretrainedConfig())
-        self.blocks, self.times = nn.ModuleList([Layer(), Layer()]), 1
-
-    forward = Runs.forward
-
-
-@pytest.mark.parametrize("make", [Runs, HuggingFaceRuns])
+@pytest.mark.parametrize("make", [Runs, hugging_face_runs])
 def test_what_a_forward_writes_is_written_once_and_computed_from_as_it_was(make):
     plain = make()
     again = copy.deepcopy(plain)

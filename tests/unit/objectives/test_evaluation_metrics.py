@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score
 from torch import Tensor
 
 from trainer.core.errors import ConfigError
@@ -134,6 +133,8 @@ def test_labels_of_which_several_apply_are_counted_for_each():
 
 @pytest.mark.parametrize(("average", "columns"), [("macro", 4), ("macro", 3), ("micro", 4)])
 def test_f1_of_flags_is_scikit_learn_s_with_one_that_is_never_true_nor_predicted(average, columns):
+    from sklearn.metrics import f1_score  # noqa: PLC0415 - a second
+
     torch.manual_seed(3)
     labels = (torch.rand(COUNT, 4) < 0.4).double()
     logits = torch.randn(COUNT, 4) + labels

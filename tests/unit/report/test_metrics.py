@@ -153,11 +153,11 @@ def test_a_run_records_versions_hardware_and_the_revision(tmp_path, monkeypatch)
     assert len(found["commit"]) == 40
     monkeypatch.setattr(records, "GIT_TIMEOUT_S", 0.2)
     hanging = tmp_path / "git"
-    hanging.write_text("#!/bin/sh\nexec sleep 20\n")
+    hanging.write_text("#!/bin/sh\nexec sleep 200\n")
     hanging.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     started = time.monotonic()
     assert records.git_revision(tmp_path) is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert records.git_revision(tmp_path) is None
