@@ -57,6 +57,7 @@ def test_every_module_option_and_recipe_is_in_the_wheel(wheel):
     assert all(name.endswith(".dist-info") for name in strangers)
 
 
+@pytest.mark.slow
 def test_the_installed_package_runs_from_any_folder(installed, tmp_path):
     def answer(*command: str) -> str:
         return succeed([*command], tmp_path, PYTHONPATH=str(installed))

@@ -134,6 +134,7 @@ def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():
 DECIDED = "batch._target_=doubling.Doubling batch.global=16 accum.micro=3 steps=7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "size"), [(0, 2), nightly(2, 1)])
 def test_sizes_that_a_run_decides_on_are_those_of_a_run_that_goes_on_elsewhere(
     ranks, workers, size

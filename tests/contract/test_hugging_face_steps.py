@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tests.lib.cli_support import prepared
 from tests.lib.heads import TINY
 from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import curve, go, overrides, shell, state
 from trainer.assemble.components import assemble
 from trainer.core.world import World
@@ -192,7 +192,9 @@ def named(case: Job) -> str:
 
 
 @pytest.mark.usefixtures("wide_losses")
-@pytest.mark.parametrize("job", [*JOBS[:2], *map(nightly, [*JOBS[2:], *MORE])], ids=named)
+@pytest.mark.parametrize(
+    "job", [JOBS[0], slow(JOBS[1]), *map(nightly, [*JOBS[2:], *MORE])], ids=named
+)
 def test_a_typed_run_takes_the_steps_of_transformers_and_its_export_gives_their_logits(job):
     job.save()
     assert_takes_their_steps(

@@ -95,6 +95,7 @@ def test_parts_go_on_bit_for_bit_and_are_logged():
     assert not found[AVERAGE].equal(found["model.head.weight"])
 
 
+@pytest.mark.slow
 def test_an_average_of_shards_goes_on_with_another_number_of_ranks(ranks):
     two = on_ranks(ranks, overrides(f"{PARTS} steps=3 parallel=fsdp parallel.ranks=2"))
     files = sorted(file.name for file in two.glob("checkpoints/*/state-rank-*"))

@@ -19,7 +19,7 @@ import yaml
 from tests.lib import head_toys, pair_toys, run_toys
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import CONF
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.picture_toys import draw_pictures
 from tests.lib.run_support import (
     TOYS,
@@ -263,7 +263,13 @@ def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_
     assert [len(entry["ids"]) for entry in entries(run, "samples.jsonl")] == [8, 8]
 
 
-@pytest.mark.parametrize("option", options("objective"))
+OBJECTIVES = ["next_token", "classify", "model_loss", "contrastive"]
+"""One of each way to a loss: of tokens, of rows, the model's own, of pairs."""
+
+
+@pytest.mark.parametrize(
+    "option", [o if o in OBJECTIVES else slow(o) for o in options("objective")]
+)
 def test_every_objective_sums_alike_for_every_cut(option):
     line = f"{UPDATE} {chosen('objective', option)}"
     run, other = go(line), go(f"{line} accum=budget accum.max_tokens=40")

@@ -144,6 +144,7 @@ def test_a_transformed_model_begins_with_the_base_s_weights_and_trains_what_is_l
     assert all(bool(trained[name].any()) for name in own), "zeros before the first step"
 
 
+@pytest.mark.slow
 def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs, capsys):
     folder = runs.adapted.folder
     early = train([*ADAPTED, "steps=2", "scheduler=constant"])
@@ -165,6 +166,7 @@ def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs,
     assert train(["verify", *ADAPTED, "steps=1"]).result["verdict"] == "exact"
 
 
+@pytest.mark.slow
 def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, ranks):
     shards = on_ranks(ranks, [*ADAPTED, "steps=1", "parallel=fsdp", "parallel.ranks=2"])
     frozen = {n: t for n, t in weights_of(shards).items() if base_name(n) in runs.base}

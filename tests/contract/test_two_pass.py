@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import MODES, POLICIES, BlockLM, error, plain
 from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
@@ -190,7 +190,7 @@ def test_two_passes_are_exact_for_every_cut_and_one_is_not(cut, mine, whole):
 
 @pytest.mark.parametrize(
     ("mode", "sync"),
-    [("ddp", "deferred"), ("fsdp", "immediate"), nightly("fsdp", "deferred")],
+    [("ddp", "deferred"), slow("fsdp", "immediate"), nightly("fsdp", "deferred")],
 )
 def test_so_they_are_on_two_ranks(mode, sync, mine, whole, ranks):
     for cut in CUTS:
@@ -206,7 +206,7 @@ def test_both_passes_drop_the_same(mine):
 
 
 @pytest.mark.parametrize(
-    ("mode", "at"), [("ddp", 2), ("fsdp", 3), nightly("ddp", 3), nightly("fsdp", 2)]
+    ("mode", "at"), [("ddp", 2), slow("fsdp", 3), nightly("ddp", 3), nightly("fsdp", 2)]
 )  # in the first pass, and in the second
 def test_memory_that_runs_out_in_a_pass_is_replayed_bit_for_bit(mode, at, mine, ranks):
     work = partial(gradient, mode=mode, dropout=0.2)

@@ -187,6 +187,7 @@ def initial(world: World, layout: Layout, path: Path) -> dict[str, str]:
     return digests(module, torch.optim.SGD([module.row]))
 
 
+@pytest.mark.slow
 def test_weights_alone_are_taken_from_slices_and_from_files(ranks, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     saved = on(ranks, Layout(3, "fsdp"), begun, folder)[0]
@@ -307,6 +308,7 @@ def peaks(world: World, folder: Path, how: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_saving_and_loading_need_a_shard_and_one_tensor_and_never_the_whole(ranks, tmp_path):
     saved = {"one": ranks.run(1, peaks, tmp_path / "one", "whole")[0]["digest"]}
     for how, source in (("direct", "three"), ("load", "one"), ("behind", "two")):

@@ -277,6 +277,7 @@ LARGE = 2**16
 """A vocabulary of which 32 positions, fewer than micro-batches have, are computed in chunks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
 def test_the_output_layer_is_used_in_shards_after_the_model_ran(ranks, sync):
     # The tied embedding is in the root's group; its gradient has two parts, one from the loss.
@@ -352,6 +353,7 @@ def test_gradients_of_parameters_gathered_in_bf16_are_added_up_and_reduced_in_fp
         assert error(found, in_bf16) > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_gathered_as_they_are_keep_their_bits(ranks):
     for found, expected, _ in ranks.run(2, gradients_in, None, "deferred"):
         assert all(np.array_equal(found[name], expected[name]) for name in expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import (
     Case,
@@ -149,7 +149,7 @@ def test_collectives_of_a_step_are_as_many_as_the_table_says(ranks, mode, sync, 
         assert counts == collectives_of_a_step(mode, sync, micro_batches)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["fsdp", slow("ddp")])
 def test_the_host_of_every_rank_looks_at_its_device_once_a_step(ranks, mode):
     for found in ranks.run(2, count_looks, Case(Fixed(micro=2), mode, clip_norm=0.1)):
         assert found == ["__bool__"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_work import MODES, POLICIES, VOCABULARY, Arrays, BlockLM, error, plain
 from trainer.core.tensors import is_sharded
 from trainer.core.world import World
@@ -84,7 +84,7 @@ def test_gradients_of_bf16_weights_are_exact_in_fp32_and_their_copies_are_steppe
         assert right == [True] * len(expected)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["fsdp", slow("ddp")])
 def test_gradients_in_bf16_lose_bits(ranks, mode):
     for found, expected, right in ranks.run(2, step, mode, "deferred", False):
         assert error(found, expected) >= 1e-3

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.nightly import counts, nightly
+from tests.lib.nightly import counts, nightly, slow
 from tests.reliability import lab
 from tests.reliability.allocations import PHASES
 from tests.reliability.support import cases, replay
@@ -73,7 +73,7 @@ def notices(ended: lab.Ended) -> list[str]:
 
 
 @counts(2, len(POINTS))
-@pytest.mark.parametrize("variant", ["BatchNorm", "cut smaller", nightly("a mean of means")])
+@pytest.mark.parametrize("variant", ["BatchNorm", slow("cut smaller"), nightly("a mean of means")])
 def test_memory_that_runs_out_anywhere_in_a_step_changes_nothing(variant, count, tmp_path):
     settings = lab.config(*SHORT, *VARIANTS[variant])
     finer = settings if variant != "cut smaller" else lab.config(*SHORT, "accum.micro=1")

@@ -80,6 +80,7 @@ def reference(ranks: Ranks, size: int, case: Case) -> Any:
     return KNOWN[repr((size, case))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARDED, ids=str)
 def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
     mode, sync, size = kind
@@ -93,6 +94,7 @@ def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
         assert {each[2] for each in found} == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SHARDED, nightly(OVERLAPPED)], ids=str)
 def test_a_rank_without_micro_batches_replays_with_the_others(ranks, kind):
     mode, sync, _ = kind
@@ -131,12 +133,14 @@ def test_an_evaluation_short_of_memory_on_one_rank_shrinks_on_all_and_is_exact(r
         assert metrics["loss"] > 0
 
 
+@pytest.mark.slow
 def test_the_reduction_of_whole_models_allocates_nothing_once_ranks_have_agreed(ranks):
     (some, after), (all_of_them, after_too) = ranks.run(2, bytes_around_the_vote, "ddp")
     assert after == after_too == []
     assert sum(some) < sum(all_of_them), "the second rank makes room for a whole gradient"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "size"), [("fsdp", 2), nightly("hsdp", 4)])
 def test_the_reduction_of_shards_needs_no_more_than_was_there_before_ranks_agreed(
     ranks, mode, size

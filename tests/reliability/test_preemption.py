@@ -179,6 +179,7 @@ def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(at, tmp_pat
     assert_ends_as(tmp_path / "undisturbed", settings, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_loading_processes_ignore_what_reaches_the_whole_group(tmp_path):
     settings = lab.config("num_workers=2")
 

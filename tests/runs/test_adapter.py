@@ -108,6 +108,7 @@ def test_a_run_goes_on_bit_for_bit_and_not_with_another_rank(made):
         train([f"resume={made.run.folder}", "adapter.r=4", "steps=5", "trust=[datasets]"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_and_little_else():
     size = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 256}
     Head("LlamaForCausalLM", "LlamaConfig", "causal", size).build().save_pretrained("large")
@@ -127,6 +128,7 @@ CLASSIFIER = (
 OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 steps=3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "mode", "bound"),
     [
@@ -157,6 +159,7 @@ def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too(made):
     assert curve(go(line), "loss") == pytest.approx(curve(made.run, "loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     run = go(CLASSIFIER)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, go, read_json, shell
 from tests.lib.run_toys import Net
 from trainer.core.errors import NotExactError
@@ -129,7 +129,7 @@ class Valued(Net):
         return super().forward(input_ids)
 
 
-@pytest.mark.parametrize("kind", ["Valued", "Numbered"])
+@pytest.mark.parametrize("kind", ["Valued", slow("Numbered")])
 def test_a_model_that_cannot_be_planned_without_its_values_gets_them(kind):
     plan = planned(f"{CARD} accum=auto model._target_={__name__}.{kind}")
     assert plan["micro_batches"] == 1
@@ -157,6 +157,7 @@ def test_the_predicted_peak_is_that_of_the_dearest_step_and_not_of_a_sampled_one
     assert len(peaks) == 1
 
 
+@pytest.mark.slow
 def test_verify_proves_a_step_whose_groups_no_cut_divides_and_refutes_one_without_them():
     proven = go(f"command=verify {PAIRS} accum=budget accum.max_tokens=24")
     assert read_json(proven.folder / "verify.json")["exact"] is True

@@ -51,6 +51,7 @@ def test_the_best_checkpoint_stays_is_read_and_ends_a_run_that_gets_no_better():
     assert train(["evaluate", f"run={run.folder}", "trust=[tests]"]).result["step"] == 30
 
 
+@pytest.mark.slow
 def test_patience_of_a_run_that_goes_on_counts_the_evaluations_of_an_uninterrupted_one():
     line = "eval.every=2 stop.metric=eval_loss stop.patience=3 stop.min_delta=9"
     whole = go(f"{line} steps=20")
@@ -70,6 +71,7 @@ def test_several_ranks_keep_the_best_and_end_alike(mode):
     assert read["eval_loss"] == pytest.approx(run.result["best"]["value"])
 
 
+@pytest.mark.slow
 def test_the_best_step_is_saved_once_where_a_checkpoint_is_due_as_well():
     run = go("steps=2 eval.every=1 checkpoint.every=1 checkpoint.best=eval_loss")
     assert steps_of(run) == [1, 2]

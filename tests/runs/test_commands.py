@@ -268,6 +268,7 @@ def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
             go(f"command={command} run=auto name=nobody")
 
 
+@pytest.mark.slow
 def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.lib.emulated_kinds import KINDS
-from tests.lib.nightly import LIMIT_S, nightly
+from tests.lib.nightly import LIMIT_S, nightly, slow
 
 CHECKOUT = Path(__file__).parents[2]
-BY_DEFAULT = ["auto", "packed", "ghost", "contrastive", "chat"]
+SHOWN = ["auto", "packed", "ghost", "contrastive", "chat"]
 PAIRS = [("auto", "deep"), nightly("adapter", "deep adapter")]
 LEARNING = [k for k in KINDS if k != "mixed devices"]
-OTHERS = [nightly(kind) for kind in LEARNING if kind not in BY_DEFAULT]
+EACH = [*SHOWN[:1], *map(slow, SHOWN[1:]), *(nightly(k) for k in LEARNING if k not in SHOWN)]
 
 OF_A_MODEL = "at models/bind.py"
 """Where a model is called: what a library's own forward waits for, as it looks at its mask."""
@@ -54,7 +54,7 @@ def ours(waits: dict[str, int]) -> dict[str, int]:
     return {place: count for place, count in waits.items() if OF_A_MODEL not in place}
 
 
-@pytest.mark.parametrize("kind", [*BY_DEFAULT, *OTHERS])
+@pytest.mark.parametrize("kind", EACH)
 def test_the_losses_are_those_of_a_cpu_and_no_devices_are_mixed(kind, results):
     found = results[kind]
     assert "failed" not in found, found["failed"]
@@ -66,7 +66,7 @@ def test_the_losses_are_those_of_a_cpu_and_no_devices_are_mixed(kind, results):
             assert other[name] == pytest.approx(one[name], rel=bound), (name, other["step"])
 
 
-@pytest.mark.parametrize("kind", [*BY_DEFAULT, *OTHERS])
+@pytest.mark.parametrize("kind", EACH)
 def test_the_host_waits_once_a_step(kind, results):
     found = results[kind]["auto"]
     # Documents are parted by their lengths where no kernel takes them all, as in fp32.

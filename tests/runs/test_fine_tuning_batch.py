@@ -57,6 +57,7 @@ def test_what_is_typed_and_what_begins_at_random_stay():
     assert not [each for each in scratch["defaults"] if each.startswith("batch")]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_size_that_it_began_with():
     write(20)
     run = train(f"{LINE} model.path=model steps=1 scheduler=constant".split())

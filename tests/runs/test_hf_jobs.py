@@ -50,6 +50,7 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     assert shown.count("chat (messages)") == 2, "what is held out here is of the same records"
 
 
+@pytest.mark.slow
 def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of_classes(
     llama, capfd
 ):
@@ -133,6 +134,7 @@ def test_a_setting_that_one_source_has_a_use_for_is_taken(llama):
     go(f"{line} data.completion_only_loss=false")
 
 
+@pytest.mark.slow
 def test_parts_of_a_data_set_are_trained_on_held_out_and_evaluated_by_their_names(llama):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
 

@@ -94,6 +94,7 @@ def test_a_pooler_that_no_pooling_reads_is_no_new_head(capsys):
     assert "bert.pooler.dense.weight" in new_weights(classifier), "which reads it"
 
 
+@pytest.mark.slow
 def test_a_head_has_as_many_classes_as_are_typed_and_the_report_is_a_row(capfd):
     Head("BertForTokenClassification", "BertConfig", "tags").build().save_pretrained("tagger")
     Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("body")

@@ -61,6 +61,7 @@ def test_a_run_that_measured_nothing_has_no_advice_and_plan_run_says_what_to_typ
     assert "train with log.noise_scale=auto" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_step_that_was_replayed_is_not_measured_and_later_ones_are_in_the_smaller_cut():
     line = f"{LINE} log.noise_scale=1 accum.gradient._target_=tests.lib.noise_toys.FullOnce"
     FullOnce.left = 8

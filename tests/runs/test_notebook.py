@@ -20,6 +20,7 @@ small_library(pytest.MonkeyPatch())"""
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_notebook_of_the_documentation_runs(monkeypatch):
     import nbclient  # noqa: PLC0415 - seconds, of every process that collects tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.objective_toys import Count, Marked, Numbers, Odd, OwnLoss, Partly, Sometimes
 from tests.lib.run_support import curve, entries, go
 from tests.lib.run_toys import Net, Rows
@@ -176,7 +176,7 @@ def test_a_metric_given_while_training_is_on_every_step_s_record_and_line(layout
     assert all(f"share {share:.4f}" in shown for share in whole), shown
 
 
-@pytest.mark.parametrize("line", ["eval.every=1", nightly("command=plan"), "command=verify"])
+@pytest.mark.parametrize("line", ["eval.every=1", nightly("command=plan"), slow("command=verify")])
 def test_a_head_of_transformers_that_gives_no_words_is_trained_planned_and_verified(line):
     model = "model._target_=tests.lib.heads.classifier data._target_=tests.lib.heads.classified"
     run = go(f"steps=1 objective=model_loss objective.reduction=mean {model} {line}")

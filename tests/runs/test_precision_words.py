@@ -37,6 +37,7 @@ def test_a_resumed_run_takes_auto_for_what_it_was_begun_with(word):
     assert saved(run, "terms")["contract"]["precision"] == word
 
 
+@pytest.mark.slow
 @WORDS
 def test_plan_and_verify_of_a_run_show_what_it_was_begun_with(word):
     run = go(f"precision={word} steps=2")

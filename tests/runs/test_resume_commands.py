@@ -203,6 +203,7 @@ def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
         prepared("hydra.run.dir=runs/a")
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused() -> None:
     run = make_run()
     for typed in (f"resume={run} step=4", f"plan resume={run}", f"verify run={run}"):

@@ -33,6 +33,7 @@ def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
     assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(ranks):
     line = f"{TOYS} batch.global=16 steps=4"
     whole = go(f"{line} accum.micro=16")

@@ -25,6 +25,7 @@ def plan_of(folder: Path) -> dict[str, object]:
     return read_json(folder / "plan.json")
 
 
+@pytest.mark.slow
 def test_tags_of_tokens_are_learnt_as_they_are_and_a_resumed_run_keeps_its_objective(capsys):
     Head("BertForTokenClassification", "BertConfig", "tags").build().save_pretrained("model")
     save_tokens(Path("data"), "tags")
@@ -79,6 +80,7 @@ def test_bytes_under_a_vocabulary_that_is_not_theirs_are_warned_of(capsys):
 NORM = f"model._target_={TOYS}.Net model.norm=batch batch.global=16 eval.every=null"
 
 
+@pytest.mark.slow
 def test_batch_norm_over_the_whole_step_is_taken_and_not_warned_of(capsys):
     for line in ("accum=auto accum.micro=16", "accum=fixed accum.micro=16"):
         run = go(f"{NORM} {line} steps=1 name={line.split()[0].partition('=')[2]}")

@@ -82,6 +82,7 @@ def ran_on_two(ranks, line, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", nightly("ddp")])
 def test_ghost_takes_the_same_steps_on_two_ranks(mode, whole, ranks, tmp_path):
     found = ran_on_two(ranks, f"{GHOST} accum.micro=4 parallel={mode}", tmp_path)
@@ -109,6 +110,7 @@ def test_blocks_that_recompute_themselves_move_statistics_as_often(mode):
     assert distance(go(f"{line} activation_checkpointing=true"), go(line)) == 0
 
 
+@pytest.mark.slow
 def test_verify_proves_ghost_and_names_the_layers_of_micro():
     proven = read_json(go(f"command=verify {GHOST} accum.micro=4").folder / "verify.json")
     assert proven["verdict"] == "exact"

@@ -150,6 +150,7 @@ def test_equal_passages_of_a_step_are_no_negatives_of_each_other_in_any_cut(cut)
     assert error(of_all, expected) > WRONG
 
 
+@pytest.mark.slow
 def test_a_run_is_proved_evaluated_and_exported(capsys):
     save("Bert")
     Path("model/1_Pooling").mkdir()

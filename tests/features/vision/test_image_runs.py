@@ -91,6 +91,7 @@ def test_models_and_images_of_one_s_own_meet_the_built_in_ones_whatever_their_na
     assert run.result["metrics"]["accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys):
     draw_pictures(Path("pictures"))
     line = "data=images data.path=pictures data.size=16 model=vit model.depth=1 model.width=16 "

@@ -19,6 +19,7 @@ LINE = (
 )
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_samples_of_one_in_its_order_with_the_tail_of_the_epoch(ranks):
     assert run_line(shlex.split(f"{LINE} accum.micro=7 name=one")) == 0
     whole = next(Path("outputs").glob("*/*-one"))

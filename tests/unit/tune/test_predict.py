@@ -156,6 +156,7 @@ def deep(kind: str) -> nn.Module:
     return GPT(VOCABULARY, width=64, num_layers=4, num_heads=4, max_length=128)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_graphs")
 @pytest.mark.parametrize(
     ("kind", "autocast", "backend"),
