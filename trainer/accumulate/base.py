@@ -261,12 +261,9 @@ def summed(rows: Rows, world: World, name: str) -> Rows:
     given = [each for each in world.collect(forms) if each]
     if any(each != given[0] for each in given):
         raise ConfigError(f"{name}: ranks gave rows of different names, shapes or dtypes: {given}")
-    whole = {
-        key: rows[key]
-        if rows
-        else torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
-        for key, shape, dtype in (given[0] if given else ())
-    }
+    whole = dict(sorted(rows.items()))
+    for key, shape, dtype in [] if rows or not given else given[0]:
+        whole[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
     for own in whole.values():
         world.sum(own)
     return whole

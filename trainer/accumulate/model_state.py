@@ -25,15 +25,15 @@ class ModelState:
         self._model, self._world, self._is_ordered = model, world, is_ordered
         self._parameters = dict(model.named_parameters())
         self._is_sharded = any(map(is_sharded, self._parameters.values()))
-        self._buffers = [
-            (part._buffers, name, f"{prefix}.{name}".lstrip("."), buffer.shape)
-            for prefix, part in (model.named_modules() if world.size > 1 or is_ordered else ())
-            for name, buffer in part._buffers.items()
-            if name not in part._non_persistent_buffers_set
-            and buffer is not None
-            and buffer.layout == torch.strided
-            and not (is_sharded(buffer) or buffer.is_meta or buffer.is_quantized)
-        ]
+        self._buffers: list[tuple[dict[str, Tensor | None], str, str, torch.Size]] = []
+        for prefix, part in model.named_modules() if world.size > 1 or is_ordered else ():
+            for name, buffer in part._buffers.items():
+                if name in part._non_persistent_buffers_set or buffer is None:
+                    continue
+                is_plain = not (is_sharded(buffer) or buffer.is_meta or buffer.is_quantized)
+                if is_plain and buffer.layout == torch.strided:
+                    whole_name = f"{prefix}.{name}".lstrip(".")
+                    self._buffers.append((part._buffers, name, whole_name, buffer.shape))
         self._before: list[Tensor] = []
         self._versions: dict[str, int] = {}
 

@@ -29,12 +29,13 @@ def eval_sets(tree: Tree) -> dict[str, Any]:
     same = set_defaults(_section(tree, "data"))
     same.pop("holdout", None)  # all of it is evaluated
     elsewhere = names_in_path(str(same.get("_target_")))
-    return {
-        f"{EVAL_SETS}.{name}": same | (elsewhere if "path" in entry else {}) | dict(entry)
-        if isinstance(entry, Mapping) and "_target_" not in entry
-        else entry
-        for name, entry in sets.items()
-    }
+    found: dict[str, Any] = {}
+    for name, entry in sets.items():
+        found[f"{EVAL_SETS}.{name}"] = entry
+        if isinstance(entry, Mapping) and "_target_" not in entry:
+            beside = elsewhere if "path" in entry else {}
+            found[f"{EVAL_SETS}.{name}"] = same | beside | dict(entry)
+    return found
 
 
 def set_defaults(data: Tree) -> dict[str, Any]:
@@ -67,11 +68,12 @@ def sources(tree: Tree) -> dict[str, dict[str, Any]]:
     """Give the sources of a config's data by key, each over the option that it is of by default."""
     data = _section(tree, "data")
     argument = sources_argument(str(data.get("_target_")))
-    return {
-        f"data.{argument}.{name}": {**({} if "_target_" in entry else source_option()), **entry}
-        for name, entry in (_section(data, argument).items() if argument else ())
-        if isinstance(entry, Mapping)
-    }
+    found = {}
+    for name, entry in _section(data, argument).items() if argument else ():
+        if isinstance(entry, Mapping):
+            default = {} if "_target_" in entry else source_option()
+            found[f"data.{argument}.{name}"] = {**default, **entry}
+    return found
 
 
 def source_option() -> dict[str, Any]:

@@ -168,14 +168,15 @@ class RunConfig(Section):
         """
         named: dict[str, Component] = {path: attrgetter(path)(self) for path in COMPONENTS}
         named |= dict(self.listed())
-        return [
-            (place, target)
-            for key, each in named.items()
-            if typed or not each.typed_target
-            for place, target in targets_in(key, {"_target_": each.target, **each.params})
-            if place != key or target.partition(".")[0] != "trainer"
-            if target.rpartition(".")[0] not in LIBRARIES.get(place, ())
-        ]
+        found = []
+        for key, each in named.items():
+            if each.typed_target and not typed:
+                continue
+            for place, target in targets_in(key, {"_target_": each.target, **each.params}):
+                is_ours = place == key and target.partition(".")[0] == "trainer"
+                if not is_ours and target.rpartition(".")[0] not in LIBRARIES.get(place, ()):
+                    found.append((place, target))
+        return found
 
     def listed(self) -> Iterator[tuple[str, Component]]:
         """Give the classes of lists and of held-out sets, each with its key: `hooks[0]`."""

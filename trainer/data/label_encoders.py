@@ -200,11 +200,11 @@ def _rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, lis
     """Pad the rows of a sample to the longest."""
     longest = max(map(len, found[INPUT_IDS]))
     fills = {INPUT_IDS: pad_token, ATTENTION_MASK: 0, TYPE_IDS: 0}
-    return {
-        name: [row + [fill] * (longest - len(row)) for row in found[name]]
-        for name, fill in fills.items()
-        if name in found
-    }
+    rows = {}
+    for name, fill in fills.items():
+        if name in found:
+            rows[name] = [row + [fill] * (longest - len(row)) for row in found[name]]
+    return rows
 
 
 def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN401 - any JSON

@@ -158,14 +158,16 @@ def _tensor(values: npt.NDArray[np.int32], kind: SampleKind) -> Tensor:
 
 def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
     """Tell the kinds of the fields of a sample."""
-    arrays = {name: np.asarray(values) for name, values in fields.items()}
-    names = {1: "ids"}
-    return {
-        name: len(a)
-        if a.ndim > 1
-        else names.get(a.ndim, "real" if a.dtype.kind == "f" else "number")
-        for name, a in arrays.items()
-    }
+    kinds: dict[str, SampleKind] = {}
+    for name, values in fields.items():
+        array = np.asarray(values)
+        if array.ndim > 1:
+            kinds[name] = len(array)
+        elif array.ndim == 1:
+            kinds[name] = "ids"
+        else:
+            kinds[name] = "real" if array.dtype.kind == "f" else "number"
+    return kinds
 
 
 def packed_fields(fields: Mapping[str, Any]) -> bytes:

@@ -65,12 +65,10 @@ class MasterWeights:
     def _in_place(self, model: nn.Module) -> Iterator[None]:
         """Have a model whose parameters are the copies, under the same names, inside the block."""
         copies = {id(weight): copy for weight, copy in self.pairs}
-        places = [
-            (part._parameters, name, weight)
-            for part in model.modules()
-            for name, weight in part._parameters.items()
-            if id(weight) in copies
-        ]
+        places = []
+        for part in model.modules():
+            named = part._parameters.items()
+            places += [(part._parameters, name, w) for name, w in named if id(w) in copies]
         for owner, name, weight in places:
             owner[name] = copies[id(weight)]
         try:

@@ -109,11 +109,10 @@ class MuonWithAdamW(Optimizer):
         muon: Callable[[SplitGroups], Optimizer],
         adamw: Callable[[SplitGroups], Optimizer],
     ) -> None:
-        self._parts = {
-            use_muon: build(members)
-            for use_muon, build in ((True, muon), (False, adamw))
-            if (members := [group for group in params if group[_USE_MUON] is use_muon])
-        }
+        self._parts: dict[bool, Optimizer] = {}
+        for use_muon, build in ((True, muon), (False, adamw)):
+            if members := [group for group in params if group[_USE_MUON] is use_muon]:
+                self._parts[use_muon] = build(members)
         super().__init__([g for part in self._parts.values() for g in part.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

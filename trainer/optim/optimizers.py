@@ -68,12 +68,11 @@ class OptimizerSpec(Described, ABC):
         rate, which is `lr_factor` times that of before, does not follow.
         """
         rates = {name: _power(getattr(self, name), ratio) for name in self.decay_rates}
-        groups = {
-            pattern: {
-                k: v * ratio / lr_factor if k == "weight_decay" else v for k, v in own.items()
-            }
-            for pattern, own in self.groups.items()
-        }
+        groups = {}
+        for pattern, own in self.groups.items():
+            groups[pattern] = dict(own)
+            if "weight_decay" in own:
+                groups[pattern]["weight_decay"] = own["weight_decay"] * ratio / lr_factor
         weight_decay = self.weight_decay * ratio / lr_factor
         return replace(self, weight_decay=weight_decay, groups=groups, **rates)
 
@@ -267,12 +266,10 @@ def param_groups(
     names. Of several patterns that match, the first counts. `scales` are factors on rates that no
     group names, by the id of a parameter. Frozen parameters are in no group.
     """
-    exempt = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, NORMS)
-        for p in module.parameters(recurse=False)
-    } | {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
+    exempt = {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            exempt |= {id(p) for p in module.parameters(recurse=False)}
     by_pattern = match_groups(model, groups)
     grouped = {id(p) for members in by_pattern.values() for p in members}
     rest = [p for p in model.parameters() if id(p) not in grouped]

@@ -46,14 +46,13 @@ class Hooks:
     ) -> None:
         self._warn, self._module, self._warned = warn, module, set[str]()
         self._ours = {"step", "loss", EVAL_SECONDS}  # names of figures that no hook may give
-        self._calls: dict[str, list[tuple[str, Callable[..., object], bool]]] = {
-            event: [
-                (f"{name}.{event}", method, _takes_model(method))
-                for name, hook in hooks.items()
-                if callable(method := getattr(hook, event, None))
-            ]
-            for event in WATCHED
-        }
+        self._calls: dict[str, list[tuple[str, Callable[..., object], bool]]] = {}
+        for event in WATCHED:
+            self._calls[event] = []
+            for name, hook in hooks.items():
+                if callable(method := getattr(hook, event, None)):
+                    call = (f"{name}.{event}", method, _takes_model(method))
+                    self._calls[event].append(call)
 
     def call(self, event: str, values: Entry) -> dict[str, float]:
         """Call a method of all hooks, and give the figures that they return."""

@@ -5,6 +5,7 @@ Numbers that JSON does not know (NaN, infinities) are written as null.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -121,10 +122,11 @@ class MetricsLog:
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
     """Find the means of a step's evaluation in metrics.jsonl; None where there is none."""
-    found = [e for e in read(folder / METRICS_FILE) if e["step"] == step and EVAL_SECONDS in e]
-    return {
-        name.removeprefix("eval_"): float("nan") if value is None else float(value)
-        for entry in found
-        for name, value in entry.items()
-        if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None)
-    } or None
+    means = {}
+    for entry in read(folder / METRICS_FILE):
+        if entry["step"] != step or EVAL_SECONDS not in entry:
+            continue
+        for name, value in entry.items():
+            if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None):
+                means[name.removeprefix("eval_")] = math.nan if value is None else float(value)
+    return means or None

@@ -67,8 +67,8 @@ class Tracker(ABC):
 def figures_of(entry: Entry) -> dict[str, float]:
     """Name the figures of an entry: `train/loss`, `eval/loss`; a step that was skipped counts 1."""
     kind = "eval" if EVAL_SECONDS in entry else "train"
-    return {
-        f"{kind}/{key.removeprefix('eval_')}": 1 if isinstance(value, str) else value
-        for key, value in entry.items()
-        if key != "step" and isinstance(value, int | float | str)
-    }
+    figures: dict[str, float] = {}
+    for key, value in entry.items():
+        if key != "step" and isinstance(value, int | float | str):
+            figures[f"{kind}/{key.removeprefix('eval_')}"] = 1 if isinstance(value, str) else value
+    return figures

@@ -163,10 +163,11 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
     _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
     means = {}
     for name in names:  # in the objective's order
-        total, weight = (
-            _rounded_once([number for each in numbers for number in each.get(name, ())])
-            for numbers in ([sums for sums, *_ in found], [weights for _, weights, *_ in found])
-        )
+        numbers, counts = [], []
+        for sums, weights, *_ in found:
+            numbers += sums.get(name, ())
+            counts += weights.get(name, ())
+        total, weight = _rounded_once(numbers), _rounded_once(counts)
         means[name] = total / weight if weight else math.nan
     shown = {n: mean for n, mean in means.items() if n not in terms or len(terms) > 1}
     whole = {"loss": sum(means[name] for name in terms)}

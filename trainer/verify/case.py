@@ -315,12 +315,10 @@ class Case:
         found = divisors(kind or context.normalizer, context.terms, cast, context.world)
         self._walk(context, strategy or context.strategy, cast, found)
         # Tensors that modules hold and have not registered, but for computed ones.
-        self.plain.update(
-            f"{name}.{key}".lstrip(".")
-            for name, part in self.module.named_modules()
-            for key, value in vars(part).items()
-            if isinstance(value, Tensor) and value.is_leaf
-        )
+        for name, part in self.module.named_modules():
+            for key, value in vars(part).items():
+                if isinstance(value, Tensor) and value.is_leaf:
+                    self.plain.add(f"{name}.{key}".lstrip("."))
         named = self.module.named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
