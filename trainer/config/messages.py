@@ -15,8 +15,7 @@ from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import DTYPE_WORDS, shown_path
 
-Tree = Mapping[str, Any]
-"""A config as it is composed: mappings in mappings."""
+Tree = Mapping[str, Any]  # a config as it is composed
 
 LINE_LIMIT = 200
 MISSING = "???"

@@ -222,8 +222,7 @@ def counts_samples(view: Tree) -> bool:
 def give_way(tree: dict[str, Any], typed: Collection[str], default_global: int) -> None:
     """Null one of three sizes of `accum=fixed` that nobody typed and the others give, in place.
 
-    The default of `batch.global` gives way first, always to sizes of a class's own; then
-    `accum.steps`.
+    A default `batch.global` gives way first, always to sizes of a class's own; then `accum.steps`.
     """
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
     gives_sizes = declared(str(lookup(tree, "batch._target_"))).flags.get("gives_sizes", False)

@@ -39,9 +39,11 @@ def batch_advice(
     if noise.measurements < LEAST_MEASUREMENTS:
         return None
     first = f"{_known(noise, unit)}; the global batch is {batch:,}"
-    scale = _safe(noise, batch)
-    if scale is None:
-        return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
+    scale = noise.scale
+    if not noise.is_precise:  # the end of what it may be that is nearer to the batch
+        if noise.low <= batch <= noise.high:
+            return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
+        scale = noise.low if noise.low > batch else noise.high
     ratio = min(max(scale / batch, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
     factor = 2 ** int(abs(math.log2(ratio)))
     if factor == 1:
@@ -73,15 +75,6 @@ def _known(noise: NoiseEstimate, unit: str) -> str:
     if noise.is_precise:
         value = f"about {short(noise.scale)} {unit} ({around})"
     return f"the gradient noise scale was {value}"
-
-
-def _safe(noise: NoiseEstimate, batch: int) -> float | None:
-    """Take the estimate, or the end of what it may be that is nearer to the batch."""
-    if noise.is_precise:
-        return noise.scale
-    if noise.low > batch:
-        return noise.low
-    return noise.high if noise.high < batch else None
 
 
 def _times(multiple: float, what: str) -> str:

@@ -92,7 +92,9 @@ def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> 
             part.see_gradient(batch.gradient(norm, agreed.groups))
         norms = _update(context, batch.step, norm)
     else:
-        skipped = _skip(context)
+        _roll_back(context)
+        halved = context.loss_scale is not None and context.loss_scale.shrink()
+        skipped = LOSS_SCALE if halved else NOT_FINITE
     return StepReport(
         batch=batch,
         loss=agreed.loss,
@@ -129,14 +131,6 @@ def _roll_back(context: window.StepContext) -> None:
     """Forget the gradients and what forwards wrote."""
     context.model.drop_gradients()
     context.snapshot.restore()
-
-
-def _skip(context: window.StepContext) -> str:
-    """Roll back what is not finite, and say why: a loss scale that is now halved, or not."""
-    _roll_back(context)
-    if context.loss_scale is not None and context.loss_scale.shrink():
-        return LOSS_SCALE
-    return NOT_FINITE
 
 
 def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
