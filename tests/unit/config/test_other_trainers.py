@@ -11,7 +11,7 @@ from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.messages import flat
 from trainer.config.option_files import data_dir, options_of
-from trainer.config.other_trainers import _MEANT, NONE_HERE, OTHER_WORDS, REFUSED
+from trainer.config.other_trainers import _WORDS, NONE_HERE, OTHER_WORDS, REFUSED
 from trainer.config.validate import hint_for
 
 PAGES = {
@@ -26,8 +26,9 @@ KNOWN = {*KEYS, *GROUPS, *OWN, *flat(trackers.options()), "scheduler._target_"}
 
 
 def test_every_setting_that_is_meant_is_one_and_no_word_is_meant_twice():
-    assert {re.match(r"[\w.]+", each)[0] for each in _MEANT} <= KNOWN
-    words = [word for theirs in (*_MEANT.values(), *NONE_HERE, *REFUSED) for word in theirs.split()]
+    called = _WORDS["called"]
+    assert {re.match(r"[\w.]+", each)[0] for each in called} <= KNOWN
+    words = [word for theirs in (*called.values(), NONE_HERE, REFUSED) for word in theirs]
     assert len(words) == len({*words})
     assert not KNOWN & {*words}
     assert hint_for("trainer.max_steps", ()) == " Did you mean steps?"
