@@ -553,7 +553,7 @@ def test_only_bad_records_that_are_listed_are_looked_up(tmp_path, monkeypatch):
         return name_of(source, part, row, before)
 
     monkeypatch.setattr(RecordSource, "name_of", counted)
-    monkeypatch.setattr("trainer.data.token_cache.LISTED_SKIPS", 2)
+    monkeypatch.setattr("trainer.data.index.LISTED_SKIPS", 2)
     with pytest.raises(DataError, match=r"4 of 5 records are bad, .*records.jsonl:2: the text"):
         opened(tmp_path, [{"text": "a"}, *[{"text": 3}] * 4], byte_tokenizer(), on_bad="skip")
     assert looked_up == [1, 2]
