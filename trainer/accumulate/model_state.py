@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class ModelState:
         self._model, self._world, self._is_ordered = model, world, is_ordered
         self._parameters = dict(model.named_parameters())
         self._is_sharded = any(map(is_sharded, self._parameters.values()))
-        self._buffers: list[tuple[dict[str, Tensor | None], str, str, torch.Size]] = []
+        self._buffers: list[tuple[dict[str, Any], str, str, torch.Size]] = []
         for prefix, part in model.named_modules() if world.size > 1 or is_ordered else ():
             for name, buffer in part._buffers.items():
                 if name in part._non_persistent_buffers_set or buffer is None:

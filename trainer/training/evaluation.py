@@ -163,7 +163,7 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
     _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
     means = {}
     for name in names:  # in the objective's order
-        numbers, counts = [], []
+        numbers, counts = list[float](), list[float]()
         for sums, weights, *_ in found:
             numbers += sums.get(name, ())
             counts += weights.get(name, ())
