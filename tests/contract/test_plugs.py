@@ -213,7 +213,7 @@ IMAGES = {"model": ["resnet", "vit"], "data": ["digits", "images"]}
 
 
 TRAINED_ELSEWHERE = {("gpt2", "text"), ("gpt2", "hf"), ("gpt_small", "image_text")}
-TRAINED_ELSEWHERE |= {("gpt_tiny", "mixture")}
+TRAINED_ELSEWHERE |= {("gpt_tiny", "mixture"), ("gpt_small", "tokens")}
 """Data sets that the tests of their own train on, and models of one class with another here."""
 
 
@@ -228,11 +228,9 @@ def paired(first: str, second: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("model", "data"),
     [
-        *(
-            nightly(*each) if each in TRAINED_ELSEWHERE else each
-            for each in paired("model", "data")
-        ),
-        *zip(*IMAGES.values(), strict=True),
+        *(slow(*each) if each in TRAINED_ELSEWHERE else each for each in paired("model", "data")),
+        ("resnet", "digits"),
+        slow("vit", "images"),
     ],
 )
 def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_the_cut(

@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 from trainer.core.world import World
 
-PATIENCE_S = 60
+PATIENCE_S = 240
+"""A machine with much else to do may give ranks no time for a minute."""
+
 ComputeTime = Callable[..., Any]
 
 
 @contextmanager
-def joined(rank: int, size: int, store: Path, timeout_s: float = 30) -> Iterator[World]:
+def joined(rank: int, size: int, store: Path, timeout_s: float = 200) -> Iterator[World]:
     """A world of `size` ranks that meet at a file."""
     dist.init_process_group(
         "gloo",

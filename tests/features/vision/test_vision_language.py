@@ -47,6 +47,7 @@ def test_another_number_of_image_tokens_than_the_model_takes_is_one_line_before_
     assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_images_of_more_tokens_than_a_probe_has_are_tuned(monkeypatch, tmp_path, capsys):
     """An image is 64 tokens of some 90; half of a sample would be an image without its end."""
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
