@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -133,8 +134,11 @@ def test_fields_of_a_config_may_have_their_other_names():
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_data_that_ask_for_the_purpose_of_a_faulty_config_leave_the_fault_to_the_model(faulty):
-    assert stated_purpose(str(faulty / "labels"), "causal_lm") == Purpose("causal_lm")
+def test_data_that_ask_for_the_purpose_of_a_faulty_config_leave_the_fault_to_the_model():
+    save_causal_model(Path("labels"))
+    config = json.loads(Path("labels/config.json").read_text()) | {"id2label": 5}
+    Path("labels/config.json").write_text(json.dumps(config))
+    assert stated_purpose("labels", "causal_lm") == Purpose("causal_lm")
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
 from tests.lib.support import VOCABULARY, Bench, Failing
+from trainer.core.coupling import Coupling
 from trainer.objectives.base import Objective, Sums
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cuts import Fixed
@@ -66,6 +67,7 @@ class Normed(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.coupling = Coupling("micro_batch")  # as in a run
 
     def move(self, mean: Tensor) -> Tensor:
         self.norm(mean[None].expand(2, WIDTH))

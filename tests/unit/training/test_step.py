@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.lib.looks import looks_of_a_step
 from tests.lib.support import EXACT, WRONG, Bench, Failing, TinyLM, relative_error
 from trainer.accumulate.sum import Sum
+from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
@@ -59,11 +60,11 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
     assert float(report.loss) == pytest.approx(total / terms, rel=1e-12)
 
 
-@pytest.mark.parametrize(("trains", "micro"), [(True, 4), (False, 2)])
-def test_only_a_norm_that_trains_on_its_own_micro_batch_binds_the_cut(trains, micro):
+@pytest.mark.parametrize(("kind", "micro"), [("micro_batch", 4), ("none", 2)])
+def test_only_a_layer_that_couples_its_own_micro_batch_binds_the_cut(kind, micro):
     def model() -> nn.Module:
         built = TinyLM(norm=nn.BatchNorm1d(8))
-        built.norm.train(trains)
+        built.norm.coupling = Coupling(kind)
         return built
 
     bench = Bench(Fixed(micro=4), model=model, strategy=Failing(1, "backward"))
