@@ -56,7 +56,9 @@ SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
 def assert_ends_in_order(run: RankRun, ended: Ended, about: str, words: Sequence[str]) -> None:
     """One end, one code, few lines that name all there is to know, and nothing left."""
     assert ended.code == 7, f"{about}: {ended}"
-    assert len(ended.errors) <= 3, f"{about}: {ended}"
+    # A collective that another rank skipped may end a thread of gloo, with two lines of C++.
+    ours = [line for line in ended.errors if not line.startswith(("terminate called", "  what()"))]
+    assert len(ours) <= 3, f"{about}: {ended}"
     named = [line for line in ended.errors if line.startswith("train: error: ")]
     assert all(word in named[-1] for word in words), f"{about}: {words}, {ended}"
     assert lab.status(run.folder)["exit_code"] == 7, about
