@@ -52,8 +52,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the file that waits longest, so that nobody waits for it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_wandb.py")
+    """Begin with the file that takes longest, so that nobody waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
     if config.option.markexpr == "nightly":
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):

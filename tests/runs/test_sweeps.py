@@ -62,6 +62,7 @@ def table() -> tuple[Path, list[dict[str, str]]]:
         return path.parent.absolute(), list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", nightly("submitit_local")])
 def test_jobs_in_other_processes_are_ranked_with_reasons_and_are_not_run_twice(
     launcher: str, capsys: pytest.CaptureFixture[str]

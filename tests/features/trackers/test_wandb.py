@@ -193,6 +193,7 @@ def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp
     assert set(asked) <= {"rev-parse --show-toplevel", ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "typed", "code"),
     [
