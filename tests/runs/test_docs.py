@@ -6,7 +6,9 @@ import logging
 import re
 import runpy
 import shutil
+import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,16 @@ def test_nothing_stands_in_for_what_a_clone_holds(workshop):
         assert path.name not in names or path.resolve() == CHECKOUT / path.name
 
 
+@pytest.fixture
+def _own_pool() -> Iterator[None]:
+    """End joblib's processes: the next sweep may find one that is about to end, and wait for ever."""
+    yield
+    if pools := sys.modules.get("joblib.externals.loky.reusable_executor"):
+        pools.get_reusable_executor().shutdown(wait=True)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("own_folder")
+@pytest.mark.usefixtures("own_folder", "_own_pool")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of what it compiles
 @pytest.mark.parametrize(
     "page", [name if name in BY_DEFAULT else slow(name) for name in sorted(TYPED)]

@@ -20,6 +20,7 @@ TOYS = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
     run = go(f"{TOYS} +model.sample=0.01")
     assert not (run.folder / "samples.jsonl").exists(), "log.samples=false"

@@ -96,15 +96,22 @@ def test_a_step_that_ranks_hold_up_ends_in_time_also_when_a_signal_asked_to_stop
 def test_time_in_which_the_whole_job_was_suspended_is_no_silence_of_a_rank(
     tmp_path, watching, monkeypatch
 ):
-    """The watch itself does not run for a second, as between SIGSTOP and SIGCONT."""
+    """The watch itself does not run for a while, as between SIGSTOP and SIGCONT."""
     monkeypatch.setattr(supervise, "LONGEST_POLL_S", 0.1)
-    watch, pauses_s = watching("sleep 1.9", timeout_s=1.0), [1.3]
-    watch.stop = lambda: time.sleep(pauses_s.pop() if pauses_s else 0.0)
+    over = tmp_path / "over"
+    watch = watching(f"until test -e {over}; do sleep 0.02; done; sleep 0.5", timeout_s=2.0)
+
+    def suspend_once() -> None:
+        if not over.exists():
+            time.sleep(2.3)
+            over.touch()
+
+    watch.stop = suspend_once
     watch.children[0].rank_progress.write(RankPosition(step=3, phase="compute"))
     watch.records.write(Ended.now(0, RankPosition(), {"code": 0}))
     watch.run()
-    assert not pauses_s
-    assert verdict(watch.ended, tmp_path, 1.0) is None
+    assert over.exists()
+    assert verdict(watch.ended, tmp_path, 2.0) is None
 
 
 def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
