@@ -46,7 +46,7 @@ def test_nothing_stands_in_for_what_a_clone_holds(workshop):
 
 @pytest.fixture
 def _own_pool() -> Iterator[None]:
-    """End joblib's processes: the next sweep may find one that is about to end, and wait for ever."""
+    """End the processes of joblib: a later sweep may wait for one that is about to end."""
     yield
     if pools := sys.modules.get("joblib.externals.loky.reusable_executor"):
         pools.get_reusable_executor().shutdown(wait=True)
