@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Self, final
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import StoredWeights, first_weights
-from trainer.config.keys import as_option
-from trainer.config.messages import flat
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import SavedFields, State, StoredCount
@@ -36,13 +34,6 @@ class Terms(SavedFields):
     sync: tuple[str, StoredCount, str] | None = None
     # What the run last ran on; nothing depends on it
     environment: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("contract")
-    @classmethod
-    def _with_options(cls, terms: dict[str, Any]) -> dict[str, Any]:
-        """Give what a run of an earlier version had by a word the settings that it stands for."""
-        words = {key: as_option(key, terms[key]) for key in ("batchnorm",) if key in terms}
-        return {**{k: v for k, v in terms.items() if k not in words}, **flat(words)}
 
 
 @final

@@ -35,11 +35,6 @@ class Key:
         return tuple(word for word, is_typed in alternatives(self.annotation) if is_typed)
 
 
-def as_option(group: str, value: Any) -> Any:  # noqa: ANN401 - what a run of an earlier version has
-    """Give the settings that one word stood for where a group was a plain key; null: `auto`."""
-    return options_of(group).get(value or "auto", value) if not isinstance(value, dict) else value
-
-
 def docs_of(file: Path, prefix: str = "") -> dict[str, str]:
     """Read the comment behind every key of a file."""
     docs: dict[str, str] = {}

@@ -195,8 +195,6 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(section, str):
             chosen[group.replace(".", "/")] = section
             del (tree[parents[0]] if parents else tree)[name]
-        elif group == "batchnorm" and tree.get(group, "") is None:
-            del tree[group]  # a value of recipes from before the key was a group
         elif group in COMPONENTS and isinstance(section, Mapping) and "_target_" in section:
             chosen[group.replace(".", "/")] = OWN
     choices = [{f"override /{group}": option} for group, option in chosen.items()]

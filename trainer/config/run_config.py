@@ -344,7 +344,6 @@ def _changes(
         before, now = (terms.get(key) for terms in (old, new))
         is_open = key == "precision" and "auto" in (before, now)
         is_open |= key in _BY_JOB and None in (before, now)
-        is_open |= key not in old and now in (False, "native")  # of a later version, and off
         is_open |= key.startswith("objective.") and are_open[0] != are_open[1]
         if before != now and not is_open and {key, *ancestors(key)}.isdisjoint(allow):
             yield key, before, now

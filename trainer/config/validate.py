@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 
 from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
-from trainer.config.keys import KEYS, as_option
+from trainer.config.keys import KEYS
 from trainer.config.messages import Tree
 from trainer.config.option_files import OWN, options_of
 from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED
@@ -32,9 +31,6 @@ from trainer.core.errors import ConfigError
 # Keys whose values the start of a run shows as defaults where nobody set them.
 _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
 _SHOWN_DEFAULTS += ["eval.every", "checkpoint.every", "batch.global"]
-
-_LATER = re.compile(r"(ema|log|checkpoint|stop|sweep)\..*|accum\.buffer|max_time|logger")
-"""Keys that runs of earlier versions may lack; what their defaults say was so before."""
 
 
 def validate(
@@ -111,25 +107,11 @@ def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
 
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`."""
-    choices, whole = dict(plain.get("choices", {})), _with_later_keys(plain)
-    list(trackers.complete(whole))  # what their options lack by now is in the run
+    choices, whole = dict(plain.get("choices", {})), {**plain, "trust": []}
     try:
         return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
         raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
-
-
-def _with_later_keys(plain: Tree) -> dict[str, Any]:
-    """Give a run's config with the keys of this version, and without `trust`."""
-    whole = {**plain, "log": {"noise_scale": None, **plain.get("log", {})}, "trust": []}
-    for key in filter(_LATER.fullmatch, KEYS):
-        section, _, name = key.rpartition(".")
-        default = {name: KEYS[key].default}
-        whole |= {section: default | whole.get(section, {})} if section else default | whole
-    # It had one word for this section.
-    section = as_option("batchnorm", plain.get("batchnorm"))
-    whole["batchnorm"] = {"precise": None, **section} if isinstance(section, dict) else section
-    return whole
 
 
 def secret_fault(key: str, value: object, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -359,7 +341,7 @@ def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree
             key = "".join(parts).removeprefix(".").removesuffix(".target")
             yield messages.line(f"{key}._target_", item["input"], messages.NO_CLASS)
         elif item["type"] == "missing":
-            yield f"{path}: is missing, as in a run of an earlier version"
+            yield f"{path}: is missing"
         elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
             nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
             yield messages.clip(f"{path}: in a file, nest the keys: {nested}")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.lib import batch_norm_toys
@@ -174,22 +173,6 @@ def test_a_mode_of_ones_own_is_two_files_and_pairs_of_two_are_groups_of_four(who
     found = train(typed, config_dir="own")
     assert distance(found, whole) < EXACT
     assert read_json(found.folder / "plan.json")["batchnorm"] == "over 2 pairs of samples"
-
-
-@pytest.mark.nightly
-def test_runs_and_recipes_from_before_the_key_was_a_group_go_on():
-    """There `batchnorm` was null, or `micro`."""
-    for word in ("null", "micro"):
-        Path(f"{word}.yaml").write_text(f"batchnorm: {word}\n")
-        run = go(f"{NET} recipe={word}.yaml accum.micro=4 steps=2 scheduler=constant name={word}")
-        content = yaml.safe_load((run.folder / "config.yaml").read_text())
-        content["batchnorm"] = yaml.safe_load(word)
-        (run.folder / "config.yaml").write_text(yaml.safe_dump(content))
-        hydra = run.folder / ".hydra" / "overrides.yaml"
-        lines = [line for line in yaml.safe_load(hydra.read_text()) if "recipe" not in line]
-        hydra.write_text(yaml.safe_dump([*lines, f"batchnorm={word}"]))
-        again = on(run, "steps=4")
-        assert [entry["step"] for entry in steps(again)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("mode", ["ghost batchnorm.group=4", nightly("pooled")])
