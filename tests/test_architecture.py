@@ -64,8 +64,6 @@ SAME_NAME = {
     "main": "how a process begins: the command line's, and a rank's",
     "run": "a command line, and one job of it",
     "train": "what Python imports, and the loop over steps",
-    "CHECKPOINTS": "`cli` imports no torch",
-    "last_step": "of status.json without torch, and of metrics.jsonl",
 }
 
 

@@ -19,8 +19,8 @@ import pytest
 
 from tests.lib.nightly import LIMIT_S
 from tests.lib.tracked import mirror_of
+from trainer.core.run_folder import RunFolder
 from trainer.features.trackers.mlflow import MlflowTracker
-from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
 
 pytestmark = [
@@ -87,7 +87,7 @@ def test_four_jobs_of_a_new_experiment_start_at_once(
     for job in range(NUM_JOBS):
         run = tmp_path / f"run-{job}"
         run.mkdir()
-        (run / METRICS_FILE).write_text('{"step": 1, "loss": 1.0}\n')
+        (run / RunFolder.METRICS).write_text('{"step": 1, "loss": 1.0}\n')
         tracker = MlflowTracker(tracking_uri=server, experiment="new")
         tracker.patience_s = PATIENCE_S
         mirrors.append(mirror_of("mlflow", tracker, run, warnings.append))

@@ -12,9 +12,9 @@ from typing import Any
 from tests.lib.cli_support import prepared
 from tests.lib.ranks_support import Ranks
 from tests.reliability import lab
-from trainer.checkpoint.lock import hold
 from trainer.config.run_config import RunConfig, from_text, to_text
 from trainer.core.errors import TrainError
+from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch.session import run_rank

@@ -32,11 +32,11 @@ from trainer.assemble.saved import SavedCut, Terms
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.codec import encode
 from trainer.checkpoint.state import capture, restore
-from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import open_weights
 from trainer.core.durable import clean, read_json
 from trainer.core.errors import NoCheckpointError
+from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import Stateful
 from trainer.features.trackers.wandb import WandbTracker
 from trainer.report.metrics import evaluation_at
@@ -247,7 +247,7 @@ def test_side_files_of_a_stranger_are_passed_over(tmp_path):
             log.write(b'{"step": 1, "seconds": 2}\n')
             log.write(b'{"step": 1, "eval_loss": "x", "eval_accuracy": 1, "eval_seconds": 1}\n')
         assert read_json(tmp_path / "plan.json") == {}
-        assert read_status(tmp_path) == {}
+        assert RunFolder(tmp_path).status() == {}
         assert evaluation_at(tmp_path, 1) == {"accuracy": 1}
     (tmp_path / "plan.json").unlink()
     os.mkfifo(tmp_path / "plan.json")

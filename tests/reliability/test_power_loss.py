@@ -24,11 +24,11 @@ import pytest
 
 from tests.lib.nightly import counts
 from tests.reliability.support import KEEP, assert_is, cases, intact_steps, put, replay, save, state
-from trainer.checkpoint.status import write_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
 from trainer.core.durable import FileSystem
 from trainer.core.errors import NoCheckpointError
+from trainer.core.run_folder import RunFolder
 
 ROOT = 0
 
@@ -199,7 +199,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
         for step in range(1, LAST + 1):
             put(store, step, *state(step))
             disk.promise(("checkpoint", step))
-            write_status(run, "running", step)
+            RunFolder(run).write_status("running", step)
             disk.promise(("status", step))
     return disk.log
 

@@ -20,10 +20,10 @@ from tests.lib.nightly import counts, nightly
 from tests.reliability import lab, toys
 from tests.reliability.rank_runs import RankRun
 from tests.reliability.support import cases, intact_steps, replay
-from trainer.checkpoint.status import read_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
 from trainer.core import signals
+from trainer.core.run_folder import RunFolder
 from trainer.launch import supervise
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
@@ -241,7 +241,7 @@ def test_the_status_of_a_run_moves_at_checkpoints_and_evaluations(tmp_path):
     assert lab.fork(lambda: lab.run(settings, tmp_path, after_step=look).code).wait() == -9
     found = {key: lab.status(tmp_path)[key] for key in ("state", "exit_code", "step")}
     assert found == {"state": "running", "exit_code": None, "step": 4}
-    assert read_status(tmp_path)["state"] == "failed"
+    assert RunFolder(tmp_path).status()["state"] == "failed"
     assert lab.run(settings, tmp_path, resume=True, after_step=look).code == 0
     assert seen == [4, 4, 6]
     assert lab.status(tmp_path)["step"] == 7

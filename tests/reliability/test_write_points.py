@@ -17,10 +17,10 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from tests.reliability.faults import FAULTS, Fault, FaultyDisk, Killed
 from tests.reliability.support import KEEP, assert_is, intact_steps, leftovers, save
-from trainer.checkpoint.status import write_status
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core import durable
 from trainer.core.errors import SaveError
+from trainer.core.run_folder import RunFolder
 
 MIN_POINTS = 24
 
@@ -94,11 +94,11 @@ def test_every_fault_at_every_write_point_leaves_the_old_or_the_new_checkpoint(
 
 def test_a_status_file_shows_the_old_or_the_new_content_after_every_fault(tmp_path):
     for point, fault in itertools.product(range(5), FAULTS):
-        write_status(tmp_path, "running", 1)
+        RunFolder(tmp_path).write_status("running", 1)
         disk, outcome = FaultyDisk(point, fault), None
         try:
             with durable.use(disk):
-                write_status(tmp_path, "failed", 2, 6)
+                RunFolder(tmp_path).write_status("failed", 2, 6)
         except (Killed, SaveError) as error:
             outcome = type(error)
         assert disk.struck, "the write has fewer operations than this test thinks"

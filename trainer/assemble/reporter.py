@@ -12,16 +12,15 @@ from trainer.config.components import Component
 from trainer.config.run_config import to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
+from trainer.core.run_folder import RunFolder
 from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
-from trainer.report.journal import PLAN_FILE
 from trainer.report.mirror import Mirror
 from trainer.report.records import PlanRecord
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish
 from trainer.report.tracker import Tracker
 
-SPLITS_FILE = "splits.json"
 SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of a search
 
 
@@ -105,5 +104,5 @@ def _record_begin(folder: Path, plan: PlanRecord, components: Components) -> Non
     """Record how the run goes on, now that nothing refuses it."""
     parts = {name: each.loader.dataset for name, each in components.held_out.items()}
     publish(folder)
-    write_record(folder / PLAN_FILE, plan)
-    write_record(folder / SPLITS_FILE, components.split.to_json(components.train_set, parts))
+    write_record(folder / RunFolder.PLAN, plan)
+    write_record(folder / RunFolder.SPLITS, components.split.to_json(components.train_set, parts))

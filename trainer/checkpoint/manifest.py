@@ -16,7 +16,8 @@ from typing import Annotated, Any, final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MANIFEST_FILE = "manifest.json"
+from trainer.core.run_folder import RunFolder
+
 FORMAT_VERSION = 4
 
 MAX_BYTES = 256 << 20
@@ -75,9 +76,9 @@ def parse_manifest(data: bytes) -> Manifest:
         unsigned = {key: value for key, value in body.items() if key != "sha256"}
         is_whole = sign(unsigned) == data
     except (ValueError, RecursionError, AttributeError) as error:
-        raise DamagedError(f"{MANIFEST_FILE} is not JSON") from error
+        raise DamagedError(f"{RunFolder.MANIFEST} is not JSON") from error
     if not is_whole:
-        raise DamagedError(f"{MANIFEST_FILE} does not match its own SHA-256")
+        raise DamagedError(f"{RunFolder.MANIFEST} does not match its own SHA-256")
     version = body.get("format_version")
     if version != FORMAT_VERSION:
         raise OtherFormatError(
@@ -87,7 +88,12 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate(body)
     except ValueError as error:
-        raise DamagedError(f"{MANIFEST_FILE} has a missing or invalid field") from error
+        raise DamagedError(f"{RunFolder.MANIFEST} has a missing or invalid field") from error
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder is one of a checkpoint."""
+    return (folder / RunFolder.MANIFEST).is_file()
 
 
 def verify_folder(
@@ -98,9 +104,9 @@ def verify_folder(
     Names and sizes are checked of all files; contents of this rank's share.
     """
     found = _list_files(folder)
-    if MANIFEST_FILE not in found or found.pop(MANIFEST_FILE) > MAX_BYTES:
-        raise DamagedError(f"{MANIFEST_FILE} is missing or too large")
-    manifest = parse_manifest((folder / MANIFEST_FILE).read_bytes())
+    if RunFolder.MANIFEST not in found or found.pop(RunFolder.MANIFEST) > MAX_BYTES:
+        raise DamagedError(f"{RunFolder.MANIFEST} is missing or too large")
+    manifest = parse_manifest((folder / RunFolder.MANIFEST).read_bytes())
     if step is not None and manifest.step != step:
         raise DamagedError(f"its manifest says step {manifest.step}")
     if differing := sorted(found.keys() ^ manifest.files.keys()):

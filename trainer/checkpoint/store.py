@@ -8,7 +8,7 @@ shows a whole checkpoint or does not exist, and nothing is ever overwritten.
 Load: newest first; the exact set of files, their sizes and SHA-256 are checked. A damaged
 checkpoint is set aside as `damaged-step-<n>`, and the next older one is taken.
 
-One run may write, the one that has the folder locked (`trainer.checkpoint.lock`); any may read. Of
+One run may write, the one that has the folder locked (`trainer.core.run_folder`); any may read. Of
 a run on several ranks each rank writes the rows it holds, and the main one all else; each verifies
 a share of the files, and reads the rows it needs.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from trainer.checkpoint import tensor_files
 from trainer.checkpoint.manifest import (
-    MANIFEST_FILE,
     DamagedError,
     Manifest,
     OtherFormatError,
@@ -41,11 +39,9 @@ from trainer.checkpoint.manifest import (
 from trainer.config.messages import first_of
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, SaveError
+from trainer.core.run_folder import RunFolder, checkpoint_name, step_of
 from trainer.core.tensors import in_main_memory
 from trainer.core.world import World
-
-CHECKPOINTS = "checkpoints"
-"""Folder in a run folder."""
 
 MODEL = "model"
 """Name of the part of a checkpoint that holds weights and buffers."""
@@ -55,11 +51,7 @@ OPTIMIZER = "optimizer"
 
 _logger = logging.getLogger(__name__)
 
-_BEST = "best.json"
-"""In the folder of checkpoints: which of them is the best."""
-
 _KINDS = {DamagedError: "damaged", OtherFormatError: "other"}
-_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
 _ONE_RANK = World()
 
@@ -105,24 +97,30 @@ class CheckpointStore:
         self._keep = keep
         self._intact: set[int] = set()  # steps that this process wrote or verified
 
+    @classmethod
+    def of(cls, run: Path, keep: int | None = None) -> CheckpointStore:
+        """Give the checkpoints of a run."""
+        return cls(run / RunFolder.CHECKPOINTS, keep)
+
     def path(self, step: int) -> Path:
         """Name the folder of a step's checkpoint."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def steps(self) -> list[int]:
         """List the steps that have a checkpoint, intact or not, ascending."""
-        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
+        names = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = (step_of(path) for path in names)
+        return sorted(step for step in found if step is not None)
 
     @property
     def best(self) -> int | None:
         """Step of the checkpoint that is the best; None where there is none."""
-        step = durable.read_json(self.folder / _BEST).get("step")
+        step = durable.read_json(self.folder / RunFolder.BEST).get("step")
         return step if step in self.steps() else None
 
     def mark_best(self, step: int) -> None:
         """Keep a checkpoint, in place of the one that was the best before."""
-        durable.write_record(self.folder / _BEST, {"step": step})
+        durable.write_record(self.folder / RunFolder.BEST, {"step": step})
 
     def save(
         self,
@@ -208,7 +206,7 @@ class CheckpointStore:
         """Give a checkpoint that all ranks have written its name, and prune older ones."""
         path = self.path(manifest.step)
         with durable.as_save_error(path):
-            durable.write_file(unfinished / MANIFEST_FILE, [dump(manifest)])
+            durable.write_file(unfinished / RunFolder.MANIFEST, [dump(manifest)])
             durable.publish_folder(unfinished, path)
         self._intact.add(manifest.step)
         self._prune()

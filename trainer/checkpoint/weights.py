@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
-from trainer.checkpoint.manifest import MANIFEST_FILE, DamagedError, OtherFormatError
+from trainer.checkpoint.manifest import DamagedError, OtherFormatError, has_manifest
 from trainer.checkpoint.state import plain_name, state_of
-from trainer.checkpoint.store import CHECKPOINTS, MODEL, CheckpointStore, Loaded, open_checkpoint
+from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import clip, first_of
 from trainer.config.run_config import RunConfig
@@ -203,7 +203,7 @@ def open_weights(path: Path, world: World | None = None, step: WhichStep = "last
     """
     world = world or World()
     opened: list[StoredWeights] = []
-    if (path / CHECKPOINTS).is_dir():
+    if CheckpointStore.of(path).folder.is_dir():
         return _begun_with(load_step(path, step, world))
     if step != "last":
         raise NoCheckpointError(f"step={step}: init={path} is not a run folder; leave step out")
@@ -213,7 +213,7 @@ def open_weights(path: Path, world: World | None = None, step: WhichStep = "last
 
 def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
     """Open a checkpoint of a run to read from, without setting damaged ones aside. Collective."""
-    store = CheckpointStore(run / CHECKPOINTS)
+    store = CheckpointStore.of(run)
     number = step if isinstance(step, int) else None
     if step == "best" and (number := store.best) is None:
         text = "no checkpoint was chosen; leave it out, or train with checkpoint.best=eval_loss"
@@ -251,7 +251,7 @@ def _open(path: Path, world: World) -> StoredWeights:
     """List the weights in a checkpoint, an exported folder or a file, by plain name."""
     shown = f"init={shown_path(path)}"
     try:
-        if (path / MANIFEST_FILE).is_file():
+        if has_manifest(path):
             loaded = open_checkpoint(path, world=world)
             return _begun_with(loaded)
         files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]

@@ -69,7 +69,7 @@ class Job:
     makes_folder: bool = True  # it writes a config of its own; not so where a run is only read
     done: str | None = None  # why there is nothing to do
     note: str = ""  # a line to print before it starts
-    forked: Path | None = None  # checkpoint of another run that it begins with
+    forked: tuple[Path, int] | None = None  # another run, and its step that it begins with
 
 
 @final

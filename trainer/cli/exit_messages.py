@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.format import at_words, lead_nowhere, printable_lines
+from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import excerpt
 from trainer.launch.membership import global_rank
 
@@ -38,7 +39,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_crash(error: Exception, folder: Path | None = None) -> int:
     """Print a traceback, or of one that is kept, or of the user's code, the end; give exit code."""
-    path = folder and folder / "errors" / f"rank{global_rank()}.txt"
+    path = folder and RunFolder(folder).traceback(global_rank())
     is_in_file = path is not None and path.is_file()
     frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if is_in_file else 0 :]
     own = "" if os.environ.get("HYDRA_FULL_ERROR") == "1" else excerpt(error)

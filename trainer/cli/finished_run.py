@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, final
 from trainer.config.run_config import RunConfig, evaluation_file
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
-from trainer.report.journal import METRICS_FILE, PLAN_FILE, RESULT_FILE, VERIFY_FILE, read
-from trainer.report.page import PAGE
+from trainer.core.run_folder import RunFolder
+from trainer.report.journal import read
 
 if TYPE_CHECKING:
     import pandas as pd
 
 RECORDS: Mapping[str, str] = {
-    "train": RESULT_FILE,
-    "plan": PLAN_FILE,
-    "verify": VERIFY_FILE,
+    "train": RunFolder.RESULT,
+    "plan": RunFolder.PLAN,
+    "verify": RunFolder.VERIFY,
 }
 """What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
 
@@ -53,13 +53,13 @@ class FinishedRun:
             import pandas as pd  # noqa: PLC0415 - optional
         except ImportError as error:
             raise ConfigError("run.metrics: needs pandas: pip install pandas") from error
-        lines = read(self.folder / METRICS_FILE)
+        lines = read(self.folder / RunFolder.METRICS)
         return pd.DataFrame(lines).groupby("step").first() if lines else pd.DataFrame()
 
     @property
     def report(self) -> Path | None:
         """The page with curves, plan and config; None where the command writes none."""
-        page = self.folder / PAGE
+        page = self.folder / RunFolder.PAGE
         return page if page.is_file() else None
 
     def _repr_html_(self) -> str | None:

@@ -20,6 +20,7 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import weights_path
+from trainer.core.run_folder import RunFolder
 
 
 def exists(path: str) -> bool:
@@ -71,7 +72,7 @@ def refuse_missing(config: RunConfig) -> None:
         if not exists(str(source := weights_path(init))):
             fault = clip(f"init={init}: no such file or folder{_below(init)}")
             raise NoCheckpointError(f"{fault}{remedy_for(init, 'init', Path(config.outputs))}")
-        refuse_odd_files(source, links=(source / "config.yaml").exists())
+        refuse_odd_files(source, links=(source / RunFolder.CONFIG).exists())
 
 
 def _below(path: str) -> str:

@@ -31,6 +31,7 @@ from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
+from trainer.core.run_folder import RunFolder, step_of
 from trainer.launch.membership import global_rank
 
 _FOLDER = "hydra.run.dir"
@@ -71,10 +72,10 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         return _begin_instead(composer.check(rest))
     if key == "run" and command in READING:
         job = _check_over(run, rest, composer, key)
-        return replace(_place(job, run, None), makes_folder=False)
+        return replace(_place(job, run.path, None), makes_folder=False)
     if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
         return _fork(run, rest, composer)
-    goes_on = saved_runs.has_checkpoint(run)
+    goes_on = bool(run.steps())
     # The same command as before, with `resume=auto`, may name the weights the run began with.
     if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
         rest = without(rest, "init", "step")
@@ -94,19 +95,19 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
     found = list(overrides)
     for key in ("run", "resume"):
         path = Path(word_of(overrides, key) or ".")
-        step = saved_runs.step_of(path)
+        step = step_of(path) if path.parent.name == RunFolder.CHECKPOINTS else None
         if step is not None and word_of(overrides, "step") is None:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
             found = [*without(found, key), *map(read_override, lines)]
     return found
 
 
-def _fork(run: Path, overrides: Sequence[Override], composer: Composer) -> Job:
+def _fork(run: RunFolder, overrides: Sequence[Override], composer: Composer) -> Job:
     """Prepare a new run that goes on from one checkpoint of another."""
-    checkpoint = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
+    step = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
     job = _check_over(run, overrides, composer, "resume")
-    note = f"a new run from step {saved_runs.step_of(checkpoint)} of {shown_path(run)}\n"
-    return replace(_place_new(job), forked=checkpoint, note=job.note + note)
+    note = f"a new run from step {step} of {shown_path(run.path)}\n"
+    return replace(_place_new(job), forked=(run.path, step), note=job.note + note)
 
 
 def _begin_instead(job: Job) -> Job:
@@ -119,7 +120,9 @@ def _begin_instead(job: Job) -> Job:
     return replace(_place(job, job.folder), note=job.note + note)
 
 
-def _find(overrides: Sequence[Override], typed: str, key: str, composer: Composer) -> Path | None:
+def _find(
+    overrides: Sequence[Override], typed: str, key: str, composer: Composer
+) -> RunFolder | None:
     """Find the run that is typed under a key; `None` for a new one."""
     command = word_of(overrides, "command")
     if typed != saved_runs.AUTO:
@@ -137,17 +140,17 @@ def _find(overrides: Sequence[Override], typed: str, key: str, composer: Compose
         if (run := saved_runs.newest(outputs, name, is_read=True)) is None:
             called = "run" if name is None else f"run named {name}"
             raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
-    elif saved_runs.can_go_on(folder):
-        run = folder
+    elif saved_runs.can_go_on(RunFolder(folder)):
+        run = RunFolder(folder)
     else:
         run = None if word_of(overrides, _FOLDER) else saved_runs.newest(outputs, name)
     if run is not None:
-        refuse_odd_files(run)
+        refuse_odd_files(run.path)
     return run
 
 
 def _check_over(
-    run: Path, typed: Sequence[Override], composer: Composer, key: str | None = None
+    run: RunFolder, typed: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
     """Check a run's own overrides, with what is typed now on top, and the run under a key."""
     saved = saved_runs.saved_overrides(run)
@@ -167,16 +170,16 @@ def _check_over(
     return job
 
 
-def _go_on(run: Path, job: Job) -> Job:
+def _go_on(run: RunFolder, job: Job) -> Job:
     """Prepare a training run that goes on in its folder, or begins again there."""
-    job = _place(job, run, saved_runs.RESUMED)
-    if not saved_runs.has_checkpoint(run):
+    job = _place(job, run.path, RunFolder.RESUMED)
+    if not run.steps():
         saved_runs.refuse_other_weights(run, job.config)
-        note = f"{shown_path(run)} has no checkpoint: it begins again, with its settings\n"
+        note = f"{shown_path(run.path)} has no checkpoint: it begins again, with its settings\n"
         return replace(job, note=job.note + note)
     if saved_runs.is_finished(run, job.config):
         clock = "steps" if job.config.total_epochs is None else "epochs"
-        done = f"{run} is done after step {saved_runs.last_step(run)}; {clock}=N trains further"
+        done = f"{run} is done after step {run.last_step()}; {clock}=N trains further"
         return replace(job, done=done)
     if why := saved_runs.stopped(run, job.config):
         return replace(job, done=f"{run} is done: {why}; stop.metric=null trains further")
@@ -186,13 +189,13 @@ def _go_on(run: Path, job: Job) -> Job:
 def _place_new(job: Job) -> Job:
     """Give a run a folder of its own; one that is typed may have no run."""
     # Under torchrun the first rank makes the folder, and other ranks may find it there.
-    if (job.folder / "config.yaml").exists() and global_rank() == 0:
+    if (job.folder / RunFolder.CONFIG).exists() and global_rank() == 0:
         remedy = f"resume={job.folder} goes on with it"
         raise ConfigError(clip(f"{_FOLDER}={job.folder}: holds a run; {remedy}"))
     return _place(job, job.folder)
 
 
-def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER) -> Job:
+def _place(job: Job, folder: Path, subfolder: str | None = RunFolder.HYDRA) -> Job:
     """Fix for Hydra the folder, which holds the time of day, and where its records go."""
     typed = word_of(map(read_override, job.lines), _FOLDER)
     if typed is not None and folder.resolve() != job.folder.resolve():
@@ -204,6 +207,6 @@ def _place(job: Job, folder: Path, subfolder: str | None = saved_runs.SUBFOLDER)
         hydra.run.dir = str(folder)
         lines = [line for line in job.lines if not read_override(line).is_hydra_override()]
         hydra.overrides.task = [line.lstrip("+") for line in lines]
-        if subfolder != saved_runs.SUBFOLDER:
+        if subfolder != RunFolder.HYDRA:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)

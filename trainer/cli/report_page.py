@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli.exit_messages import print_notes
-from trainer.cli.saved_runs import AUTO, remedy_for, runs_below
+from trainer.cli.saved_runs import AUTO, remedy_for
 from trainer.config.messages import clip, did_you_mean
 from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path
-from trainer.report.journal import METRICS_FILE
-from trainer.report.page import PAGE, write_page
-from trainer.report.page_runs import SavedRun, runs_in
+from trainer.core.run_folder import RunFolder, runs_below
+from trainer.report.page import write_page
+from trainer.report.page_runs import runs_in
 
 SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 """What may be typed, with its default: runs or sweeps, the file, and where runs and pages are."""
@@ -37,7 +37,7 @@ def write_report(settings: Sequence[str]) -> str:
     outputs = expanded(typed["outputs"])
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
     home = folders[0] if len(folders) == 1 else outputs
-    file = expanded(typed["to"]) if typed["to"] else home / PAGE
+    file = expanded(typed["to"]) if typed["to"] else home / RunFolder.PAGE
     with as_save_error(file):
         make_folders(file.parent.absolute())
         count = write_page(folders, file)
@@ -59,7 +59,7 @@ def _found(typed: str, outputs: Path) -> Path:
     if typed == AUTO:
         return _newest(outputs)
     path = expanded(typed).absolute()
-    path = path.parent.parent if path.parent.name == "checkpoints" else path
+    path = path.parent.parent if path.parent.name == RunFolder.CHECKPOINTS else path
     if not path.is_dir():
         fault, remedy = clip(f"run={typed}: no such folder"), remedy_for(typed, "run", outputs)
         raise NoCheckpointError(f"{fault}{remedy}")
@@ -70,9 +70,8 @@ def _found(typed: str, outputs: Path) -> Path:
 
 
 def _newest(outputs: Path) -> Path:
-    runs = [run.absolute() for run in runs_below(outputs, METRICS_FILE)]
-    if not runs:
+    newest = max(runs_below(outputs, RunFolder.METRICS), key=RunFolder.by_start, default=None)
+    if newest is None:
         raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
-    newest = max(runs, key=lambda run: (SavedRun(run).began, str(run)))
-    refuse_odd_files(newest)
-    return newest
+    refuse_odd_files(newest.path)
+    return newest.path.absolute()

@@ -1,4 +1,4 @@
-"""Find runs on disk, and turn what they were started with into overrides for the next one.
+"""Find runs on disk, and say whether one can go on, and as what is asked for now.
 
 A run folder may come from somebody else. What is read from it is settings and nothing more: no
 setting of Hydra, no trust, no class that the user did not name themselves.
@@ -7,22 +7,17 @@ setting of Hydra, no trust, no class that the user did not name themselves.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import yaml
 from hydra.core.override_parser.types import Override
 
-from trainer.checkpoint.status import read_status
 from trainer.cli.overrides import ConfigGroups, dotted, parse, right_side
 from trainer.config import run_config, trackers
-from trainer.config.components import GROUPS, targets_in
+from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
 from trainer.config.recipes import ONLY_TYPED, asked
@@ -30,24 +25,18 @@ from trainer.config.validate import from_plain
 from trainer.core import consent, durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, shown_path
-from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, TEXTS_FILE, truncate_after
+from trainer.core.run_folder import UNREADABLE, RunFolder, runs_below
+from trainer.report.journal import truncate_after
 
 AUTO = "auto"
-CHECKPOINTS = "checkpoints"
 COMPLETED = "completed"
-FORKED = "forked.json"
-"""Of a run that began with a checkpoint of another: which."""
 PREEMPTED = "preempted"
-SUBFOLDER = ".hydra"
-STARTED = f"{SUBFOLDER}/started.json"
-RESUMED = f"{SUBFOLDER}/resumed"  # Hydra's records of the last time a run went on
 
-_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError)
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
-def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
-    """Find a run folder as typed under `run` or `resume`, and give its absolute path.
+def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> RunFolder:
+    """Find a run as typed under `run` or `resume`, and give its folder by its absolute path.
 
     What was typed may be the name of a run below `outputs`. With `to_train` it has to be a
     training run that can go on.
@@ -56,42 +45,36 @@ def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> Path:
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
         fault = clip(f"{key}={folder}: no such folder")
         raise NoCheckpointError(f"{fault}{remedy_for(folder, key, outputs)}")
-    if not (path / "config.yaml").is_file() or not (path / SUBFOLDER).is_dir():
+    if not (path / RunFolder.CONFIG).is_file() or not (path / RunFolder.HYDRA).is_dir():
         raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
-    if to_train and (command := saved_config(path).get("command")) != "train":
+    run = RunFolder(path)
+    if to_train and (command := run.config().get("command")) != "train":
         why = f"not a training run; its config.yaml says command={command}"
         raise NoCheckpointError(f"{key}={folder}: {why}")
-    if to_train and not can_go_on(path):
+    if to_train and not can_go_on(run):
         raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
-    return path
+    return run
 
 
 def remedy_for(name: str, key: str, outputs: Path) -> str:
     """Say what to type under a key where there is no folder, but perhaps a run, of this name."""
     if (run := newest(outputs, name, is_read=True)) is not None:
-        return f"; the newest run of that name is {key}={shown_path(run)}"
+        return f"; the newest run of that name is {key}={shown_path(run.path)}"
     return "" if key == "init" else f"; {key}=auto takes the newest run"
 
 
-def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> Path | None:
+def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> RunFolder | None:
     """The newest training run of a name below `outputs` that can go on, or `None`; none of a sweep.
 
     One that is to be read needs a checkpoint, and no name stands for any.
     """
-    found = (
-        run
-        for run in runs_below(outputs, "config.yaml")
-        if saved_config(run).get("name") == name or (is_read and name is None)
-        if can_go_on(run) and (has_checkpoint(run) or not is_read)
-    )
-    return max(found, key=_began, default=None)
-
-
-def runs_below(outputs: Path, record: str) -> Iterator[Path]:
-    """Find the runs with a record, none of a sweep."""
-    found = (path.parent for d in ("*", "*/*") for path in outputs.glob(f"{d}/{record}"))
-    return (run for run in found if run.parent.name != "multirun")
+    found = []
+    for run in runs_below(outputs):
+        is_named = run.config().get("name") == name or (is_read and name is None)
+        if is_named and can_go_on(run) and (run.steps() or not is_read):
+            found.append(run)
+    return max(found, key=RunFolder.by_start, default=None)
 
 
 def newest_sweep(
@@ -106,83 +89,57 @@ def newest_sweep(
         pairs = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
         return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
 
-    found = []
+    found = dict[Path, tuple[float, str]]()
     for path in outputs.glob(f"multirun/**/{record}"):
-        with suppress(*_UNREADABLE):
+        with suppress(*UNREADABLE, KeyError, TypeError):
             begun = [str(line) for line in durable.read_yaml(path)["hydra"]["overrides"]["task"]]
-            found += [path.parent] if settings(begun) == settings(overrides) else []
-    return max(found, key=_began, default=None)
+            if settings(begun) == settings(overrides):  # a sweep is as old as its first job
+                jobs = [RunFolder(job).by_start() for job in path.parent.iterdir()]
+                found[path.parent] = min((job for job in jobs if job[0]), default=(0.0, str(path)))
+    return max(found, key=found.__getitem__, default=None)
 
 
-def record_start(run: Path) -> None:
-    """Record once when a run begins; file times of a copy are those of the copying."""
-    path = run / STARTED
-    if not path.exists():
-        durable.make_folders(path.parent)
-        durable.write_json(path, {"started": time.time()})
-
-
-def _began(folder: Path) -> tuple[float, str]:
-    """When a run, or the first job of a sweep, began, in seconds since the epoch."""
-    records = map(durable.read_json, (folder / STARTED, *folder.glob(f"*/{STARTED}")))
-    times = [r["started"] for r in records if isinstance(r.get("started"), int | float)]
-    return min(times, default=0.0), str(folder)
-
-
-def can_go_on(run: Path) -> bool:
+def can_go_on(run: RunFolder) -> bool:
     """Whether a folder holds a training run with a checkpoint, or one that ended before its first.
 
     Such a run begins again there with its settings; a fork cannot, without what it began with.
     """
-    if saved_config(run).get("command") != "train":
+    if run.config().get("command") != "train":
         return False
-    state = read_status(run).get("state")
-    is_saved = state == COMPLETED or (state == PREEMPTED and last_step(run) > 0)
-    return has_checkpoint(run) or not (is_saved or (run / FORKED).exists())
+    state = run.status().get("state")
+    is_saved = state == COMPLETED or (state == PREEMPTED and run.last_step() > 0)
+    return bool(run.steps()) or not (is_saved or (run.path / RunFolder.FORK).exists())
 
 
-def has_checkpoint(run: Path) -> bool:
-    """Whether a run wrote a checkpoint."""
-    return any(run.glob("checkpoints/step-*/manifest.json"))
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """Read the step of a checkpoint's folder off its name; None for any other folder."""
-    match = re.fullmatch(r"step-(\d{8,})", checkpoint.name, re.ASCII)
-    return int(match[1]) if match and checkpoint.parent.name == CHECKPOINTS else None
-
-
-def checkpoint_of(run: Path, step: str) -> Path:
+def checkpoint_of(run: RunFolder, step: str) -> int:
     """Find the checkpoint of a run that `step` names, to begin another run with."""
     if step == "ema":
         text = "is no state to go on from; a new run begins with these weights by init=RUN step=ema"
         raise ConfigError(f"step=ema: the average of weights {text}")
-    folder = run / CHECKPOINTS
-    steps = {step_of(path): path for path in sorted(folder.glob("step-*"))}
-    best = durable.read_json(folder / "best.json").get("step")
+    steps, best = run.steps(), run.record(f"{RunFolder.CHECKPOINTS}/{RunFolder.BEST}").get("step")
     number = best if step == "best" else int(step) if step.isdecimal() else None
-    if number not in steps:
-        has = ", ".join(str(each) for each in steps if each is not None) or "none"
+    if number is None or number not in steps:
+        has = ", ".join(map(str, steps)) or "none"
         raise NoCheckpointError(f"step={step}: {run} has no such checkpoint; it has {has}")
-    return steps[number]
+    return number
 
 
-def fork(checkpoint: Path, folder: Path) -> None:
+def fork(run: RunFolder, step: int, folder: Path) -> None:
     """Begin a run's folder with a checkpoint of another run, and its records up to there.
 
     Files are linked where the disk can do it, and copied elsewhere; none is ever changed.
     """
-    step, run = step_of(checkpoint) or 0, checkpoint.parent.parent
-    with durable.as_save_error(folder / CHECKPOINTS / checkpoint.name):
-        durable.make_folders(folder / CHECKPOINTS)
-        for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
-            if (run / name).is_file():
-                shutil.copyfile(run / name, folder / name)
+    checkpoint, target = run.checkpoint(step), RunFolder(folder).checkpoint(step)
+    with durable.as_save_error(target):
+        durable.make_folders(target.parent)
+        for name in (RunFolder.METRICS, RunFolder.SAMPLES, RunFolder.TEXTS):
+            if (run.path / name).is_file():
+                shutil.copyfile(run.path / name, folder / name)
                 truncate_after(folder / name, step)
-        durable.write_json(folder / FORKED, {"run": str(run), "step": step})
-        unfinished = folder / CHECKPOINTS / f"{durable.UNFINISHED}{checkpoint.name}"
+        durable.write_json(folder / RunFolder.FORK, {"run": str(run), "step": step})
+        unfinished = target.with_name(f"{durable.UNFINISHED}{target.name}")
         shutil.copytree(checkpoint, unfinished, copy_function=_link)
-        durable.rename(unfinished, folder / CHECKPOINTS / checkpoint.name)
+        durable.rename(unfinished, target)
 
 
 def _link(source: str, target: str) -> None:
@@ -192,30 +149,15 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def last_step(run: Path) -> int:
-    """The last step of a run, as its status.json has it; 0 where it has none."""
-    step = read_status(run).get("step")
-    return step if isinstance(step, int) else 0
-
-
-def saved_config(run: Path) -> dict[str, Any]:
-    """The resolved config of a run, as its `config.yaml` has it; empty if that is unreadable."""
-    try:
-        content = durable.read_yaml(run / "config.yaml")
-    except _UNREADABLE:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def saved_overrides(run: Path) -> list[Override]:
+def saved_overrides(run: RunFolder) -> list[Override]:
     """The overrides of a run, of its latest resumption if there was one, vetted.
 
     What only the command line may give, such as where metrics are sent, is left out.
     """
-    path = _newest_overrides(run)
+    path = run.overrides_file
     try:
         lines = durable.read_yaml(path)
-    except _UNREADABLE:
+    except UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         what = "is empty" if path.is_file() and not path.stat().st_size else "cannot be read"
@@ -229,18 +171,8 @@ def saved_overrides(run: Path) -> list[Override]:
             faults.append(f"{line}: resolvers are not taken from a run; type it again")
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    # Null was a value of a key that is a group now.
-    pairs = [(o, dotted(o), None if o.is_delete() else o.value()) for o in overrides]
-    pairs = [each for each in pairs if each[2] is not None or each[1] not in GROUPS]
-    return [override for override, key, value in pairs if not any(asked(key, value))]
-
-
-def _newest_overrides(run: Path) -> Path:
-    """Where the overrides of a run are; those of its first start stay beside the newest."""
-    resumed = run / RESUMED / "overrides.yaml"
-    # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
-    is_whole = resumed.is_file() and resumed.stat().st_size
-    return resumed if is_whole else run / SUBFOLDER / "overrides.yaml"
+    pairs = [(o, None if o.is_delete() else o.value()) for o in overrides]
+    return [override for override, value in pairs if not any(asked(dotted(override), value))]
 
 
 def record_consent(run: Path, records: Path, config: run_config.RunConfig) -> None:
@@ -249,19 +181,19 @@ def record_consent(run: Path, records: Path, config: run_config.RunConfig) -> No
         consent.note_start(run, _digest(run, records), config.packages)
 
 
-def own_classes(run: Path) -> frozenset[str]:
+def own_classes(run: RunFolder) -> frozenset[str]:
     """List the classes of a run that this user made and nobody changed; else nothing."""
-    saved = saved_config(run)
+    saved = run.config()
     with suppress(ConfigError):
-        if consent.is_unchanged(run, _digest(run, run), from_plain(saved).packages):
+        if consent.is_unchanged(run.path, _digest(run.path, run.path), from_plain(saved).packages):
             return frozenset(t for key, value in saved.items() for _, t in targets_in(key, value))
     return frozenset()
 
 
 def _digest(run: Path, records: Path) -> str:
     """Hash what a run begins with: its config.yaml, and overrides, which may be the older ones."""
-    path = _newest_overrides(records)
-    files = (records / "config.yaml", path if path.exists() else _newest_overrides(run))
+    path = RunFolder(records).overrides_file
+    files = (records / RunFolder.CONFIG, path if path.exists() else RunFolder(run).overrides_file)
     texts = (file.read_bytes() if file.is_file() else b"" for file in files)
     return sha256(b"\0".join(texts)).hexdigest()
 
@@ -285,31 +217,31 @@ def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups
     return [*staying, *new]
 
 
-def is_finished(run: Path, config: run_config.RunConfig) -> bool:
+def is_finished(run: RunFolder, config: run_config.RunConfig) -> bool:
     """Whether a run has done all that is asked of it now."""
-    if read_status(run).get("state") != COMPLETED:
+    if run.status().get("state") != COMPLETED:
         return False
     if config.total_epochs is None:
-        return last_step(run) >= (config.steps or 0)
-    saved = saved_config(run)
+        return run.last_step() >= (config.steps or 0)
+    saved = run.config()
     epochs = saved.get("epochs") or (saved.get("steps") is None)  # one epoch, where nothing is said
     return isinstance(epochs, int) and epochs >= config.total_epochs
 
 
-def stopped(run: Path, config: run_config.RunConfig) -> str | None:
+def stopped(run: RunFolder, config: run_config.RunConfig) -> str | None:
     """Why a run ended before its last step, where it would do so again without a step."""
-    is_same = run_config.to_plain(config)["stop"] == saved_config(run).get("stop")
-    ended = is_same and read_status(run).get("state") == COMPLETED
-    return durable.read_json(run / "result.json").get("stopped") if ended else None
+    is_same = run_config.to_plain(config)["stop"] == run.config().get("stop")
+    ended = is_same and run.status().get("state") == COMPLETED
+    return run.record(RunFolder.RESULT).get("stopped") if ended else None
 
 
-def refuse_changes(run: Path, config: run_config.RunConfig) -> None:
+def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
     """Compare the step of a run, or what its figures depend on, with what is asked for now."""
     try:
-        old = run_config.contract(from_plain(saved_config(run)))
+        old = run_config.contract(from_plain(run.config()))
     except ConfigError as error:
         hint = f"to go on from its weights, init={run}"
-        lines = (clip(f"{run / 'config.yaml'}: {fault}; {hint}") for fault in error.faults)
+        lines = (clip(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
     if faults := (
         run_config.reading_faults
@@ -319,9 +251,9 @@ def refuse_changes(run: Path, config: run_config.RunConfig) -> None:
         raise ConfigError(*faults)
 
 
-def refuse_other_weights(run: Path, config: run_config.RunConfig) -> None:
+def refuse_other_weights(run: RunFolder, config: run_config.RunConfig) -> None:
     """Let a run begin again with the weights it was to begin with; its folder cannot name them."""
-    saved = saved_config(run)
+    saved = run.config()
     before, step = saved.get("init"), saved.get("step", "last")
     if before is not None and (config.init is None or config.step != step):
         typed = f"init={before}" if step == "last" else f"init={before} step={step}"

@@ -19,6 +19,7 @@ from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NotExactError, Preempted, RankFailedError, TrainError
+from trainer.core.run_folder import RunFolder
 from trainer.launch import start as launch
 from trainer.report.run_status import has_stepped, staged
 
@@ -99,7 +100,8 @@ def _run(job: Job, records: Path, *, is_python: bool) -> int | Exception:
         if job.makes_folder:
             write_config(job.config, records, job.folder)
         if job.forked is not None:
-            saved_runs.fork(job.forked, job.folder)
+            run, step = job.forked
+            saved_runs.fork(RunFolder(run), step, job.folder)
         return launch.run(job.config, job.folder)
     except Exception as error:
         return error
@@ -114,7 +116,7 @@ def _take_back(made: Sequence[Path], error: BaseException) -> None:
     stays = isinstance(error, Preempted | NotExactError | RankFailedError)
     if not made or stays or has_stepped(made[0]):
         return
-    if str(made[0] / "errors") not in str(error):
+    if str(made[0] / RunFolder.ERRORS) not in str(error):
         durable.discard(made[0])
         with suppress(OSError):
             for parent in made[1:]:
@@ -123,16 +125,16 @@ def _take_back(made: Sequence[Path], error: BaseException) -> None:
 
 def must_stage(config: RunConfig, folder: Path) -> bool:
     """Whether a run's own records are in the folder already, to stay until it goes on."""
-    return config.command == "train" and (folder / "config.yaml").exists()
+    return config.command == "train" and (folder / RunFolder.CONFIG).exists()
 
 
 def write_config(config: RunConfig, folder: Path, run: Path) -> None:
     """Write the resolved config, which holds no secret, and note that the user made the run."""
-    path = folder / "config.yaml"
+    path = folder / RunFolder.CONFIG
     content = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True).encode()
     with durable.as_save_error(path, len(content)):
         durable.make_folders(folder)
         durable.write_file_atomic(path, content)
         if config.command == "train":
-            saved_runs.record_start(run)
+            RunFolder(run).record_start()
             saved_runs.record_consent(run, folder, config)

@@ -17,14 +17,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 
-from trainer.checkpoint.status import read_status
 from trainer.cli import launchers, saved_runs, sweep_jobs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_error
@@ -43,8 +41,9 @@ from trainer.cli.overrides import (
 from trainer.config.messages import clip, line, show
 from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.run_config import READING
-from trainer.core.durable import read_json, write_file_atomic
+from trainer.core.durable import write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.core.run_folder import RunFolder
 from trainer.core.signals import raise_on_interrupt
 from trainer.report.page import write_own_page
 from trainer.report.page_runs import SavedRun, is_comparable
@@ -130,7 +129,7 @@ def prepare_sweep(
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
         f"hydra.sweep.dir={quote(folder)}",
-        f"hydra.output_subdir={saved_runs.RESUMED if goes_on else saved_runs.SUBFOLDER}",
+        f"hydra.output_subdir={RunFolder.RESUMED if goes_on else RunFolder.HYDRA}",
         *launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed),
     ]
     own += [] if any(_LOGGING in each for each in own) else [f"{_LOGGING}=none"]
@@ -183,7 +182,7 @@ def _with_absolute_paths(lines: Sequence[str], jobs: Sequence[Job]) -> list[str]
 
 def _folders(sweep: Path) -> dict[int, Path]:
     """Find the folders of a sweep's jobs, by number."""
-    folders = [path.parent for path in sweep.glob("*/.hydra")]
+    folders = [path.parent for path in sweep.glob(f"*/{RunFolder.HYDRA}")]
     return {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
 
 
@@ -191,7 +190,7 @@ def _exit_codes(sweep: sweep_jobs.Sweep) -> list[Any]:
     """Read the exit code of every job, whichever process ran it; None where it did not end."""
     found = _folders(sweep.folder)
     count = len(sweep.jobs) or max(found, default=0) + 1
-    ended = (read_json(found[n] / sweep_jobs.ENDED) if n in found else {} for n in range(count))
+    ended = (RunFolder(found[n]).record(RunFolder.END) if n in found else {} for n in range(count))
     return [each.get("exit_code", 1) for each in ended]
 
 
@@ -229,7 +228,7 @@ def report(sweep: sweep_jobs.Sweep, console: Console) -> None:
         write_own_page(sweep.folder)
         if left_out:
             console.print(f"columns that do not fit, in sweep.csv: {', '.join(left_out)}")
-        files = ", ".join(["report.html", "sweep.csv", *["sweep.png"] * is_drawn])
+        files = ", ".join([RunFolder.PAGE, "sweep.csv", *["sweep.png"] * is_drawn])
         console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
 
 
@@ -258,16 +257,15 @@ def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict
 
 def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]:
     """Give what a job ran with, or is to run with, by dotted key."""
-    places = (folder / ".hydra", folder / saved_runs.RESUMED)
-    records = [path for place in places if (path := place / "overrides.yaml").is_file()]
-    typed = yaml.safe_load(records[0].read_text()) if records else None
-    pairs = (line.lstrip("+").partition("=") for line in typed or chain(*planned))
+    typed = RunFolder(folder).typed() or chain(*planned)
+    pairs = (line.lstrip("+").partition("=") for line in typed)
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 
 def _ended(folder: Path) -> dict[str, Any]:
     """Give how a job ended by its records; it has none where it never started."""
-    status, ended = read_status(folder), read_json(folder / sweep_jobs.ENDED)
+    run = RunFolder(folder)
+    status, ended = run.status(), run.record(RunFolder.END)
     return {
         "state": str(status.get("state", "failed" if ended else "not started")),
         "exit_code": status.get("exit_code", ended.get("exit_code")),

@@ -24,7 +24,6 @@ from typing import IO, Any, Literal, Self, final
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 
-from trainer.checkpoint.status import read_status
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
@@ -32,14 +31,14 @@ from trainer.cli.overrides import dotted, parse, read_override
 from trainer.cli.start import must_stage, run_and_report, write_config
 from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
-from trainer.core.durable import make_folders, read_json, write_json
+from trainer.core.durable import make_folders, write_json
 from trainer.core.errors import Preempted, TrainError
 from trainer.core.own_code import OWN_CODE
+from trainer.core.run_folder import RunFolder
 from trainer.core.signals import STOPPING, TOGETHER_S, StopFlag, caught, stop_signals
-from trainer.report.journal import EVAL_SECONDS, METRICS_FILE, RESULT_FILE, stream
+from trainer.report.journal import EVAL_SECONDS, stream
 from trainer.report.run_status import staged
 
-ENDED = f"{saved_runs.SUBFOLDER}/ended.json"  # in a job's folder: its exit code, and why
 STOP_FILE = ".stop"  # in the folder of a sweep in other processes: as many bytes as signals came
 _GOING = ".going"  # there, too: locked while the sweep's own process lives
 _SLOTS = ".slots"
@@ -206,8 +205,8 @@ class SweepTask:
         print_out(f"job {number}: {' '.join(swept)}\n")
         code, reason = self._run_once(lines, folder)
         if code and not reason:
-            reason = str(read_status(folder).get("reason") or "")
-        write_json(folder / ENDED, {"exit_code": code, "reason": reason or None})
+            reason = str(RunFolder(folder).status().get("reason") or "")
+        write_json(folder / RunFolder.END, {"exit_code": code, "reason": reason or None})
         value = self._value(folder, code)
         shown = "" if value is None else f", {title_of(self.sweep.metric)} {value:.4f}"
         # Those of jobs that run at once come in any order.
@@ -221,7 +220,7 @@ class SweepTask:
         """
         from trainer.report.console import BRIEF  # noqa: PLC0415 - imports torch
 
-        before, goes_on = read_json(folder / ENDED), self.sweep.goes_on
+        before, goes_on = RunFolder(folder).record(RunFolder.END), self.sweep.goes_on
         if goes_on and not self.sweep.jobs and before.get("exit_code") not in _UNENDED:
             # The values of the jobs behind it were chosen by how it ended.
             return int(before["exit_code"]), str(before.get("reason") or "")
@@ -230,10 +229,11 @@ class SweepTask:
             config = self.composer.check(overrides, faults).config
             # Slurm may have put the job back into its queue
             goes_on = goes_on or "SLURM_RESTART_COUNT" in os.environ
-            if goes_on and saved_runs.has_checkpoint(folder):
-                saved_runs.refuse_changes(folder, config)
+            run = RunFolder(folder)
+            if goes_on and run.steps():
+                saved_runs.refuse_changes(run, config)
                 config = config.model_copy(update={"resume": str(folder)})
-                if saved_runs.is_finished(folder, config):
+                if saved_runs.is_finished(run, config):
                     return 0, ""
             with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
                 write_config(config, records, folder)
@@ -294,14 +294,14 @@ def last_figures(folder: Path) -> dict[str, Any]:
 
     A job that did not come to its last step has those of its evaluations so far.
     """
-    result = read_json(folder / RESULT_FILE)
-    entries = () if result else stream(folder / METRICS_FILE)
+    result = RunFolder(folder).record(RunFolder.RESULT)
+    entries = () if result else stream(folder / RunFolder.METRICS)
     so_far = {n: v for e in entries for n, v in e.items() if n.startswith("eval_")}
     so_far.pop(EVAL_SECONDS, None)
     metrics = result.get("metrics", so_far)
     pairs = metrics.items() if isinstance(metrics, dict) else ()
     named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
-    figures = {"step": read_status(folder).get("step"), **result}
+    figures = {"step": RunFolder(folder).status().get("step"), **result}
     names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
     return {name: (named | figures).get(name) for name in names}
 

@@ -17,10 +17,10 @@ from trainer.checkpoint.weights import checkpoint_weights, export, load_step
 from trainer.commands import exported
 from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
-from trainer.config.option_files import load_yaml
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
+from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.models.transformers_classes import LOADED_FROM
 from trainer.report.console import Screen, show_read
@@ -83,5 +83,5 @@ def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
     came_by_init = any(not p.requires_grad and plain_name(n) not in given for n, p in named)
     found = getattr(model, LOADED_FROM, None)
     if came_by_init:
-        found = load_yaml(folder / "config.yaml").get("init")
+        found = RunFolder(folder).config().get("init")
     return str(expanded(found).absolute()) if found and Path(found).exists() else found

@@ -11,8 +11,8 @@ from trainer.assemble.noise import advice_at
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
-from trainer.report.journal import METRICS_FILE, RESULT_FILE, totals
-from trainer.report.page import PAGE
+from trainer.core.run_folder import RunFolder
+from trainer.report.journal import totals
 from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
@@ -47,7 +47,7 @@ def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at:
     result = {
         "step": trained.step,
         "eval_loss": eval_loss,
-        **totals(folder / METRICS_FILE),
+        **totals(folder / RunFolder.METRICS),
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
         "best": run.best and run.best.found,
@@ -58,13 +58,14 @@ def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at:
         "batch_advice": noise and advice_at(components, noise, run.feed.cursor),
         "advice": (table and advice(split_times(spendings), table, plan)) or [],
     }
-    write_record(folder / RESULT_FILE, result)
-    shown, trust = shown_path(folder), " ".join(["", *trusting(config, folder)])
+    write_record(folder / RunFolder.RESULT, result)
+    shown, page = shown_path(folder), folder / RunFolder.PAGE
+    trust = " ".join(["", *trusting(config, folder)])
     clock, steps = "steps", components.total_steps
     if config.total_epochs is not None:
         clock, steps = "epochs", config.total_epochs
     commands = (
-        f"{shown_path(folder / PAGE)}  (curves, plan, memory, time: open it in a browser)",
+        f"{shown_path(page)}  (curves, plan, memory, time: open it in a browser)",
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
         f"{to_go_on(config, folder)} "

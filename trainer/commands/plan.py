@@ -14,10 +14,10 @@ from trainer.assemble.summary import describe_run
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.rows import record_of
+from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.report.blocks import plan_block
 from trainer.report.console import Screen
-from trainer.report.journal import PLAN_FILE
 from trainer.tune.predict import CannotRunFake
 
 
@@ -37,9 +37,9 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     advice = advice_rows(components, saved.loaded)
     rows = [*describe_run(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)
-    write_record(folder / PLAN_FILE, plan)
+    write_record(folder / RunFolder.PLAN, plan)
     screen = Screen(folder)
     screen.name_checkpoint(saved.loaded)
-    screen.show(plan_block(rows, plan, folder / PLAN_FILE))
+    screen.show(plan_block(rows, plan, folder / RunFolder.PLAN))
     screen.close()
     return 0

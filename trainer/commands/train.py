@@ -13,7 +13,7 @@ from trainer.assemble.run import open_run
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved
 from trainer.assemble.summary import describe_run
-from trainer.checkpoint.store import CHECKPOINTS, CheckpointStore
+from trainer.checkpoint.store import CheckpointStore
 from trainer.commands.announce import announce
 from trainer.commands.finish import finish
 from trainer.config.run_config import RunConfig
@@ -43,7 +43,7 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> None:
     """Build the run, go through its steps, and say how it ended. Collective."""
     started = time.perf_counter()
-    store = CheckpointStore(folder / CHECKPOINTS, keep=config.checkpoint.keep)
+    store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
     end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
     saved, own = Saved.read(config, loaded, world), own_parts(config)

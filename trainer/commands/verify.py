@@ -18,10 +18,10 @@ from trainer.assemble.step import step_context
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
+from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
-from trainer.report.journal import VERIFY_FILE
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
 
@@ -41,7 +41,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     notes = [*chain.from_iterable(each.notes(run_plan) for each in components.features)]
     notes += _asides(components)
     report = replace(report, notes=(*notes, *report.notes))
-    write_record(folder / VERIFY_FILE, report.to_json())
+    write_record(folder / RunFolder.VERIFY, report.to_json())
     screen = Screen(folder)
     screen.name_checkpoint(saved.stored and saved.stored.loaded)
     screen.show(verify_block(report))
@@ -49,13 +49,15 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
     if report.verdict == "not_proven":
         text = "not proven that the planned step is the whole-batch step"
-        raise NotExactError(f"{text}: {culprits} cannot be compared; see {folder / VERIFY_FILE}")
+        raise NotExactError(
+            f"{text}: {culprits} cannot be compared; see {folder / RunFolder.VERIFY}"
+        )
     if report.verdict == "not_exact":
         chance = " except by coincidence" if report.max_relative_error <= report.limit else ""
         raise NotExactError(
             f"the planned step is not the whole-batch step{chance}: relative error "
             f"{report.max_relative_error:.2g}, caused by {culprits}; "
-            f"see {folder / VERIFY_FILE}"
+            f"see {folder / RunFolder.VERIFY}"
         )
     return 0
 

@@ -14,13 +14,13 @@ from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.format import plural
+from trainer.core.run_folder import RunFolder
 from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
-from trainer.report.journal import VERIFY_FILE
 from trainer.report.records import VerifyReport
 from trainer.verify.comparison import EXACT
 from trainer.verify.reduced import compare_reduced
@@ -58,7 +58,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         culprits=(("sync", text),),
     )
     if world.is_main:
-        write_record(folder / VERIFY_FILE, report.to_json())
+        write_record(folder / RunFolder.VERIFY, report.to_json())
         screen = Screen(folder)
         screen.show(verify_block(report))
         screen.close()

@@ -64,6 +64,7 @@ from trainer.config.sections import (
     SweepSection,
 )
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
+from trainer.core.run_folder import RunFolder
 
 READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
@@ -307,7 +308,7 @@ def _free_arguments(config: RunConfig) -> Iterator[str]:
 def evaluation_file(config: RunConfig) -> str:
     """Name what `train evaluate` writes: evaluate.json, or of other data a file of their own."""
     if not config.evaluates_all:
-        return "evaluate.json"
+        return RunFolder.EVALUATION
     return f"evaluate-{config_hash(_plain(config.data))[:8]}.json"
 
 

@@ -20,6 +20,7 @@ from typing import Any, final
 from trainer.config.secrets import without_secrets
 from trainer.core import errors
 from trainer.core.rank_progress import RankPosition
+from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
@@ -195,7 +196,7 @@ def _name(end: Ended) -> str:
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
     end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.since))
-    stacks = folder / "errors" / f"rank{end.rank}.txt"
+    stacks = RunFolder(folder).traceback(end.rank)
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
     key = f"ten times {key} in the first step" if end.place.is_first else key

@@ -24,11 +24,11 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError
 from trainer.core.own_code import OWN_CODE, digest
 from trainer.core.rank_progress import RankProgress
+from trainer.core.run_folder import RunFolder
 from trainer.core.signals import stop_signals
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, describe_end
 from trainer.launch.membership import Membership
 from trainer.report.mirror import is_hanging
-from trainer.report.run_status import rank_log
 
 if TYPE_CHECKING:
     from trainer.core.world import World
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> NoReturn:
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
     logging.basicConfig(
-        stream=durable.open_log(Path(job["folder"]) / "train.log") if rank == 0 else None,
+        stream=durable.open_log(Path(job["folder"]) / RunFolder.LOG) if rank == 0 else None,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
@@ -80,11 +80,11 @@ def _work(
 
             config = from_text(job["config"])
             if member.is_ours:
-                _redirect(rank_log(config, folder, member.rank))
+                _redirect(RunFolder(folder).rank_log(config.command, member.rank))
             with joined_session(config, member, rank_progress) as world:
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
-                    _redirect(rank_log(config, folder, member.rank))
+                    _redirect(RunFolder(folder).rank_log(config.command, member.rank))
                     records.run.symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 is_trial = member.is_ours and config.command == "verify"

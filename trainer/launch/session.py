@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from trainer.checkpoint.lock import hold
 from trainer.commands import COMMANDS
 from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import READING, RunConfig
@@ -30,6 +29,7 @@ from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, T
 from trainer.core.out_of_memory import is_out_of_memory
 from trainer.core.phases import PhaseTimes
 from trainer.core.rank_progress import FIRST_STEP, RankProgress
+from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described
 from trainer.core.world import LONG_TIMEOUT, World

@@ -26,10 +26,11 @@ from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
+from trainer.core.run_folder import RunFolder
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.membership import Membership
 from trainer.report import journal
-from trainer.report.run_status import drop_empty, rank_log, recorded, saved_step, to_go_on
+from trainer.report.run_status import drop_empty, recorded, saved_step, to_go_on
 
 UNBEGUN_S = 10.0  # to follow a signal before the first step, while there is nothing to save
 STACKS_S = 0.3  # to dump the stacks of a rank that hangs
@@ -69,7 +70,7 @@ def supervise(
             if step:
                 config = config.model_copy(update={"resume": str(folder)})
             else:  # nothing is saved: the metrics begin anew
-                journal.truncate_after(folder / journal.METRICS_FILE, 0)
+                journal.truncate_after(folder / RunFolder.METRICS, 0)
 
 
 def _attempt(
@@ -100,8 +101,9 @@ def _attempt(
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
             place = records.run.resolve() if records.run.is_symlink() else folder
             watch.end(place)
-            for log in filter(None, (rank_log(config, place, each.rank) for each in members)):
-                drop_empty(log)
+            for member in members:
+                if log := RunFolder(place).rank_log(config.command, member.rank):
+                    drop_empty(log)
     if (error := verdict(watch.ended, place, timeout_s)) is None:
         return
     if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
@@ -258,7 +260,7 @@ class Watch:
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.
-                target = folder / "errors" / f"rank{child.rank}.txt"
+                target = RunFolder(folder).traceback(child.rank)
                 durable.make_folders(target.parent)
                 left = target.read_bytes() if target.exists() else b""
                 durable.write_file_atomic(target, dumped + left)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
 from trainer.core.rows import Noun, Row, join_parts
+from trainer.core.run_folder import RunFolder
 from trainer.report.records import PlanRecord, Verdict, VerifyReport
 
 LABEL_WIDTH = 10
@@ -45,7 +46,7 @@ def start_block(
     """Lay out what is about to happen; `resumed_step` is None in a fresh run."""
     shown = [row for row in rows if not row.in_plan] + [Row("output", shown_path(folder))]
     if resumed_step is not None:
-        is_fork = (folder / "forked.json").is_file()
+        is_fork = (folder / RunFolder.FORK).is_file()
         where = "of the run that it was forked from" if is_fork else "in the same folder"
         text = f"after step {number(resumed_step)}, {where}"
         shown.append(Row("resumed", text))

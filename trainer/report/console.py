@@ -31,10 +31,10 @@ from trainer.core.format import (
     short,
 )
 from trainer.core.rows import Noun
+from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
 
-LOG_FILE = "train.log"
 LOG_WIDTH = 100
 BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
 
@@ -62,8 +62,8 @@ class Screen:
             self._console.file.reconfigure(errors="backslashreplace")
         self._consoles = [self._console]  # and the log, while it is open
         if folder is not None:
-            with as_save_error(folder / LOG_FILE):
-                log = open_log(folder / LOG_FILE)
+            with as_save_error(folder / RunFolder.LOG):
+                log = open_log(folder / RunFolder.LOG)
             plain = _AS_IT_IS | {"color_system": None, "force_terminal": False}
             self._consoles.append(Console(file=log, width=LOG_WIDTH, **plain))
         self._live: Live | None = None

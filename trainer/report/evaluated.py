@@ -10,6 +10,7 @@ from typing import Any
 from trainer.checkpoint.store import Loaded
 from trainer.core.durable import as_save_error, strict, write_file_atomic, write_record
 from trainer.core.format import named_means, plural, shown_path
+from trainer.core.run_folder import RunFolder
 from trainer.report.console import show_read
 from trainer.report.metrics import Means
 from trainer.report.page import write_own_page
@@ -40,7 +41,7 @@ def report_evaluation(
             sets[part] = about
         else:
             record |= about
-    texts[-1] += f" (written to {shown_path(file)})" if file.name != "evaluate.json" else ""
+    texts[-1] += f" (written to {shown_path(file)})" if file.name != RunFolder.EVALUATION else ""
     texts += [_write(file, part, lines) for part, lines in predictions.items()]
     show_read(loaded, *texts)
     names = {f"eval_{name}": value for name, value in named_means(means).items()}

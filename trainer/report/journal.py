@@ -16,8 +16,6 @@ from trainer.core.errors import SaveError
 
 Entry = dict[str, Any]
 
-METRICS_FILE, SAMPLES_FILE, TEXTS_FILE = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
-PLAN_FILE, RESULT_FILE, VERIFY_FILE = "plan.json", "result.json", "verify.json"
 MOST_STEPS = 2**63
 EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode

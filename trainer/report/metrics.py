@@ -16,16 +16,8 @@ from torch import Tensor
 from trainer.core import gpu
 from trainer.core.durable import as_save_error
 from trainer.core.format import named_means
-from trainer.report.journal import (
-    EVAL_SECONDS,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    TEXTS_FILE,
-    Entry,
-    Journal,
-    read,
-    truncate_after,
-)
+from trainer.core.run_folder import RunFolder
+from trainer.report.journal import EVAL_SECONDS, Entry, Journal, read, truncate_after
 
 Means = Mapping[str, Mapping[str, float]]
 """Of an evaluation: by the name of what is held out, then by that of the figure."""
@@ -52,13 +44,13 @@ class MetricsLog:
         more_of: Callable[[str, Entry], Mapping[str, float]] = lambda *_: {},
     ) -> None:
         self._more_of = more_of
-        for name in (METRICS_FILE, SAMPLES_FILE, TEXTS_FILE):
+        for name in (RunFolder.METRICS, RunFolder.SAMPLES, RunFolder.TEXTS):
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
-        self._metrics = Journal(folder / METRICS_FILE, warn)
+        self._metrics = Journal(folder / RunFolder.METRICS, warn)
         self._texts: Journal | None = None  # until a prompt is continued
         self._folder, self._warn = folder, warn
-        self._samples = Journal(folder / SAMPLES_FILE, warn) if keep_samples else None
+        self._samples = Journal(folder / RunFolder.SAMPLES, warn) if keep_samples else None
         # A step whose numbers, by name, are there once they have been copied.
         self._waiting: tuple[Entry, list[str], Tensor, Any] | None = None
 
@@ -94,7 +86,7 @@ class MetricsLog:
 
     def generated(self, step: int, prompt: str, text: str) -> None:
         """Write how a prompt was continued after a step."""
-        self._texts = self._texts or Journal(self._folder / TEXTS_FILE, self._warn)
+        self._texts = self._texts or Journal(self._folder / RunFolder.TEXTS, self._warn)
         self._texts.write({"step": step, "prompt": prompt, "text": text})
 
     def flush(self) -> list[Entry]:
@@ -123,7 +115,7 @@ class MetricsLog:
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
     """Find the means of a step's evaluation in metrics.jsonl; None where there is none."""
     means = {}
-    for entry in read(folder / METRICS_FILE):
+    for entry in read(folder / RunFolder.METRICS):
         if entry["step"] != step or EVAL_SECONDS not in entry:
             continue
         for name, value in entry.items():

@@ -18,9 +18,9 @@ from typing import Any, final
 
 from trainer.config.messages import clip
 from trainer.core.durable import make_folders, strict, write_file_atomic
+from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import described
-from trainer.report.journal import METRICS_FILE, PLAN_FILE, Follower
-from trainer.report.page import PAGE
+from trainer.report.journal import Follower
 from trainer.report.tracker import TrackedRun, Tracker, figures_of
 
 MIRROR_POLL_S = 1.0
@@ -124,8 +124,8 @@ class Mirror:
         begin = tracker.start(run)
         sys.exit, sys.excepthook = exits  # wandb replaces both
         begin = run.after if begin is None else begin
-        self._attach(self._folder / PLAN_FILE)
-        follower, is_over = Follower(self._folder / METRICS_FILE), False
+        self._attach(self._folder / RunFolder.PLAN)
+        follower, is_over = Follower(self._folder / RunFolder.METRICS), False
         while not is_over:
             is_over = self._is_over.wait(MIRROR_POLL_S)
             if entries := [entry for entry in follower.new() if entry["step"] > begin]:
@@ -133,7 +133,7 @@ class Mirror:
                     tracker.log(entry["step"], figures_of(entry))
                 tracker.flush()
                 write_file_atomic(logged, str(entries[-1]["step"]).encode())
-        self._attach(self._folder / PAGE)
+        self._attach(self._folder / RunFolder.PAGE)
         tracker.finish(None if self._summary is None else strict(self._summary))
 
     def _attach(self, file: Path) -> None:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import number, plural, shown_path
+from trainer.core.run_folder import RunFolder
 from trainer.report import page_bars, page_parts
-from trainer.report.journal import METRICS_FILE
 from trainer.report.page_curves import AXES, MARKS, charts_of, series_of
 from trainer.report.page_runs import SavedRun, runs_in
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-PAGE = "report.html"
 _HERE = Path(__file__).parent
 _MOST_LETTERS = 100  # of a run's name
 _AT_ONCE = 24  # charts that are open; more are a click away
@@ -32,10 +31,10 @@ _log = logging.getLogger(__name__)
 def write_own_page(folder: Path) -> None:
     """Write the page of a run, or of a sweep, that ended; what goes wrong is one warning."""
     try:
-        if (folder / METRICS_FILE).is_file() or not (folder / "config.yaml").is_file():
-            write_page([folder], folder / PAGE)
+        if (folder / RunFolder.METRICS).is_file() or not (folder / RunFolder.CONFIG).is_file():
+            write_page([folder], folder / RunFolder.PAGE)
     except Exception as error:  # a picture of a run never makes it fail
-        _log.warning("%s could not be written: %s: %s", PAGE, type(error).__name__, error)
+        _log.warning("%s could not be written: %s: %s", RunFolder.PAGE, type(error).__name__, error)
 
 
 def write_page(folders: Sequence[Path], file: Path) -> int:

@@ -14,6 +14,7 @@ from trainer.config.metric_mode import mode_of, rank, title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
+from trainer.core.run_folder import RunFolder
 from trainer.report.page_runs import SavedRun, as_mapping, is_comparable, is_number, numbers_of
 
 _MOST_JOBS = 500
@@ -43,7 +44,8 @@ def ending(run: SavedRun) -> str | None:
 
 def traceback(run: SavedRun) -> str:
     """Give the traceback, of the first rank that left one, of a run that failed."""
-    files = sorted(run.folder.glob("errors/rank*.txt")) if run.state == "failed" else []
+    found = (run.folder / RunFolder.ERRORS).glob("rank*.txt")
+    files = sorted(found) if run.state == "failed" else []
     with suppress(OSError):
         for file in filter(Path.is_file, files):
             with file.open(errors="replace") as lines:
@@ -56,6 +58,7 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
     plan, result, best = numbers_of(run.plan), numbers_of(run.result), run.best
     speed = result.get("tokens_per_second") or run.last("tokens_per_second")
     planned, peak = plan.get("steps"), run.peak_bytes
+    peak_of = "of the whole process" if run.plan.get("device") == "cpu" else "of tensors"
     tiles = [
         ("training loss", _loss(run.last("loss")), None),
         (
@@ -66,7 +69,7 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
         *_metrics(run),
         ("steps", number(run.last_step), f"of {number(planned)} planned" if planned else None),
         (f"{run.noun}s per second", short(speed) if speed else None, None),
-        ("peak memory", size(peak) if peak else None, run.peak_of),
+        ("peak memory", size(peak) if peak else None, peak_of),
         ("skipped steps", _count(run, "skipped"), "without an update"),
         ("replays", _count(run, "replays"), "after memory ran out"),
     ]
@@ -134,7 +137,7 @@ def baselines(run: SavedRun) -> TableRows:
 
 def machine(run: SavedRun) -> TableRows:
     """Say what the run ran on: versions, revision, hardware; no host's name."""
-    found = run.environment
+    found = as_mapping(run.terms.get("environment"))
     hardware, git = as_mapping(found.get("hardware")), as_mapping(found.get("git"))
     rows = {
         "cpu": f"{hardware.get('cpu')}, {hardware.get('cores')} cores" if hardware else "",

@@ -14,45 +14,41 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard, final
 
-import yaml
-
-from trainer.checkpoint.status import read_status
 from trainer.config.messages import flat, lookup
 from trainer.config.secrets import without_secrets
-from trainer.core.durable import read_json, read_yaml
+from trainer.core.durable import read_json
 from trainer.core.format import number, shown_path
+from trainer.core.run_folder import RunFolder
 from trainer.report import journal
 from trainer.report.journal import Entry
 
 WORST = 8  # samples with the largest loss that are shown
 LARGEST = 1e300
 _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
-_UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 
 @final
 @dataclass(frozen=True)
 class SavedRun:
-    """A run's folder; everything in it may be missing, torn or a stranger's."""
+    """What a page shows of a run."""
 
     folder: Path
 
     @cached_property
+    def _files(self) -> RunFolder:
+        return RunFolder(self.folder)
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved config by dotted keys; empty where there is none."""
-        return flat(as_mapping(_yaml(self.folder / "config.yaml")))
+        return flat(self._files.config())
 
     @cached_property
     def typed(self) -> str:
         """The command line, without secrets; of the latest start, where the run went on."""
-        words = self._words("resumed/overrides.yaml") or self._words("overrides.yaml")
-        return without_secrets(shlex.join(["train", *words]), os.environ)
-
-    def _words(self, name: str) -> list[str]:
-        lines = _yaml(self.folder / ".hydra" / name)
         # Hydra's own quotes around a path, which a shell does not need.
-        found = lines if isinstance(lines, list) else []
-        return [_QUOTED.sub(r"\1\2", str(line).lstrip("+")) for line in found]
+        words = [_QUOTED.sub(r"\1\2", word) for word in self._files.typed()]
+        return without_secrets(shlex.join(["train", *words]), os.environ)
 
     @cached_property
     def name(self) -> str:
@@ -61,26 +57,27 @@ class SavedRun:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """status.json, without secrets."""
-        return read_status(self.folder)
+        """How the run goes, or ended."""
+        return self._files.status()
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """result.json of a run that completed; a run that went on has one of before."""
-        return read_json(self.folder / "result.json") if self.state == "completed" else {}
+        """The figures of a run that completed; a run that went on has some of before."""
+        return self._files.record(RunFolder.RESULT) if self.state == "completed" else {}
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        """plan.json."""
-        return read_json(self.folder / "plan.json")
+        """What was planned."""
+        return self._files.record(RunFolder.PLAN)
 
     @property
     def continuation(self) -> Iterator[str]:
         """Say from which run and step it went on, where it did."""
-        fork = read_json(self.folder / "forked.json")
+        fork = self._files.record(RunFolder.FORK)
         # A resumed run's config has none.
-        first = dict(word.split("=", 1) for word in self._words("overrides.yaml") if "=" in word)
-        init = self.config.get("init") or first.get("init") or "null"
+        words = (word.partition("=") for word in self._files.typed(first=True))
+        typed = {key: value.strip("'") for key, _, value in words}
+        init = self.config.get("init") or typed.get("init") or "null"
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
         if init != "null":
             yield f"begun with the weights of {shown_path(Path(str(init)))}"
@@ -89,7 +86,7 @@ class SavedRun:
         if is_number(resumed) and resumed != step:
             none = ", and took none since" if resumed == self.last_step else ""
             yield f"resumed after step {number(resumed)}{none}"
-        elif resumed is None and (self.folder / ".hydra" / "resumed").is_dir():
+        elif resumed is None and (self.folder / RunFolder.RESUMED).is_dir():
             yield (
                 "begun again: nothing had been saved" if "resumed_step" in self.plan else "resumed"
             )
@@ -97,28 +94,22 @@ class SavedRun:
     @cached_property
     def checkpoints(self) -> list[int]:
         """Steps of the checkpoints that are there, ascending."""
-        found = (path.parent.name for path in self.folder.glob("checkpoints/step-*/manifest.json"))
-        return sorted(int(digits) for name in found if (digits := name[5:]).isdecimal())
+        return self._files.steps()
 
     @cached_property
     def terms(self) -> dict[str, Any]:
         """What the steps of the run depend on, as the newest checkpoint has it."""
         for step in reversed(self.checkpoints):
-            folder = self.folder / "checkpoints" / f"step-{step:08d}"
-            terms = lookup(read_json(folder / "manifest.json"), "parts.terms.state")
+            manifest = read_json(self._files.checkpoint(step) / RunFolder.MANIFEST)
+            terms = lookup(manifest, "parts.terms.state")
             if isinstance(terms, dict):
                 return terms
         return {}
 
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Versions, git revision and hardware."""
-        return as_mapping(self.terms.get("environment"))
-
     @cached_property
     def worst(self) -> list[Entry]:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
-        found = read_json(self.folder / "evaluate.json").get("worst")
+        found = self._files.record(RunFolder.EVALUATION).get("worst")
         found = found if isinstance(found, list) else []
         return [e for e in found if isinstance(e, dict) and "loss" in e][:WORST]
 
@@ -126,14 +117,14 @@ class SavedRun:
     def generated(self) -> list[Entry]:
         """What prompts gave at the last evaluation that continued any."""
         with suppress(OSError):
-            found = journal.read(self.folder / journal.TEXTS_FILE)
+            found = journal.read(self.folder / RunFolder.TEXTS)
             return [entry for entry in found if entry["step"] == found[-1]["step"]]
         return []
 
     @cached_property
     def _entries(self) -> list[Entry]:
         with suppress(OSError):
-            return journal.read(self.folder / journal.METRICS_FILE)
+            return journal.read(self.folder / RunFolder.METRICS)
         return []
 
     @cached_property
@@ -157,18 +148,12 @@ class SavedRun:
         counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
         return "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
 
-    @cached_property
-    def began(self) -> float:
-        """When it began, in seconds since the epoch; 0 where nobody wrote it down."""
-        record = read_json(self.folder / ".hydra" / "started.json")
-        return numbers_of(record).get("started", 0.0)
-
     @property
     def started(self) -> str | None:
         """When it began, in the time of this machine."""
+        began = self._files.began()
         with suppress(OSError, OverflowError, ValueError):
-            at = datetime.fromtimestamp(self.began)
-            return at.strftime("%Y-%m-%d %H:%M") if self.began else None
+            return datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M") if began else None
         return None
 
     @property
@@ -186,11 +171,6 @@ class SavedRun:
     def peak_bytes(self) -> float | None:
         """The most memory measured."""
         return numbers_of(self.result).get("peak_bytes") or self.last("memory_bytes")
-
-    @property
-    def peak_of(self) -> str:
-        """What the measured memory is of."""
-        return "of the whole process" if self.plan.get("device") == "cpu" else "of tensors"
 
     def last(self, name: str) -> float | None:
         """The last number of a metric; None where there is none."""
@@ -222,28 +202,13 @@ def is_comparable(metric: str, runs: Sequence[SavedRun]) -> bool:
     return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder is one of a run."""
-    names = "config.yaml", "metrics.jsonl", "checkpoints"
-    return any((folder / name).exists() for name in names)
-
-
 def runs_in(folder: Path) -> list[Path]:
     """List the run that a folder is, or those of its jobs, in their order."""
-    if is_run(folder):
+    if RunFolder(folder).is_run:
         return [folder]
-    jobs = (
-        [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-        if folder.is_dir()
-        else []
-    )
+    inner = folder.iterdir() if folder.is_dir() else ()
+    jobs = [path for path in inner if path.is_dir() and RunFolder(path).is_run]
     return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
-
-
-def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
-    with suppress(*_UNREADABLE):
-        return read_yaml(path) if path.is_file() else None
-    return None
 
 
 def as_mapping(value: object) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from trainer.checkpoint.status import write_status
 from trainer.config.cadence import is_due
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import SaveError
 from trainer.core.format import duration, plural
 from trainer.core.rows import Row
+from trainer.core.run_folder import RunFolder
 from trainer.report.blocks import end_block, noun_of, start_block
 from trainer.report.console import Screen, figure, step_text
 from trainer.report.hooks import Hooks
@@ -156,7 +156,7 @@ class RunReporter:
         try:
             self._show(self._metrics.sync())
             if self._summary is not None:  # here, since trackers show the page, too
-                write_status(self._folder, "completed", self._summary["step"], 0)
+                RunFolder(self._folder).write_status("completed", self._summary["step"], 0)
                 write_own_page(self._folder)
         finally:
             close_all(self._mirrors, self._summary)
@@ -167,7 +167,7 @@ class RunReporter:
         if step > self._noted_step:
             self._noted_step = step
             with suppress(SaveError):  # a full disk is the checkpoints' matter
-                write_status(self._folder, "running", step)
+                RunFolder(self._folder).write_status("running", step)
 
     def _show(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainer.checkpoint.lock import hold
-from trainer.checkpoint.status import FILE_NAME, RunState, write_status
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.config.trackers import sends
 from trainer.core import consent, durable, errors
 from trainer.core.format import shown_path
+from trainer.core.run_folder import RunFolder, hold
 from trainer.core.user_code import excerpt
 from trainer.report import journal
 from trainer.report.page import write_own_page
@@ -38,7 +37,7 @@ def publish(folder: Path) -> None:
     with durable.as_save_error(folder):
         files = _files(folder / STAGED)
         if files:  # what the run failed by before
-            durable.discard(folder / "errors")
+            durable.discard(folder / RunFolder.ERRORS)
         for path in files:
             target = folder / path.relative_to(folder / STAGED)
             durable.make_folders(target.parent)
@@ -54,9 +53,9 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
 
     A resumption that is refused leaves it as it was: the run did not go on.
     """
-    path = folder / FILE_NAME
+    run, path = RunFolder(folder), folder / RunFolder.STATUS
     before = path.read_bytes() if path.is_file() else None
-    write_status(folder, "running", saved_step(folder))
+    run.write_status("running", saved_step(folder))
     try:
         yield
     except BaseException as error:
@@ -66,20 +65,19 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
             with suppress(OSError):
                 durable.write_file_atomic(path, before)
             raise
-        reason = str(error) or type(error).__name__
+        reason = without_secrets(str(error) or type(error).__name__, os.environ).splitlines()[0]
         code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         code = error.exit_code if isinstance(error, errors.TrainError) else code
         is_saved = isinstance(error, errors.Preempted)
         step = saved_step(folder) if is_saved else last_step(folder)
-        state: RunState = "preempted" if is_saved else "failed"
-        write_status(folder, state, step, code, reason.splitlines()[0])
+        run.write_status("preempted" if is_saved else "failed", step, code, reason)
         if config.command == "train" and not is_saved and has_stepped(folder):
             saved = saved_step(folder)
             how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
             error.add_note(f"after step {step}; {how} with: {to_go_on(config, folder)}")
         write_own_page(folder)
         raise
-    write_status(folder, "completed", last_step(folder), 0)
+    run.write_status("completed", last_step(folder), 0)
 
 
 def trusting(config: RunConfig, run: Path) -> list[str]:
@@ -106,7 +104,7 @@ def to_go_on(config: RunConfig, folder: Path) -> str:
 
 def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None:
     """Write a traceback into the run folder, and say where; None where there is no room."""
-    path = folder / "errors" / f"rank{rank}.txt"
+    path = RunFolder(folder).traceback(rank)
     whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
     try:
         durable.make_folders(path.parent)
@@ -114,12 +112,6 @@ def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None
     except OSError:
         return None
     return path
-
-
-def rank_log(config: RunConfig, folder: Path, rank: int) -> Path | None:
-    """Name the file of what a rank prints; None is the screen, which is the first one's."""
-    reader = "" if config.command == "train" else f"{config.command}-"
-    return folder / "ranks" / f"{reader}rank{rank}.log" if rank else None
 
 
 def drop_empty(log: Path) -> None:
@@ -135,19 +127,16 @@ def _files(folder: Path) -> list[Path]:
 
 
 def saved_step(folder: Path) -> int:
-    """Read the step of the newest checkpoint from its name; 0 where there is none."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+    """Read the step of the newest checkpoint; 0 where there is none."""
+    return max(RunFolder(folder).steps(), default=0)
 
 
 def has_stepped(folder: Path) -> bool:
     """Whether a run took a step; those that a fork begins with are another's."""
-    begun = durable.read_json(folder / "forked.json").get("step", 0)
+    begun = RunFolder(folder).record(RunFolder.FORK).get("step", 0)
     return bool(max(saved_step(folder), last_step(folder)) > begun)
 
 
 def last_step(folder: Path) -> int:
     """Read the last step from metrics.jsonl, the truth about a run."""
-    return max(
-        (entry["step"] for entry in journal.stream(folder / journal.METRICS_FILE)), default=0
-    )
+    return max((entry["step"] for entry in journal.stream(folder / RunFolder.METRICS)), default=0)

@@ -10,6 +10,7 @@ from typing import final
 from trainer.core import gpu
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.format import size
+from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.training.batches import PlannedBatch
 
@@ -31,7 +32,7 @@ class FailedAllocation:
             return
         self._is_done, rank, device = True, self.world.rank, self.world.device
         at = self.world.rank_progress.read().micro_batch
-        path = self.folder / "errors" / f"out-of-memory-step{batch.step}-rank{rank}.txt"
+        path = self.folder / RunFolder.ERRORS / f"out-of-memory-step{batch.step}-rank{rank}.txt"
         known = {"predicted peak": self.predicted_bytes, "limit of tensors": self.limit_bytes}
         shapes = zip(batch.plan.ranks[rank], batch.plan.padded_lengths[rank], strict=True)
         lines = [

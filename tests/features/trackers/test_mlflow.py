@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.lib.tracked import mirror_of, mlflow_steps
+from trainer.core.run_folder import RunFolder
 from trainer.features.trackers.mlflow import MlflowTracker
-from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
@@ -32,7 +32,7 @@ def test_an_experiment_that_another_job_creates_in_the_meantime_is_taken(
     monkeypatch.setattr(MlflowClient, "get_experiment_by_name", found_too_late)
     run, warnings = tmp_path / "run", list[str]()
     run.mkdir()
-    (run / METRICS_FILE).write_text('{"step": 1, "loss": 1.0}\n')
+    (run / RunFolder.METRICS).write_text('{"step": 1, "loss": 1.0}\n')
     mirror = mirror_of("mlflow", MlflowTracker(), run, warnings.append)
     mirror.start()
     close_all([mirror], {})

@@ -16,8 +16,8 @@ from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
 from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from tests.lib.tracked import mirror_of
+from trainer.core.run_folder import RunFolder
 from trainer.features.trackers.wandb import WandbTracker
-from trainer.report.journal import METRICS_FILE
 from trainer.report.mirror import close_all
 
 PATIENCE_S = 7
@@ -91,7 +91,7 @@ def mirror(tmp_path, monkeypatch):
 
 
 def write(folder, *steps):
-    with (folder / METRICS_FILE).open("a") as file:
+    with (folder / RunFolder.METRICS).open("a") as file:
         file.writelines(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in steps)
 
 
@@ -99,7 +99,7 @@ def test_steps_and_evaluations_arrive_in_order_under_their_names(mirror):
     exits = sys.exit, sys.excepthook
     run = mirror(project="p", tags=("a", "b"), group="sweep 1")
     write(mirror.folder, 1, 2)
-    with (mirror.folder / METRICS_FILE).open("a") as file:
+    with (mirror.folder / RunFolder.METRICS).open("a") as file:
         file.write('{"step": 2, "skipped": "not finite", "grad_norm": null}\n')
         file.write('{"step": 2, "eval_loss": 2.5, "bleu": 3, "eval_seconds": 1}\n{"step": 3, "lo')
     close_all([run], {"loss": 1.0, "eval_loss": float("nan")})
@@ -153,7 +153,7 @@ def test_without_a_way_online_a_run_is_recorded_offline_or_not_with_one_warning(
     close_all([run], {})
     assert any(warned in warning for warning in mirror.warnings)
     assert len(mirror.warnings) == 1 + (not given)
-    expected = {METRICS_FILE, "wandb", *(["given.jsonl"] if given else [])}
+    expected = {RunFolder.METRICS, "wandb", *(["given.jsonl"] if given else [])}
     if given:
         done = ["init", "metric", "metric", "log", "summary", "finish"]
         assert [what for what, _ in mirror.given()] == done
@@ -227,7 +227,7 @@ def test_a_wandb_that_hangs_delays_the_end_of_a_command_and_changes_nothing_of_i
             stdout=out,
             stderr=subprocess.STDOUT,
         )
-        metrics = tmp_path / "run" / METRICS_FILE
+        metrics = tmp_path / "run" / RunFolder.METRICS
         if code == 75:
             while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 20:
                 assert process.poll() is None, (tmp_path / "out").read_text()

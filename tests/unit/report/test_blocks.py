@@ -14,8 +14,9 @@ import pytest
 from rich.text import Text
 
 from trainer.core.rows import row
+from trainer.core.run_folder import RunFolder
 from trainer.report.blocks import end_block, plan_block, start_block, verify_block
-from trainer.report.console import BRIEF, LOG_FILE, Screen
+from trainer.report.console import BRIEF, Screen
 from trainer.report.hooks import Hooks
 from trainer.report.records import VerifyReport
 from trainer.report.reporter import RunReporter
@@ -174,7 +175,7 @@ def test_a_terminal_shows_a_bar_and_the_log_the_same_lines_without_colour(tmp_pa
     reporter.finish(RESULT, [])
     reporter.close()
     assert "30/60  held out: loss 4.5000" in seen()
-    log = (tmp_path / LOG_FILE).read_text()
+    log = (tmp_path / RunFolder.LOG).read_text()
     assert "\x1b" not in log
     assert "━" not in log
     assert "step 20/60  loss   4.8000" in log
@@ -195,7 +196,7 @@ def test_a_terminal_breaks_prose_at_words_and_neither_paths_nor_commands(tmp_pat
     assert " ".join(prose) == f"warning: {words.strip()}"
     assert len(prose) == 2
     assert max(map(len, prose)) <= 80
-    assert f"warning: {words}{path} end\n" in (tmp_path / LOG_FILE).read_text()
+    assert f"warning: {words}{path} end\n" in (tmp_path / RunFolder.LOG).read_text()
 
 
 class Gives:
@@ -251,7 +252,7 @@ def test_a_screen_that_is_gone_falls_silent_and_a_brief_one_is_the_logs(tmp_path
     screen.line("three")
     screen.close()
     assert brief.getvalue() == ""
-    assert (tmp_path / LOG_FILE).read_text() == "one\ntwo\n" * 2 + "three\n"
+    assert (tmp_path / RunFolder.LOG).read_text() == "one\ntwo\n" * 2 + "three\n"
 
 
 def test_a_terminal_that_knows_only_ascii_gets_escapes_and_brackets_are_no_markup():

@@ -18,8 +18,9 @@ from tests.lib.support import STEP_KEYS
 from tests.unit.report.test_blocks import record
 from trainer.core import durable
 from trainer.core.errors import SaveError
+from trainer.core.run_folder import RunFolder
 from trainer.report import records
-from trainer.report.journal import METRICS_FILE, SAMPLES_FILE, read, to_line, truncate_after
+from trainer.report.journal import read, to_line, truncate_after
 from trainer.report.metrics import MetricsLog
 
 
@@ -50,14 +51,14 @@ def test_entries_are_written_at_once_and_numbers_that_json_does_not_know_are_nul
     log.step(record(loss=torch.tensor(math.nan), padding=math.inf, grad_norm=grad_norm, **more))
     log.evaluation(1, {"": {"loss": math.nan, "accuracy": 0.3}}, 1.5)
     grad_norm.zero_()  # the file does not lag on a CPU
-    step, evaluation = strictly(tmp_path / METRICS_FILE)
+    step, evaluation = strictly(tmp_path / RunFolder.METRICS)
     assert tuple(step) == (*STEP_KEYS, *more)
     assert {name: step[name] for name in more} == more
     assert (step["loss"], step["padding"], step["grad_norm"]) == (None, None, 0.75)
     assert evaluation == {"step": 1, "eval_loss": None, "eval_accuracy": 0.3, "eval_seconds": 1.5}
     log.consumed(1, np.array([4, 2]))
     log.consumed(2, [7], skipped=[9])
-    assert strictly(tmp_path / SAMPLES_FILE) == [
+    assert strictly(tmp_path / RunFolder.SAMPLES) == [
         {"step": 1, "ids": [4, 2]},
         {"step": 2, "ids": [7], "skipped": [9]},
     ]
@@ -71,7 +72,7 @@ def test_entries_are_written_at_once_and_numbers_that_json_does_not_know_are_nul
 def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
     tmp_path_factory, steps, last, torn
 ):
-    path = tmp_path_factory.mktemp("run") / METRICS_FILE
+    path = tmp_path_factory.mktemp("run") / RunFolder.METRICS
     content = b"".join(to_line({"step": step, "loss": 1.0}) for step in steps)
     path.write_bytes(content[: max(0, len(content) - torn)])
     whole = [entry["step"] for entry in read(path)]
@@ -80,11 +81,11 @@ def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
     mended = path.read_bytes()
     truncate_after(path, last)
     assert path.read_bytes() == mended
-    assert [p.name for p in path.parent.iterdir()] == [METRICS_FILE]
+    assert [p.name for p in path.parent.iterdir()] == [RunFolder.METRICS]
 
 
 def test_a_folder_in_place_of_a_log_is_one_clear_line(tmp_path):
-    for name in (METRICS_FILE, SAMPLES_FILE):
+    for name in (RunFolder.METRICS, RunFolder.SAMPLES):
         (tmp_path / name).mkdir()
         with pytest.raises(SaveError, match=f"{name}: could not be .*: it is no regular file; mo"):
             MetricsLog(tmp_path, print, resumed_step=3)
@@ -98,13 +99,13 @@ def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
     with durable.use(disk):
         for step in range(1, 6):
             log.step(record(step))
-        assert [e["step"] for e in read(tmp_path / METRICS_FILE)] == [1]
-        with pytest.raises(SaveError, match=METRICS_FILE):
+        assert [e["step"] for e in read(tmp_path / RunFolder.METRICS)] == [1]
+        with pytest.raises(SaveError, match=RunFolder.METRICS):
             log.sync()
         disk.room = math.inf
         log.step(record(6))
         log.sync()
-    assert [e["step"] for e in strictly(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in strictly(tmp_path / RunFolder.METRICS)] == [1, 2, 3, 4, 5, 6]
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
 
@@ -125,7 +126,7 @@ def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_syn
         torch.cuda.set_sync_debug_mode("default")
     log.evaluation(0, {"": {"loss": 1.0}}, 1.0)
     log.sync()
-    entries = [e for e in strictly(tmp_path / METRICS_FILE) if "loss" in e]
+    entries = [e for e in strictly(tmp_path / RunFolder.METRICS) if "loss" in e]
     assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 

@@ -1,4 +1,4 @@
-"""The lock of a run folder, and the status that tells by it whether a run is alive."""
+"""What is in a run's folder, the lock, and the status that tells by it whether a run is alive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import pytest
 
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.run_support import in_use
-from trainer.checkpoint.lock import RunInUseError, hold, is_locked
-from trainer.checkpoint.status import read_status, write_status
 from trainer.core.errors import SaveError
+from trainer.core.run_folder import (
+    RunFolder,
+    RunInUseError,
+    hold,
+    is_locked,
+    step_of,
+)
 
 LETS_GO = """
 import fcntl, sys, time
@@ -28,7 +33,7 @@ time.sleep(0.1)
 HOLDS = """
 import sys
 from pathlib import Path
-from trainer.checkpoint.lock import hold
+from trainer.core.run_folder import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -122,21 +127,60 @@ def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match=r"\.lock: could not be written: No locks available"):
         hold(tmp_path).__enter__()
     assert not has_open(tmp_path / ".lock")
-    write_status(tmp_path, "running", 0)
-    assert read_status(tmp_path)["state"] == "failed"
+    RunFolder(tmp_path).write_status("running", 0)
+    assert RunFolder(tmp_path).status()["state"] == "failed"
 
 
 def test_the_status_is_json_for_scripts_and_running_only_while_somebody_holds_the_run(tmp_path):
-    assert read_status(tmp_path) == {}
+    run = RunFolder(tmp_path)
+    assert run.status() == {}
     with hold(tmp_path):
-        write_status(tmp_path, "running", 4)
-        assert read_status(tmp_path)["state"] == "running"
+        run.write_status("running", 4)
+        assert run.status()["state"] == "running"
     killed = {"state": "failed", "step": 4, "reason": "its process was killed"}
-    assert killed.items() <= read_status(tmp_path).items()
-    write_status(tmp_path, "failed", 9, 6, "not finite")
+    assert killed.items() <= run.status().items()
+    run.write_status("failed", 9, 6, "not finite")
     ended = {"state": "failed", "exit_code": 6, "step": 9, "reason": "not finite"}
-    assert json.loads((tmp_path / "status.json").read_bytes()) == read_status(tmp_path) == ended
+    assert json.loads((tmp_path / "status.json").read_bytes()) == run.status() == ended
+    assert run.last_step() == 9
     (tmp_path / "status.json").write_text("[")
-    assert read_status(tmp_path) == {}
+    assert (run.status(), run.last_step()) == ({}, 0)
     with pytest.raises(SaveError, match=r"status\.json"):
-        write_status(tmp_path / "nowhere", "running", 0)
+        RunFolder(tmp_path / "nowhere").write_status("running", 0)
+
+
+def test_checkpoints_are_those_with_a_manifest_and_the_name_of_a_step(tmp_path):
+    run = RunFolder(tmp_path)
+    for name in (
+        "step-00000010",
+        "step-100000000",
+        "step-4",
+        "step-000000005",
+        "damaged-step-00000006",
+    ):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    run.checkpoint(11).mkdir()  # that no process finished
+    assert run.steps() == [10, 100_000_000]
+    assert [step_of(run.checkpoint(step)) for step in run.steps()] == run.steps()
+
+
+def test_what_was_typed_is_that_of_the_latest_start_whose_record_is_whole(tmp_path):
+    run, latest = RunFolder(tmp_path), tmp_path / ".hydra" / "resumed" / "overrides.yaml"
+    assert (run.config(), run.typed()) == ({}, [])
+    latest.parent.mkdir(parents=True)
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("[+steps=2, seed=1]")
+    latest.touch()  # its process was killed before it wrote
+    assert run.typed() == ["steps=2", "seed=1"]
+    latest.write_text("[steps=4]")
+    assert (run.typed(), run.typed(first=True)) == (["steps=4"], ["steps=2", "seed=1"])
+
+
+def test_a_run_begins_once(tmp_path):
+    run = RunFolder(tmp_path)
+    assert run.began() == 0
+    run.record_start()
+    began = run.began()
+    run.record_start()
+    assert run.began() == began > 0

@@ -1,0 +1,261 @@
+"""Name, read and write what is in the folder of a run. Imports no torch.
+
+Everything in it may be missing, torn or a stranger's: what cannot be read counts as empty.
+
+One process may use a run at a time, by `flock` on a file in it: the system frees the lock when its
+holder ends, however it ends, so a file that lies around means nothing. What the file says is for
+the error message alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import yaml
+
+from trainer.core import durable
+from trainer.core.errors import TrainError
+
+RunState = Literal["running", "completed", "preempted", "failed"]
+
+UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
+"""What `read_yaml` raises."""
+
+_handles: dict[Path, int] = {}
+"""By run folder, the lock files that this process has locked."""
+
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
+
+
+def checkpoint_name(step: int) -> str:
+    """Name the folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Read the step of a checkpoint off the name of its folder; None of any other folder."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
+@final
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run."""
+
+    CONFIG = "config.yaml"
+    PLAN, SPLITS, STATUS, RESULT = "plan.json", "splits.json", "status.json", "result.json"
+    METRICS, SAMPLES, TEXTS = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
+    LOG, PAGE, VERIFY, EVALUATION = "train.log", "report.html", "verify.json", "evaluate.json"
+    CHECKPOINTS, ERRORS, LOCK = "checkpoints", "errors", ".lock"
+    BEST = "best.json"  # which of the checkpoints is
+    MANIFEST = "manifest.json"  # in each of them
+    FORK = "forked.json"  # which checkpoint of another run this one began with
+    HYDRA, OVERRIDES = ".hydra", "overrides.yaml"
+    RESUMED = ".hydra/resumed"  # Hydra's records of the last time that the run went on
+    START = ".hydra/started.json"
+    END = ".hydra/ended.json"  # of a job of a sweep: its exit code, and why
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is one of a run."""
+        names = self.CONFIG, self.METRICS, self.CHECKPOINTS
+        return any((self.path / name).exists() for name in names)
+
+    def record(self, name: str) -> dict[str, Any]:
+        """Read a JSON file."""
+        return durable.read_json(self.path / name)
+
+    def config(self) -> dict[str, Any]:
+        """Read the resolved config."""
+        content = _yaml(self.path / self.CONFIG)
+        return content if isinstance(content, dict) else {}
+
+    @property
+    def overrides_file(self) -> Path:
+        """Where the overrides of the latest start are; those of the first stay beside them."""
+        resumed = self.path / self.RESUMED / self.OVERRIDES
+        # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
+        is_whole = resumed.is_file() and resumed.stat().st_size
+        return resumed if is_whole else self.path / self.HYDRA / self.OVERRIDES
+
+    def typed(self, *, first: bool = False) -> list[str]:
+        """Read the overrides of the latest start, or of the first."""
+        content = _yaml(self.path / self.HYDRA / self.OVERRIDES if first else self.overrides_file)
+        return [str(each).lstrip("+") for each in content] if isinstance(content, list) else []
+
+    def status(self) -> dict[str, Any]:
+        """Read what the run is doing, or how it ended.
+
+        A run whose process was killed could not say so: it counts as failed once nobody uses it.
+        """
+        content = self.record(self.STATUS)
+        if content.get("state") == "running" and not is_locked(self.path):
+            content |= {"state": "failed", "reason": "its process was killed"}
+        return content
+
+    def write_status(
+        self, state: RunState, step: int, exit_code: int | None = None, reason: str | None = None
+    ) -> None:
+        """Say what a run is doing, or how and in one line, without secrets, why it ended.
+
+        While it is running, `step` is that of its newest checkpoint or evaluation.
+        """
+        content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+        durable.write_record(self.path / self.STATUS, content)
+
+    def last_step(self) -> int:
+        """Read the last step as the status has it; 0 where it has none."""
+        step = self.status().get("step")
+        return step if isinstance(step, int) else 0
+
+    def record_start(self) -> None:
+        """Record once when the run begins; file times of a copy are those of the copying."""
+        path = self.path / self.START
+        if not path.exists():
+            durable.make_folders(path.parent)
+            durable.write_json(path, {"started": time.time()})
+
+    def began(self) -> float:
+        """Read when it began, in seconds since the epoch; 0 where nobody wrote it down."""
+        found = self.record(self.START).get("started")
+        return found if type(found) in (int, float) else 0.0
+
+    def by_start(self) -> tuple[float, str]:
+        """Give what runs are sorted by: when they began, then their path."""
+        return self.began(), str(self.path)
+
+    def checkpoint(self, step: int) -> Path:
+        """Name the folder of a step's checkpoint."""
+        return self.path / self.CHECKPOINTS / checkpoint_name(step)
+
+    def steps(self) -> list[int]:
+        """List the steps of the checkpoints, intact or not, ascending."""
+        found = (
+            step_of(path.parent) for path in self.path.glob(f"{self.CHECKPOINTS}/*/{self.MANIFEST}")
+        )
+        return sorted(step for step in found if step is not None)
+
+    def rank_log(self, command: str, rank: int) -> Path | None:
+        """Name the file of what a rank prints; None is the screen, which is the first one's."""
+        reader = "" if command == "train" else f"{command}-"
+        return self.path / "ranks" / f"{reader}rank{rank}.log" if rank else None
+
+    def traceback(self, rank: int) -> Path:
+        """Name the file with the traceback and the stacks of a rank that failed."""
+        return self.path / self.ERRORS / f"rank{rank}.txt"
+
+
+def runs_below(outputs: Path, name: str = RunFolder.CONFIG) -> Iterator[RunFolder]:
+    """Find the runs with a certain file below `outputs`; none of a sweep."""
+    for pattern in (f"*/{name}", f"*/*/{name}"):
+        for path in outputs.glob(pattern):
+            if path.parent.parent.name != "multirun":
+                yield RunFolder(path.parent)
+
+
+def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
+    with suppress(*UNREADABLE):
+        if path.is_file():  # a pipe would never end
+            return durable.read_yaml(path)
+    return None
+
+
+class RunInUseError(TrainError):
+    """Another process has this run in use; like a run that is not there, it cannot be resumed."""
+
+    exit_code = 4
+
+
+@contextmanager
+def hold(run: Path) -> Iterator[None]:
+    """Keep a run folder to this process, and clear away what an earlier crash left unfinished.
+
+    Within this process it may be held again: the command line holds a run whose records it
+    changes, and then the command does. `RunInUseError` names another process that holds it.
+    """
+    home = run.resolve()
+    if home in _handles:
+        yield
+        return
+    path = run / RunFolder.LOCK
+    with durable.as_save_error(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    _handles[home] = handle
+    try:
+        with durable.as_save_error(path):
+            _lock(handle, run)
+        with suppress(OSError):  # on a full disk the lock works without a name in it
+            os.ftruncate(handle, 0)
+            holder = {"pid": os.getpid(), "host": socket.gethostname()}
+            os.write(handle, json.dumps(holder).encode())
+        durable.clean(run)
+        durable.clean(run / RunFolder.CHECKPOINTS)
+        yield
+    finally:
+        _handles.pop(home, None)
+        with suppress(OSError):  # where locks are not known; closing lets go of them
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def is_locked(run: Path) -> bool:
+    """Tell whether a process, on this machine or another that sees the lock, uses a run."""
+    try:
+        # A pipe of that name would never open.
+        handle = os.open(run / RunFolder.LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(handle)
+    return False
+
+
+def _lock(handle: int, run: Path) -> None:
+    """Take the lock, or wait half a second: the last child of a killed process may have it."""
+    ends = time.monotonic() + 0.5
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > ends:
+                remedy = "wait for it, stop it, or start another run"
+                raise RunInUseError(f"{run}: in use by {_holder(handle)}: {remedy}") from error
+        time.sleep(0.01)
+
+
+def _holder(handle: int) -> str:
+    try:
+        holder = json.loads(os.pread(handle, 4096, 0))
+        return f"process {int(holder['pid'])} on {str(holder['host'])!r:.80}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _close_in_child() -> None:
+    """A forked child (a loader worker) that outlives its parent must not keep the run."""
+    for handle in _handles.values():
+        os.close(handle)
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
