@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-from trainer.checkpoint import lock
 from trainer.config.run_config import READING, RunConfig, to_text
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.rank_progress import RankPosition, RankProgress
-from trainer.core.run_folder import RunFolder
+from trainer.core.run_folder import RunFolder, hold
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.membership import Membership
 from trainer.report import journal
@@ -54,7 +53,7 @@ def supervise(
     restarts = 0
     with ExitStack() as opened:
         if members[0].rank == 0 and config.command not in READING:
-            opened.enter_context(lock.hold(folder))
+            opened.enter_context(hold(folder))
             opened.enter_context(recorded(config, folder))
         while True:
             try:
