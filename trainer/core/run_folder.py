@@ -134,7 +134,7 @@ class RunFolder:
     def began(self) -> float:
         """Read when it began, in seconds since the epoch; 0 where nobody wrote it down."""
         found = self.record(self.START).get("started")
-        return float(found) if type(found) in (int, float) else 0.0
+        return float(found) if isinstance(found, int | float) else 0.0
 
     def by_start(self) -> tuple[float, str]:
         """Give what runs are sorted by: when they began, then their path."""
