@@ -136,7 +136,9 @@ def neutral(line: str, folder: Path) -> str:
     line = re.sub(r"[\d.,]+[kM]? (tokens|samples)/s", "N \\1/s", line)
     line = re.sub(r"\d:\d\d:\d\d left", "N left", line)
     line = re.sub(r"[\d.]+% of [\d.]+ GiB", "N% of N GiB", line)
-    return re.sub(r"\d+(\.\d+)? ?(s|ms|min|MiB|GiB|KiB)\b", "N \\2", line)
+    line = re.sub(r"\d+(\.\d+)? ?(s|ms|min)\b", "N s", line)
+    line = re.sub(r"\d+(\.\d+)? ?(MiB|GiB|KiB)\b", "N \\2", line)
+    return re.sub(r" +", " ", line)
 
 
 def describe(run: Path, *, exact: bool) -> dict[str, Any]:
