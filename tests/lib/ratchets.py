@@ -12,16 +12,15 @@ import re
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).parents[2]
 RATCHETS = CHECKOUT / "tests" / "ratchets.json"
 MOST_IMPORTS = 15  # modules of ours that one imports; more are listed
 NAMED = {"BatchNorm": r"batch_?norm", "transformers": r"transformers", "noise": r"noise"}
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.ENCODING, tokenize.ENDMARKER),
-}
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
 
 def sources(folder: str = "trainer") -> dict[str, str]:
@@ -36,18 +35,21 @@ def measured() -> dict[str, dict[str, float]]:
     rooms = Counter[str]()
     for name, text in package.items():
         rooms[name.split("/")[1].removesuffix(".py")] += len(text.splitlines())
-    features, tests = rooms.pop("features"), sources("tests")
+    features = rooms.pop("features")
     imports = {name: len(set(imported(text, package))) for name, text in package.items()}
-    trees = [ast.parse(text) for text in package.values()]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    num_statements = sum(isinstance(node, ast.stmt) for node in nodes) / 100
+    nodes = [node for text in package.values() for node in ast.walk(ast.parse(text))]
+
+    def per_100(kind: Any) -> float:
+        statements = sum(isinstance(node, ast.stmt) for node in nodes)
+        return round(100 * sum(isinstance(node, kind) for node in nodes) / statements, 1)
+
     return {
         "lines": {
             "engine": rooms.total(),
             "features": features,
             "all": rooms.total() + features,
             "code": sum(map(lines_of_code, package.values())),
-            "tests": sum(len(text.splitlines()) for text in tests.values()),
+            "tests": sum(len(text.splitlines()) for text in sources("tests").values()),
         },
         "lines of a room": dict(sorted(rooms.items())),
         "files that name": {
@@ -56,14 +58,10 @@ def measured() -> dict[str, dict[str, float]]:
         },
         "imports of ours": {name: n for name, n in imports.items() if n > MOST_IMPORTS},
         "per 100 statements": {
-            "comprehensions": _share(nodes, COMPREHENSIONS, num_statements),
-            "conditional expressions": _share(nodes, ast.IfExp, num_statements),
+            "comprehensions": per_100(COMPREHENSIONS),
+            "conditional expressions": per_100(ast.IfExp),
         },
     }
-
-
-def _share(nodes: list[ast.AST], kind: type | object, num_statements: float) -> float:
-    return round(sum(isinstance(node, kind) for node in nodes) / num_statements, 1)  # type: ignore[arg-type]
 
 
 def imported(text: str, package: dict[str, str]) -> list[str]:

@@ -38,7 +38,6 @@ from trainer.report import metrics
 from trainer.training import checkpointing, loop, run, step
 from trainer.training.batches import Feed
 
-Patch = pytest.MonkeyPatch
 Harness = Callable[[Path], None]
 
 

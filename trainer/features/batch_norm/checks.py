@@ -22,8 +22,6 @@ from trainer.tune.workload import restoring
 if TYPE_CHECKING:
     from trainer.features.batch_norm.mode import BatchNormMode
 
-KEY = "batchnorm"
-
 
 def check_layers(mode: BatchNormMode, components: Components) -> None:
     """Refuse a mode that does not fit the model, or the sizes of the steps."""
@@ -32,8 +30,8 @@ def check_layers(mode: BatchNormMode, components: Components) -> None:
     if not layers and mode.needs_layers:
         kind = type(module).__name__
         raise ConfigError(
-            f"{KEY}={name}: {kind} has no BatchNorm that normalises in training: leave it out, or "
-            f"type {KEY}=auto"
+            f"batchnorm={name}: {kind} has no BatchNorm that normalises in training: leave it "
+            "out, or type batchnorm=auto"
         )
     if mode.precise is not None:
         _check_precise(mode.precise, components)
@@ -52,7 +50,7 @@ def check_layers(mode: BatchNormMode, components: Components) -> None:
 
 def typed_name(components: Components) -> str:
     """Name the option that was typed, or the class."""
-    component = components.config.features[KEY]
+    component = components.config.features["batchnorm"]
     return component.name or component.target
 
 
@@ -65,9 +63,9 @@ def _check_precise(precise: int, components: Components) -> None:
     elif not tracked:
         why = "the model has no BatchNorm with running statistics"
     elif tracked[0].mode.estimating is None:
-        why = f"{KEY}={typed_name(components)} estimates none again"
+        why = f"batchnorm={typed_name(components)} estimates none again"
     if why is not None:
-        raise ConfigError(f"{KEY}.precise={precise}: {why}: type {KEY}.precise=null")
+        raise ConfigError(f"batchnorm.precise={precise}: {why}: type batchnorm.precise=null")
 
 
 def step_sizes(order: Order, total_steps: int) -> set[int]:
@@ -107,9 +105,9 @@ def check_lone_samples(components: Components) -> None:
     lone = [count for count in counts if _has_lone_sample(components, count)]
     if lone and _has_one_value(components):
         raise ConfigError(
-            f"{KEY}={typed_name(components)}: a step of {max(lone)} samples leaves a micro-batch "
-            "of one sample, which has one value of each channel: type another accum.micro or size "
-            "of steps, or, for the end of an epoch, batch.tail=drop"
+            f"batchnorm={typed_name(components)}: a step of {max(lone)} samples leaves a "
+            "micro-batch of one sample, which has one value of each channel: type another "
+            "accum.micro or size of steps, or, for the end of an epoch, batch.tail=drop"
         )
 
 

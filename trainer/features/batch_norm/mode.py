@@ -28,6 +28,8 @@ from trainer.features.batch_norm.precise_statistics import precise_statistics
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
 
+DEFAULT_GROUP = 32  # samples that are normalised together, where nobody says
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNormMode(Feature, ABC):
@@ -96,7 +98,7 @@ class BatchNormMode(Feature, ABC):
 
     def warnings(self, run_plan: RunPlan) -> Sequence[str]:
         """See the base class."""
-        return [] if self.accepts_cut else rows.batch_norm_warnings(run_plan)
+        return [] if self.accepts_cut else rows.batch_norm_warnings(run_plan, DEFAULT_GROUP)
 
     def notes(self, run_plan: RunPlan) -> Sequence[str]:
         """See the base class."""

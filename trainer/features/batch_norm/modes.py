@@ -14,7 +14,7 @@ from trainer.config.components import GroupSize
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.features.batch_norm.layers import BatchNormLayer
-from trainer.features.batch_norm.mode import BatchNormMode, batch_norm_coupling
+from trainer.features.batch_norm.mode import DEFAULT_GROUP, BatchNormMode, batch_norm_coupling
 
 
 @final
@@ -25,7 +25,7 @@ class Ghost(BatchNormMode):
     "Ghost batch normalisation" (Hoffer et al. 2017), tied to samples in place of micro-batches.
     """
 
-    group: GroupSize = 32  # the last group of a global batch may be short
+    group: GroupSize = DEFAULT_GROUP  # the last group of a global batch may be short
 
     def resolved(self, shape: StepShape) -> Ghost:
         """See the base class."""
@@ -144,14 +144,14 @@ class Frozen(BatchNormMode):
 class Auto(BatchNormMode):
     """`ghost` under a cut that chooses its sizes, where no sample is padded; else `micro`."""
 
-    group: GroupSize = 32
+    group: GroupSize = DEFAULT_GROUP
     needs_layers = False
 
     def resolved(self, shape: StepShape) -> BatchNormMode:
         """See the base class; a group that nobody typed is no larger than the global batch."""
         if shape.is_stated or shape.is_padded:
             return Micro(precise=self.precise)
-        is_default = self.group == Auto.group
+        is_default = self.group == DEFAULT_GROUP
         group = min(self.group, max(2, shape.largest)) if is_default else self.group
         return Ghost(group=group, precise=self.precise).resolved(shape)
 

@@ -11,8 +11,6 @@ from trainer.core.rows import Row, row
 from trainer.features.batch_norm.layers import layers_of
 from trainer.plan.cut import Plan
 
-_GROUP = 32  # the default of batchnorm.group
-
 
 def batch_norm_rows(run_plan: RunPlan, precise: int | None) -> Sequence[Row]:
     """Say what is normalised over what; of a model without BatchNorm there is nothing to say."""
@@ -35,14 +33,14 @@ def batch_norm_notes(run_plan: RunPlan) -> list[str]:
     return [f"BatchNorm normalises {scope}: {first_of(names)}"]
 
 
-def batch_norm_warnings(run_plan: RunPlan) -> list[str]:
+def batch_norm_warnings(run_plan: RunPlan, default_group: int) -> list[str]:
     """Warn of statistics of micro-batches that nobody has asked for."""
     components, plan = run_plan.components, run_plan.plans[0]
     layers = layers_of(components.module)
     if not layers or not layers[0].coupling.fixes_cut or plan.num_micro_batches == 1:
         return []
     most = max(len(ids) for own in plan.ranks for ids in own)
-    group = f" batchnorm.group={most}" * (most > 1 and most % _GROUP > 0)
+    group = f" batchnorm.group={most}" * (most > 1 and most % default_group > 0)
     each = f"{plural(plan.accum_steps, 'time')} a step"
     whose = ", by those of rank 0 alone" * (components.world.size > 1)
     return [

@@ -53,8 +53,8 @@ class MaskedLM(TokenEntropy):
     def special_ids(self) -> tuple[int, ...]:
         """Tokens that are never hidden."""
         special = {*getattr(self.tokenizer, "all_special_ids", ())}
-        named = [getattr(self.tokenizer, name, None) for name in SPECIAL]
-        return tuple(sorted(special.union(number for number in named if number is not None)))
+        special |= {getattr(self.tokenizer, name, None) for name in SPECIAL}
+        return tuple(sorted(number for number in special if number is not None))
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Hide tokens of one sample; what is not hidden is labelled -100."""
