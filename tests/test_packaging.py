@@ -49,7 +49,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_module_option_and_recipe_is_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for files in ("trainer/**/*.py", "trainer/report/page.*", "conf/**/*.yaml", "recipes/*.yaml"):
+    for files in (
+        "trainer/**/*.py",
+        "trainer/features/page/page.*",
+        "conf/**/*.yaml",
+        "recipes/*.yaml",
+    ):
         found = [str(file.relative_to(CHECKOUT)) for file in CHECKOUT.glob(files)]
         assert found
         assert {f"trainer/{name.removeprefix('trainer/')}" for name in found} <= names

@@ -22,10 +22,11 @@ from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.models.task import task_of
 from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Parallel
-from trainer.report.page_runs import WORST
 from trainer.training.predictions import predict
 
 Decode = Callable[[Sequence[int]], str]
+
+MOST_WORST = 8  # samples of a part that are written with their texts
 
 
 def shown_samples(components: Components, folder: Path) -> list[Row]:
@@ -71,7 +72,7 @@ def worst_samples(
         view, places = part.loader.dataset, part.chosen(0, part.num_samples)
         place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
         measured = [line for line in lines if line["loss"] is not None]
-        for line in sorted(measured, key=_by_loss)[:WORST]:
+        for line in sorted(measured, key=_by_loss)[:MOST_WORST]:
             place = place_of[line["id"]]
             _, shown = _loaded(components, part.loader, place, int(part.lengths[place]))
             with faults_of(f"`decode` of {view.kind}"):

@@ -13,6 +13,7 @@ from typing import final
 
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
+from trainer.report.views import views
 
 COMMAND_HELP: Mapping[str, str] = {
     "train": "train (the default command)",
@@ -20,12 +21,12 @@ COMMAND_HELP: Mapping[str, str] = {
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
-    "report": "write one HTML page of a run, several or a sweep: run=RUN[,RUN]",
+    **{name: view.help for name, view in views().items()},
     "recipes": "list recipes with purpose, cost and measured result",
     "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
-PAGE_WORDS = ("help", "report", "recipes", "doctor")
+PAGE_WORDS = ("help", *views(), "recipes", "doctor")
 """Commands, and the help, that print a page and check no settings."""
 
 _SHOWING = ("--help", "--version", "--info", "--shell-completion")

@@ -19,7 +19,9 @@ from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
 from trainer.cli.argv import COMMAND_HELP
 from trainer.cli.compose import CONFIG_NAME
+from trainer.cli.view_command import SETTINGS
 from trainer.core.errors import ConfigError
+from trainer.report.views import views
 
 _END = {
     "bash": "complete -r train\n",
@@ -68,11 +70,11 @@ def quoted(text: str, quote: str) -> str:
 
 
 def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
-    """List what the last word may become; Hydra knows no commands, nor what `report` takes."""
+    """List what the last word may become; Hydra knows no commands, nor what views take."""
     *before, last = words or [""]
     typed = {*before} & COMMAND_HELP.keys()
-    if "report" in typed and "=" not in last:
-        return [key for key in ("run=", "to=", "outputs=") if key.startswith(last)]
+    if not typed.isdisjoint(views()) and "=" not in last:
+        return [f"{key}=" for key in SETTINGS if f"{key}=".startswith(last)]
     key, equals, value = last.rpartition("=")
     plugin = DefaultCompletionPlugin(hydra.config_loader)
     if equals and value.startswith((".", "/")):

@@ -13,6 +13,7 @@ from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import read
+from trainer.report.views import views
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,8 +60,8 @@ class FinishedRun:
     @property
     def report(self) -> Path | None:
         """The page with curves, plan and config; None where the command writes none."""
-        page = self.folder / RunFolder.PAGE
-        return page if page.is_file() else None
+        files = (self.folder / view.file for view in views().values())
+        return next(filter(Path.is_file, files), None)
 
     def _repr_html_(self) -> str | None:
         """Show the report in a notebook."""

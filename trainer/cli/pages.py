@@ -1,4 +1,4 @@
-"""Print what starts no run: help, recipes, what `train doctor` finds, and where a report is."""
+"""Print what starts no run: help, recipes, what `train doctor` finds, where a view is."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) ->
 
 
 def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> None:
-    """Print one of `PAGES`, or the help."""
+    """Print the help, where a view of runs was written, or one of `PAGES`."""
     if word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
 
         help_page.print_help(own_folder)
         return
-    if word == "report":
-        from trainer.cli.report_page import write_report  # noqa: PLC0415 - for this page alone
+    if word not in PAGES:
+        from trainer.cli.view_command import show_runs  # noqa: PLC0415 - for these alone
 
-        print(write_report(settings))  # noqa: T201 - where the page is
+        print(show_runs(word, settings))  # noqa: T201 - where the file is
         return
     if settings:
         raise ConfigError(clip(f"{settings[0]}: train {word} takes no settings; leave it out"))

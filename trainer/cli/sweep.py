@@ -39,14 +39,13 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config.messages import clip, line, show
-from trainer.config.metric_mode import mode_of, rank, title_of
+from trainer.config.metric_mode import is_comparable, mode_of, rank, title_of
 from trainer.config.run_config import READING
 from trainer.core.durable import write_file_atomic
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.run_folder import RunFolder
 from trainer.core.signals import raise_on_interrupt
-from trainer.report.page import write_own_page
-from trainer.report.page_runs import SavedRun, is_comparable
+from trainer.report.views import views, write_views
 
 _LOGGING = "hydra/hydra_logging"
 _AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
@@ -225,11 +224,12 @@ def report(sweep: sweep_jobs.Sweep, console: Console) -> None:
         writer.writerows(rows)
         write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
         is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
-        write_own_page(sweep.folder)
+        write_views(sweep.folder)
         if left_out:
             console.print(f"columns that do not fit, in sweep.csv: {', '.join(left_out)}")
-        files = ", ".join([RunFolder.PAGE, "sweep.csv", *["sweep.png"] * is_drawn])
-        console.print(f"[dim]{files} in[/] {sweep.folder}", soft_wrap=True)
+        files = [view.file for view in views().values()]
+        files += ["sweep.csv", *["sweep.png"] * is_drawn]
+        console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
 
 
 def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
@@ -237,7 +237,7 @@ def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     yield from (f"job {row['job']}: {row['reason']}" for row in rows if row["reason"])
     if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
         yield "to go on with the sweep, type the same command with resume=auto"
-    if not is_comparable(metric, [SavedRun(row["folder"]) for row in rows if row["folder"]]):
+    if not is_comparable(metric, [RunFolder(row["folder"]) for row in rows if row["folder"]]):
         yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
     completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
     if completed and rows[0]["rank"] is None:

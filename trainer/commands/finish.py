@@ -16,6 +16,7 @@ from trainer.report.journal import totals
 from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
+from trainer.report.views import views
 from trainer.training.noise import NoiseScale
 from trainer.training.run import Run
 
@@ -59,13 +60,13 @@ def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at:
         "advice": (table and advice(split_times(spendings), table, plan)) or [],
     }
     write_record(folder / RunFolder.RESULT, result)
-    shown, page = shown_path(folder), folder / RunFolder.PAGE
+    shown = shown_path(folder)
     trust = " ".join(["", *trusting(config, folder)])
     clock, steps = "steps", components.total_steps
     if config.total_epochs is not None:
         clock, steps = "epochs", config.total_epochs
     commands = (
-        f"{shown_path(page)}  (curves, plan, memory, time: open it in a browser)",
+        *(f"{shown_path(folder / view.file)}  ({view.about})" for view in views().values()),
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
         f"{to_go_on(config, folder)} "

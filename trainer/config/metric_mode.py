@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from trainer.config.components import METRIC_NAMES
 from trainer.config.messages import line, refusals
 from trainer.core.errors import ConfigError
+from trainer.core.run_folder import RunFolder
 
 Mode = Literal["auto", "min", "max"]
 _LARGER = {"accuracy", "f1", "recall", "auroc", "mcc", "r2", "pearson", "match", "top"}
@@ -67,3 +68,9 @@ def rank(value: object, state: str, *, is_max: bool) -> tuple[int, float]:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return 2, 0.0
     return int(state != "completed"), -value if is_max else value
+
+
+def is_comparable(metric: str, runs: Iterable[RunFolder]) -> bool:
+    """Whether a metric of runs is of the same held-out tokens, as far as their checkpoints know."""
+    held_out = {str(run.terms().get("held_out")) for run in runs}  # fingerprints
+    return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1

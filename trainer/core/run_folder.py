@@ -56,7 +56,7 @@ class RunFolder:
     CONFIG = "config.yaml"
     PLAN, SPLITS, STATUS, RESULT = "plan.json", "splits.json", "status.json", "result.json"
     METRICS, SAMPLES, TEXTS = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
-    LOG, PAGE, VERIFY, EVALUATION = "train.log", "report.html", "verify.json", "evaluate.json"
+    LOG, VERIFY, EVALUATION = "train.log", "verify.json", "evaluate.json"
     CHECKPOINTS, ERRORS, LOCK = "checkpoints", "errors", ".lock"
     BEST = "best.json"  # which of the checkpoints is
     MANIFEST = "manifest.json"  # in each of them
@@ -151,6 +151,16 @@ class RunFolder:
         )
         return sorted(step for step in found if step is not None)
 
+    def terms(self) -> dict[str, Any]:
+        """Read what the steps of the run depend on, as the newest checkpoint has it."""
+        for step in reversed(self.steps()):
+            found: Any = durable.read_json(self.checkpoint(step) / self.MANIFEST)
+            for name in ("parts", "terms", "state"):
+                found = found.get(name) if isinstance(found, dict) else None
+            if isinstance(found, dict):
+                return found
+        return {}
+
     def rank_log(self, command: str, rank: int) -> Path | None:
         """Name the file of what a rank prints; None is the screen, which is the first one's."""
         reader = "" if command == "train" else f"{command}-"
@@ -167,6 +177,15 @@ def runs_below(outputs: Path, name: str = RunFolder.CONFIG) -> Iterator[RunFolde
         for path in outputs.glob(pattern):
             if path.parent.parent.name != "multirun":
                 yield RunFolder(path.parent)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """List the run that a folder is, or those of its jobs, in their order."""
+    if RunFolder(folder).is_run:
+        return [folder]
+    inner = folder.iterdir() if folder.is_dir() else ()
+    jobs = [path for path in inner if path.is_dir() and RunFolder(path).is_run]
+    return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
 
 
 def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML

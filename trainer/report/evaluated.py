@@ -13,7 +13,7 @@ from trainer.core.format import named_means, plural, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.report.console import show_read
 from trainer.report.metrics import Means
-from trainer.report.page import write_own_page
+from trainer.report.views import write_views
 
 Facts = Mapping[str, Any]
 Lines = Sequence[Mapping[str, Any]]
@@ -51,7 +51,7 @@ def report_evaluation(
     write_record(file, record)
     if found := worst():
         write_record(file, record | {"worst": found})
-        write_own_page(file.parent)
+        write_views(file.parent)
 
 
 def _write(file: Path, part: str, lines: Lines) -> str:

@@ -22,6 +22,7 @@ from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import described
 from trainer.report.journal import Follower
 from trainer.report.tracker import TrackedRun, Tracker, figures_of
+from trainer.report.views import views
 
 MIRROR_POLL_S = 1.0
 IMPORT_TIMEOUT_S = 5.0
@@ -133,7 +134,8 @@ class Mirror:
                     tracker.log(entry["step"], figures_of(entry))
                 tracker.flush()
                 write_file_atomic(logged, str(entries[-1]["step"]).encode())
-        self._attach(self._folder / RunFolder.PAGE)
+        for view in views().values():
+            self._attach(self._folder / view.file)
         tracker.finish(None if self._summary is None else strict(self._summary))
 
     def _attach(self, file: Path) -> None:

@@ -20,8 +20,8 @@ from trainer.report.hooks import Hooks
 from trainer.report.journal import EVAL_SECONDS, Entry
 from trainer.report.metrics import Means, MetricsLog
 from trainer.report.mirror import Mirror, close_all
-from trainer.report.page import write_own_page
 from trainer.report.records import PlanRecord
+from trainer.report.views import write_views
 from trainer.report.watch import EarlyWatch
 
 Ids = Sequence[int]
@@ -157,7 +157,7 @@ class RunReporter:
             self._show(self._metrics.sync())
             if self._summary is not None:  # here, since trackers show the page, too
                 RunFolder(self._folder).write_status("completed", self._summary["step"], 0)
-                write_own_page(self._folder)
+                write_views(self._folder)
         finally:
             close_all(self._mirrors, self._summary)
             self._screen.close()

@@ -16,7 +16,7 @@ from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, hold
 from trainer.core.user_code import excerpt
 from trainer.report import journal
-from trainer.report.page import write_own_page
+from trainer.report.views import write_views
 
 STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
 _REFUSALS = (errors.ConfigError, errors.DataError, errors.NoCheckpointError)
@@ -75,7 +75,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
             saved = saved_step(folder)
             how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
             error.add_note(f"after step {step}; {how} with: {to_go_on(config, folder)}")
-        write_own_page(folder)
+        write_views(folder)
         raise
     run.write_status("completed", last_step(folder), 0)
 

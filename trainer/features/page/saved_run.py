@@ -1,4 +1,4 @@
-"""Read what a run left behind, whole or not, for a page. Imports no torch."""
+"""Read what a run left behind, whole or not, for a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,15 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard, final
 
-from trainer.config.messages import flat, lookup
+from trainer.config.messages import flat
 from trainer.config.secrets import without_secrets
-from trainer.core.durable import read_json
 from trainer.core.format import number, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.report import journal
 from trainer.report.journal import Entry
 
-WORST = 8  # samples with the largest loss that are shown
+MOST_SAMPLES = 8  # with the largest loss, that are shown
 LARGEST = 1e300
 _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 
@@ -99,19 +98,14 @@ class SavedRun:
     @cached_property
     def terms(self) -> dict[str, Any]:
         """What the steps of the run depend on, as the newest checkpoint has it."""
-        for step in reversed(self.checkpoints):
-            manifest = read_json(self._files.checkpoint(step) / RunFolder.MANIFEST)
-            terms = lookup(manifest, "parts.terms.state")
-            if isinstance(terms, dict):
-                return terms
-        return {}
+        return self._files.terms()
 
     @cached_property
     def worst(self) -> list[Entry]:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
         found = self._files.record(RunFolder.EVALUATION).get("worst")
         found = found if isinstance(found, list) else []
-        return [e for e in found if isinstance(e, dict) and "loss" in e][:WORST]
+        return [e for e in found if isinstance(e, dict) and "loss" in e][:MOST_SAMPLES]
 
     @cached_property
     def generated(self) -> list[Entry]:
@@ -194,21 +188,6 @@ def is_number(value: object) -> TypeGuard[float]:
 def numbers_of(record: object) -> dict[str, float]:
     """Give the finite numbers of a mapping in a record; none where it is no mapping."""
     return {name: value for name, value in as_mapping(record).items() if is_number(value)}
-
-
-def is_comparable(metric: str, runs: Sequence[SavedRun]) -> bool:
-    """Whether a metric of runs is of the same held-out tokens, as far as their checkpoints know."""
-    held_out = {str(run.terms.get("held_out")) for run in runs}  # fingerprints
-    return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """List the run that a folder is, or those of its jobs, in their order."""
-    if RunFolder(folder).is_run:
-        return [folder]
-    inner = folder.iterdir() if folder.is_dir() else ()
-    jobs = [path for path in inner if path.is_dir() and RunFolder(path).is_run]
-    return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
 
 
 def as_mapping(value: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from trainer.core.format import duration, number, percent, plural, size
-from trainer.report.page_runs import SavedRun, as_mapping, numbers_of
+from trainer.features.page.saved_run import SavedRun, as_mapping, numbers_of
 
 MOST_RANKS, MOST_BLOCKS = 8, 160  # of the plan that are drawn
 _TIMES = {

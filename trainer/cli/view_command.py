@@ -1,4 +1,4 @@
-"""Write the page of the runs that are named: `train report run=RUN[,RUN]`."""
+"""Show the runs that are named by one of the views: `train report run=RUN[,RUN]`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path
-from trainer.core.run_folder import RunFolder, runs_below
-from trainer.report.page import write_page
-from trainer.report.page_runs import runs_in
+from trainer.core.run_folder import RunFolder, runs_below, runs_in
+from trainer.report.views import views
 
 SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
-"""What may be typed, with its default: runs or sweeps, the file, and where runs and pages are."""
+"""What may be typed, with its default: runs or sweeps, the file, and where both are."""
 
 
-def write_report(settings: Sequence[str]) -> str:
-    """Write the page, and say where it is."""
-    typed, given = dict(SETTINGS), set[str]()
+def show_runs(command: str, settings: Sequence[str]) -> str:
+    """Write the file of a view, and say where it is."""
+    view, typed, given = views()[command], dict(SETTINGS), set[str]()
     for line in settings:
         key, equals, value = line.partition("=")
         if key not in SETTINGS or not equals:
             hint = f".{did_you_mean(key, SETTINGS)} It takes run=RUN[,RUN], to=FILE, outputs=DIR"
             if key == "name":
                 hint = remedy_for(value, "run", expanded(typed["outputs"]))
-            raise ConfigError(clip(f"{key}: no setting of train report{hint}"))
+            raise ConfigError(clip(f"{key}: no setting of train {command}{hint}"))
         if key in given:
             print_notes([f"{key}: typed twice; the last one counts (of several runs: run=RUN,RUN)"])
         given.add(key)
@@ -37,11 +36,12 @@ def write_report(settings: Sequence[str]) -> str:
     outputs = expanded(typed["outputs"])
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
     home = folders[0] if len(folders) == 1 else outputs
-    file = expanded(typed["to"]) if typed["to"] else home / RunFolder.PAGE
+    file = expanded(typed["to"]) if typed["to"] else home / view.file
+    runs = [run for folder in folders for run in runs_in(folder)]
     with as_save_error(file):
         make_folders(file.parent.absolute())
-        count = write_page(folders, file)
-    return f"{plural(count, 'run')}: {shown_path(file)}"
+        view.write(runs, file)
+    return f"{plural(len(runs), 'run')}: {shown_path(file)}"
 
 
 def _listed(typed: str) -> list[str]:

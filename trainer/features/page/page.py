@@ -1,8 +1,7 @@
-"""Write the page of a run, or of several: one HTML file without any other. Imports no torch."""
+"""Write the page of a run, or of several: one HTML file without any other."""
 
 from __future__ import annotations
 
-import logging
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import cache
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import number, plural, shown_path
-from trainer.core.run_folder import RunFolder
-from trainer.report import page_bars, page_parts
-from trainer.report.page_curves import AXES, MARKS, charts_of, series_of
-from trainer.report.page_runs import SavedRun, runs_in
+from trainer.features.page import bars, sections
+from trainer.features.page.curves import AXES, MARKS, charts_of, series_of
+from trainer.features.page.saved_run import SavedRun
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -25,24 +23,11 @@ _MOST_LETTERS = 100  # of a run's name
 _AT_ONCE = 24  # charts that are open; more are a click away
 _MOST_FOLDED = 50  # runs whose parts are on a page of several
 
-_log = logging.getLogger(__name__)
 
-
-def write_own_page(folder: Path) -> None:
-    """Write the page of a run, or of a sweep, that ended; what goes wrong is one warning."""
-    try:
-        if (folder / RunFolder.METRICS).is_file() or not (folder / RunFolder.CONFIG).is_file():
-            write_page([folder], folder / RunFolder.PAGE)
-    except Exception as error:  # a picture of a run never makes it fail
-        _log.warning("%s could not be written: %s: %s", RunFolder.PAGE, type(error).__name__, error)
-
-
-def write_page(folders: Sequence[Path], file: Path) -> int:
-    """Write one page for all runs of some folders, sweeps' among them; give their number."""
-    runs = [SavedRun(path) for folder in folders for path in runs_in(folder)]
-    if runs:
-        write_file_atomic(file, page(runs).encode(errors="backslashreplace"))
-    return len(runs)
+def write_page(folders: Sequence[Path], file: Path) -> None:
+    """Write one page for all runs of these folders."""
+    runs = [SavedRun(folder) for folder in folders]
+    write_file_atomic(file, page(runs).encode(errors="backslashreplace"))
 
 
 def page(runs: Sequence[SavedRun]) -> str:
@@ -58,7 +43,7 @@ def page(runs: Sequence[SavedRun]) -> str:
         names=names,
         one=runs[0] if len(runs) == 1 else None,
         title=runs[0].name if is_one_name else f"{number(len(runs))} runs",
-        metric=page_parts.ranked_by(runs)[0],
+        metric=sections.ranked_by(runs)[0],
         charts=charts,
         mark_kinds=MARKS,
         marks=[kind for each in series for _, kind in each["marks"]],
@@ -80,8 +65,8 @@ def _template() -> Template:
     html = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-    html.filters |= {f.__name__: f for f in (number, plural, shown_path, page_parts.cell_text)}
-    html.globals |= {"parts": page_parts, "bars": page_bars}
+    html.filters |= {f.__name__: f for f in (number, plural, shown_path, sections.cell_text)}
+    html.globals |= {"sections": sections, "bars": bars}
     html.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return html.get_template("page.html")
 

@@ -21,8 +21,8 @@ from tests.lib.run_support import go, shell
 from trainer.assemble.shown_samples import _by_loss
 from trainer.commands import evaluate
 from trainer.core.errors import DataError, TrainError
-from trainer.report import page as page_module
-from trainer.report.page import write_page as write
+from trainer.features.page import page as page_module
+from trainer.features.page.page import write_page as write
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from trainer.config.metric_mode import title_of
-from trainer.report.page_runs import SavedRun, is_number
+from trainer.features.page.saved_run import SavedRun, is_number
 
 CurveValues = Sequence[float | None]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.messages import show
-from trainer.config.metric_mode import mode_of, rank, title_of
+from trainer.config.metric_mode import is_comparable, mode_of, rank, title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, size
 from trainer.core.run_folder import RunFolder
-from trainer.report.page_runs import SavedRun, as_mapping, is_comparable, is_number, numbers_of
+from trainer.features.page.saved_run import SavedRun, as_mapping, is_number, numbers_of
 
 _MOST_JOBS = 500
 _MOST_LETTERS = 100_000  # of a traceback
@@ -176,7 +176,7 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     figures = dict.fromkeys(("loss", "eval_loss", metric, *others))
     figures.pop("eval_seconds", None)
     order, best = f"the best {metric} first", [*range(len(runs))]
-    if not is_comparable(metric, runs):
+    if not is_comparable(metric, [RunFolder(run.folder) for run in runs]):
         order = f"not ranked: {metric} is of other held-out samples, or other tokens of them"
     else:
         ranks = [rank(run.last(metric), run.state, is_max=is_max) for run in runs]
