@@ -16,8 +16,8 @@ from trainer.training.batches import PlannedBatch
 from trainer.training.step import train_step
 
 PACKAGE = Path(sys.modules["trainer"].__path__[0])
-ASIDE = ("report", "verify", "commands")
-"""Rooms that are not between a config and the optimizer: they show, or compare, what there was."""
+ASIDE = ("report", "verify", "commands", "features/page")
+"""What is not between a config and the optimizer: they show, or compare, what there was."""
 
 
 def files_naming(value: str) -> set[str]:

@@ -35,8 +35,16 @@ def open_reporter(
         for i, hook in enumerate(config.hooks):
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
-            trackers[_name(each, i, config.logger)] = _tracker(each, i, config.trust)
-        _record_begin(folder, {**plan, "resumed_step": loaded and loaded.step}, components)
+            name = each.name or each.target
+            name += f"-{i}" * (name in trackers)  # the second of a class
+            trackers[name] = _tracker(each, i, config.trust)
+        # Now that nothing refuses the run, its records say that it goes on.
+        publish(folder)
+        record = {**plan, "resumed_step": loaded and loaded.step}
+        write_record(folder / RunFolder.PLAN, record)
+        parts = {name: part.loader.dataset for name, part in components.held_out.items()}
+        splits = components.split.to_json(components.train_set, parts)
+        write_record(folder / RunFolder.SPLITS, splits)
 
     components.world.on_main(begin)
     if not components.world.is_main:
@@ -78,31 +86,12 @@ def group_of(folder: Path) -> str | None:
     return sweep.name if any((sweep / name).exists() for name in SWEEP_FILES) else None
 
 
-def _name(component: Component, index: int, every: tuple[Component, ...]) -> str:
-    """Name a tracker as the user did, the second of a class by its number."""
-    is_first = component.target not in [each.target for each in every[:index]]
-    return component.name or component.target + f"-{index}" * (not is_first)
-
-
 def _tracker(component: Component, index: int, trusted: tuple[str, ...]) -> Tracker:
-    """Build a tracker."""
+    """Build a tracker; its package is imported later, in its own thread."""
     key = f"logger[{index}]"
     tracker = construct(component, key, Tracker, trusted)
-    root = tracker.package.partition(".")[0]
-    for package in filter(None, (root, tracker.package)):
-        try:
-            is_there = find_spec(package) is not None
-        except ImportError:
-            is_there = False
-        if not is_there:
-            text = f"needs {package}, which is not installed"
-            raise ConfigError(f"{key}: {text}: pip install '{tracker.install or root}'")
+    package = tracker.package.partition(".")[0]
+    if package and find_spec(package) is None:
+        text = f"needs {package}, which is not installed"
+        raise ConfigError(f"{key}: {text}: pip install '{tracker.install or package}'")
     return tracker
-
-
-def _record_begin(folder: Path, plan: PlanRecord, components: Components) -> None:
-    """Record how the run goes on, now that nothing refuses it."""
-    parts = {name: each.loader.dataset for name, each in components.held_out.items()}
-    publish(folder)
-    write_record(folder / RunFolder.PLAN, plan)
-    write_record(folder / RunFolder.SPLITS, components.split.to_json(components.train_set, parts))

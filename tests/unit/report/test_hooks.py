@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.core.errors import ConfigError
 from trainer.report.hooks import Hooks
 
 
@@ -31,22 +30,9 @@ class Reads:
         return {"late": 1}
 
 
-class Meddles:
-    def __init__(self, how):
-        self.how = how
-
-    def on_step(self, values, model):
-        if self.how == "weight":
-            with torch.no_grad():
-                model[0].weight.mul_(2)
-        elif self.how == "gradient":
-            model[0](torch.ones(1, 2)).sum().backward()
-        elif self.how == "mode":
-            model.eval()
-        elif self.how == "buffer":
-            model(torch.ones(4, 2))
-        elif self.how == "fails":
-            raise RuntimeError("its own fault")
+class Fails:
+    def on_step(self, values):
+        raise RuntimeError("its own fault")
 
 
 @pytest.fixture
@@ -73,27 +59,9 @@ def test_figures_are_taken_names_of_others_are_not_and_random_draws_stay_as_they
     assert sum("mine.on_checkpoint returned late" in each for each in warnings) == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [
-        ("weight", "0.weight"),
-        ("gradient", "0.weight"),
-        ("mode", " in training"),
-        ("buffer", "1.num_batches_tracked"),
-    ],
-)
-def test_a_hook_that_changes_the_model_ends_the_run(model, how, what):
-    hooks = Hooks({"hooks[0] mine.Watch": Meddles(how)}, lambda _: None, model)
-    with pytest.raises(ConfigError) as caught:
-        hooks.call("on_step", {"step": 1})
-    (fault,) = caught.value.faults
-    assert fault.startswith("hooks[0] mine.Watch.on_step: changed the model (")
-    assert what in fault
-
-
 def test_a_hook_that_fails_is_reported_once(model):
     warnings = []
-    hooks = Hooks({"mine": Meddles("fails")}, warnings.append, model)
+    hooks = Hooks({"mine": Fails()}, warnings.append, model)
     assert hooks.call("on_step", {"step": 1}) == hooks.call("on_step", {"step": 2}) == {}
     (warning,) = warnings
     assert warning.startswith("hook mine.on_step failed (reported once): RuntimeError: its own")

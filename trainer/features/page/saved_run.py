@@ -21,7 +21,7 @@ from trainer.core.run_folder import RunFolder
 from trainer.report import journal
 from trainer.report.journal import Entry
 
-MOST_SAMPLES = 8  # with the largest loss, that are shown
+SHOWN_SAMPLES = 8  # with the largest loss, that are shown
 LARGEST = 1e300
 _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 
@@ -105,7 +105,7 @@ class SavedRun:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
         found = self._files.record(RunFolder.EVALUATION).get("worst")
         found = found if isinstance(found, list) else []
-        return [e for e in found if isinstance(e, dict) and "loss" in e][:MOST_SAMPLES]
+        return [e for e in found if isinstance(e, dict) and "loss" in e][:SHOWN_SAMPLES]
 
     @cached_property
     def generated(self) -> list[Entry]:
