@@ -1,7 +1,5 @@
 """Every test computes on one thread, takes its time and keeps its caches to itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """The house rules, held by the tools that check them: lint, format, types, import layers, size."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

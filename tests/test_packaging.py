@@ -1,7 +1,5 @@
 """The wheel, installed and run from a folder that has nothing to do with the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Programs of a cluster, each started once for a file of tests, where they are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

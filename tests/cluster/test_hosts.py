@@ -1,7 +1,5 @@
 """Runs over two hosts that torchrun starts: a rank that is lost, and hosts that differ."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -71,8 +69,8 @@ def started(hosts: Hosts, folders: Sequence[Path], *words: str, **more: str) -> 
 @pytest.mark.parametrize("rendezvous", [C10D, STATIC], ids=["c10d", "static"])
 @pytest.mark.parametrize("killed", "01")
 def test_a_rank_that_is_killed_once_is_started_again_and_the_run_completes(
-    killed: str, rendezvous: tuple[str, ...], hosts: Hosts
-) -> None:
+    killed, rendezvous, hosts
+):
     (hosts.folder / "net.py").write_text(OWN)
     codes = started(hosts, [hosts.folder] * 2, *rendezvous, KILLED=killed)
     assert codes == [0, 0], hosts.printed()
@@ -84,9 +82,7 @@ def test_a_rank_that_is_killed_once_is_started_again_and_the_run_completes(
 
 
 @pytest.mark.parametrize("other", ["trainer", "net"])
-def test_hosts_with_other_code_are_refused_in_a_line_that_names_them(
-    other: str, hosts: Hosts
-) -> None:
+def test_hosts_with_other_code_are_refused_in_a_line_that_names_them(other, hosts):
     folders = [hosts.folder / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()

@@ -3,8 +3,6 @@
 The server is that of the whole `mlflow`, of the Python that MLFLOW_PYTHON names, or of this one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -68,9 +66,7 @@ def _answers(address: str) -> bool:
         return False
 
 
-def test_four_jobs_of_a_new_experiment_start_at_once(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_jobs_of_a_new_experiment_start_at_once(server, tmp_path, monkeypatch):
     from mlflow import MlflowClient  # noqa: PLC0415 - seconds
 
     find, together, asked = MlflowClient.get_experiment_by_name, Barrier(NUM_JOBS), list[str]()

@@ -3,8 +3,6 @@
 A job that is put back waits for two minutes there, which these tests cut short.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from datetime import datetime
@@ -84,8 +82,8 @@ MOMENTS = {
     ("name", "number"), [("one-node.sh", "USR1"), ("nodes.sh", "TERM"), ("torchrun.sh", "TERM")]
 )
 def test_a_job_that_is_preempted_at_any_moment_is_put_back_and_completes(
-    name: str, number: str, moment: str, slurm: Hosts
-) -> None:
+    name, number, moment, slurm
+):
     job = submit(slurm, name)
     wait_for(MOMENTS[moment], slurm)
     folders = [*Path().glob("outputs/*/*-gpt")]
@@ -100,14 +98,14 @@ def test_a_job_that_is_preempted_at_any_moment_is_put_back_and_completes(
     assert [entry["step"] for entry in steps(run)] == [*range(1, 201)]
 
 
-def test_a_job_that_fails_is_not_put_back(slurm: Hosts) -> None:
+def test_a_job_that_fails_is_not_put_back(slurm):
     for name in ("one-node.sh", "torchrun.sh"):
         job = submit(slurm, name, "clip_norm=high")
         end = wait_for_end(slurm, job)
         assert (end["JobState"], end["Restarts"]) == ("FAILED", "0")
 
 
-def test_a_suspended_job_of_two_nodes_goes_on(slurm: Hosts) -> None:
+def test_a_suspended_job_of_two_nodes_goes_on(slurm):
     job = submit(slurm, "nodes.sh", "parallel.timeout_s=3")
     wait_for(takes_steps, slurm)
     slurm.run(["scontrol", "suspend", job])
@@ -120,9 +118,7 @@ def test_a_suspended_job_of_two_nodes_goes_on(slurm: Hosts) -> None:
 
 
 @pytest.mark.parametrize(("typed", "code"), [((), 0), (("hydra.launcher.max_num_timeout=0",), 1)])
-def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(
-    typed: tuple[str, ...], code: int, slurm: Hosts
-) -> None:
+def test_jobs_of_submitit_go_back_into_the_queue_at_their_time_limit(typed, code, slurm):
     line = f"steps=2000 seed=0,1 hooks=[{TOYS}.Slow]"
     limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=40")
     words = ["train", "-m", "hydra/launcher=submitit_slurm", *limit, *overrides(line), *typed]

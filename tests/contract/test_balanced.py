@@ -1,7 +1,5 @@
 """Experts are balanced over the whole global batch, however it is cut."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A ramp of the global batch is two files of one's own, with its sizes, steps and rates."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CLIP and SigLIP of transformers, cut as one likes, have the gradient of their own whole batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -4,8 +4,6 @@ Every module that an option of `conf/` names is copied into the user's folder un
 and every option into their `--config-dir`, with `_target_` pointing to the copy.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

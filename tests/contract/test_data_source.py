@@ -1,7 +1,5 @@
 """A data set of two files gives its parts by name, built once, and facts that a model takes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints hold what is trained: what is frozen is given again by the model's constructor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

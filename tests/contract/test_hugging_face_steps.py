@@ -5,8 +5,6 @@ and their labels, `loss.backward()`, and PyTorch's AdamW. No objective is typed,
 its steps into ragged micro-batches.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Cross entropy in chunks is that of whole logits, in sums, gradients and steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

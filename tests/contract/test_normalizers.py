@@ -1,7 +1,5 @@
 """Several loss terms, each over a denominator of its own: exact for every cut, by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

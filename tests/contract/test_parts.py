@@ -1,7 +1,5 @@
 """A part with state, defined in a user's folder, is saved, resumed, resharded and logged."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The contract tests run over whatever files lie in `conf/`, so that a new one needs no new test.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What an objective draws for a sample is the same for every cut, worker and resumption."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

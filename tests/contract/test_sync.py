@@ -1,7 +1,5 @@
 """What a policy costs, how one is chosen, and what a model laid out over ranks refuses."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Model transforms of a user's own: two files in a folder, and no edit of this program."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A loss over the whole batch, in two passes of one's own, is that of one piece for every cut."""
 
-from __future__ import annotations
-
 import runpy
 import shlex
 import sys

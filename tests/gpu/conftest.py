@@ -3,8 +3,6 @@
 `python -m pytest -n 0 -m gpu tests/gpu` runs what needs a GPU; without one that is skipped.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

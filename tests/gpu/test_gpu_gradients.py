@@ -1,7 +1,5 @@
 """Gradients on a GPU: packed rows in bf16, filler, cuts, and memory that runs out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Memory on a GPU: predicted, retried, and how often the host waits for the device."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs on a GPU: the curve of a CPU, the bits of a resumption, and what ends one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Images of a few sorts, and a net with BatchNorm over every shape of input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 

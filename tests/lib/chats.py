@@ -1,7 +1,5 @@
 """Conversations, chat templates, and a small tokenizer for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """What the tests of the command line share: a user's own folder, and ways to run a command."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

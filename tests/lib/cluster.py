@@ -4,8 +4,6 @@ A host is a network namespace with its own name; both see the same files. Slurm'
 daemons are Debian's; they run in the hosts, with their files in one folder, until the block ends.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

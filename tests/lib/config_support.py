@@ -1,7 +1,5 @@
 """Compose options and validate them with values typed, as the command line does."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

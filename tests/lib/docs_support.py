@@ -1,7 +1,5 @@
 """The pages of the documentation, the commands in them, and files to run those on."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The kinds of run that are compared on a CPU and on the emulated GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 GPT = (

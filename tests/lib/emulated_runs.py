@@ -3,8 +3,6 @@
 `python -m tests.lib.emulated_runs results.json KIND ...`, in an empty folder.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

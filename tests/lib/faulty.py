@@ -1,7 +1,5 @@
 """A model and data for runs over several ranks: what goes wrong on one, and what is slow."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

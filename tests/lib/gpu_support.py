@@ -1,7 +1,5 @@
 """What tests of the GPU share: a small GPT, documents, memory that runs out or is soiled."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models with other heads than those for the next token, as small as they can be, with data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

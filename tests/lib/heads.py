@@ -1,7 +1,5 @@
 """Classes of transformers, tiny, random and built from their configs, and what they train on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

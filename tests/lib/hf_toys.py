@@ -1,7 +1,5 @@
 """Small models and tokenizers of Hugging Face, made where a test runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ On a GPU each of them waits for all kernels before it. On a CPU tensors have no 
 so what `torch.tensor` made without a `torch.device` counts as the host's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ cases, and `.ci/run` runs that too. `nightly` is what takes many minutes: full c
 every rank and phase, the daemons of a cluster.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that are Gaussian: of a loss that is linear in the weights, whatever these are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """What users bring that a plan has something to say about: objectives, strategies, heads, data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace

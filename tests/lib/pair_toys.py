@@ -1,7 +1,5 @@
 """Pairs, as small as they can be: data, a model of two towers with a learnt scale, a reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Draw digits into a folder with a folder for each class, and save what processes images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

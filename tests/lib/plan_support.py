@@ -1,7 +1,5 @@
 """The cost of a plan and what no plan can beat, for the tests of planning."""
 
-from __future__ import annotations
-
 from trainer.plan.cut import Cost, Layout, Plan
 
 

@@ -1,7 +1,5 @@
 """Real ranks for tests: processes over gloo, started once and used by every test of a file."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import tempfile

@@ -1,7 +1,5 @@
 """What tests let real ranks do; importable, so that other processes can."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 They may only fall: `tests/test_architecture.py` compares them with `tests/ratchets.json`.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,7 +1,5 @@
 """Whole runs as a user starts them, in this process, and what they leave behind."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shlex

@@ -5,8 +5,6 @@ many steps must have been taken: the tasks of the job then get the signal of its
 What `scontrol requeue` names starts again when its script has ended, with SLURM_RESTART_COUNT.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

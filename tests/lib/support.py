@@ -1,7 +1,5 @@
 """What several tests share: a ragged toy, a step built by hand, one table of tolerances."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count

@@ -1,7 +1,5 @@
 """Read back what trackers were given: each figure with its steps, as a reader has them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and measurements that the tests of tuning share."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Count the files that a value, and a sample, pass on their way; `python -m tests.lib.walk`."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Models and data that lines of the tables need, as small as they can be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -7,8 +7,6 @@ it; `toys: true` is the small run of `tests/lib/run_support.py`. `files` are the
 function `folder` makes. No line leaves anything behind.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -78,9 +76,7 @@ def is_as(pattern: str, shown: str) -> bool:
 
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_line_is_answered_as_the_table_says_and_leaves_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_is_answered_as_the_table_says_and_leaves_nothing(name, monkeypatch, capsys):
     section = SECTIONS[name]
     for variable in ("WANDB_MODE", "WORLD_SIZE", "TRAIN_RECIPES", "HYDRA_FULL_ERROR"):
         monkeypatch.delenv(variable, raising=False)
@@ -102,7 +98,7 @@ def test_a_line_is_answered_as_the_table_says_and_leaves_nothing(
     assert after == before
 
 
-def test_an_answer_that_is_another_is_seen() -> None:
+def test_an_answer_that_is_another_is_seen():
     shown = "seed=-1: must be a whole number, e.g. 0"
     assert is_as(shown, shown)
     assert is_as("seed=-1: must be ... 0", shown)

@@ -1,7 +1,5 @@
 """State sharded over ranks: each stores and reads its own rows, and any number of ranks goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Ranks begin with the same config, data and model, or not at all; and a model can be laid out."""
 
-from __future__ import annotations
-
 import socket
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sharded models: they start in less memory than they have, and need what was predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass

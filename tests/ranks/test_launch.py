@@ -4,8 +4,6 @@ What becomes of a local run whose ranks die, hang or are started again is in
 `tests/reliability/test_rank_loss.py`; here are ranks that a launcher starts.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import socket

@@ -1,12 +1,9 @@
 """Every layout and sync policy measures the noise scale that one rank measures."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lib.nightly import nightly
 from tests.lib.noise_toys import measure_each, seen_norms
-from tests.lib.ranks_support import Ranks
 from trainer.core.world import World
 
 WAYS = {
@@ -19,7 +16,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("size", [2, nightly(4)])
-def test_any_number_of_ranks_measures_what_one_does(ranks: Ranks, size: int):
+def test_any_number_of_ranks_measures_what_one_does(ranks, size):
     (alone,) = measure_each(World(), [("ddp", "deferred")], 5)
     assert alone > 0
     for found in ranks.run(size, measure_each, WAYS[size], 5):

@@ -1,7 +1,5 @@
 """Every layout over real ranks takes the very step that one rank would take."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks reduce is compared with one process's gradient, and what is lost is found."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

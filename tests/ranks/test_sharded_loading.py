@@ -1,7 +1,5 @@
 """Two ranks that each read their shards of a model of transformers from its files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shards under the lowest and the highest torch of the promised range, each installed afresh."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gradients of bf16 weights added up and reduced in fp32, in every layout and policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

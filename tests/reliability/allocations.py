@@ -1,7 +1,5 @@
 """What the harnesses of running out of memory share: a failure at any point of any micro-batch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The harnesses' own disk: real files, no waiting for the hardware."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

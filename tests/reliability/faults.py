@@ -1,7 +1,5 @@
 """A disk that fails at a chosen operation, in a chosen way."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -5,8 +5,6 @@ An outcome is the newest checkpoint, tensor by tensor, with everything else that
 posterity: random states, cursor, metrics and the ledger of samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

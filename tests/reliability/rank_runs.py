@@ -1,7 +1,5 @@
 """Runs over several ranks, typed as a user types them, and what becomes of their processes."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -5,8 +5,6 @@ goes into a file, so that a restarted rank knows that it is over, and a test whe
 come through the environment, since a run that is struck has the same config as one that is not.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

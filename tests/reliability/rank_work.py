@@ -1,7 +1,5 @@
 """What the harnesses let real ranks do: a whole run, without starting processes for it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shlex

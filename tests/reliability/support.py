@@ -4,8 +4,6 @@ Every case of a harness is a pure function of `(seed, case)`. A failure prints t
 runs that case alone: `RELIABILITY_SEED=0 RELIABILITY_CASE=17 pytest <file>`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator, Mapping

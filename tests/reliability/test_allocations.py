@@ -7,8 +7,6 @@ states, metrics, the ledger. With BatchNorm, and with a mean of means, the cut i
 computed, so the replay keeps it, and the run ends where that does not help.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

@@ -6,8 +6,6 @@ changed under a run are told by their fingerprint, whatever was changed. What th
 stands in `tests/unit/data`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

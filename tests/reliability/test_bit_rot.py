@@ -4,8 +4,6 @@ The newest of two checkpoints is damaged in one way at a time: the older one loa
 names what was wrong. With both damaged there is nothing to load, and the program says so.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable

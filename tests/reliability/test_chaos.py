@@ -6,8 +6,6 @@ and rows among the data that are not finite or run out of memory. Whatever was d
 as the undisturbed one over the same data: every sample of an epoch in exactly one step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ command ends as the undisturbed run. What fails behind the steps is heard of wit
 A fork that has file systems of its own, in kilobytes, runs a trainer on them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

@@ -5,8 +5,6 @@ are edited blindly: whatever comes of it is either a valid line, or refused with
 line per fault of at most 200 characters, without a traceback, a folder or torch.
 """
 
-from __future__ import annotations
-
 import sys
 from random import Random
 

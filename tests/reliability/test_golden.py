@@ -7,8 +7,6 @@ which runs in a process of its own so that a kernel that was led astray is seen.
 `python -m tests.reliability.test_golden`, once for each format that is released, writes its files.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -4,8 +4,6 @@ Every artefact below is signed: its manifest is consistent and its digests are r
 stranger's would be. None may load, and the canary that each payload would plant never appears.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

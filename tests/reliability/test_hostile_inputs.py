@@ -5,8 +5,6 @@ for code that ran; a list of all files before and after, for what was written; a
 for what must not be found in anything a run leaves.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

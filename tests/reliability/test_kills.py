@@ -5,8 +5,6 @@ equal those of one that was not. At most one save interval of work is done again
 that was under way.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

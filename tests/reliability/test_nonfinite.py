@@ -6,8 +6,6 @@ position in the data go on; the samples are in the ledger as skipped; the step a
 again.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from pathlib import Path

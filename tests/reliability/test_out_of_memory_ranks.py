@@ -1,7 +1,5 @@
 """Harness 14: memory that runs out on some ranks is met on all, in the same way; none hangs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

@@ -10,8 +10,6 @@ is there; of the bytes of a file not synced since, any prefix, torn or zero-fill
 a folder not synced since, any subset or any prefix. A rename within a folder happens whole or not.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import defaultdict

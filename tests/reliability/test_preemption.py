@@ -5,8 +5,6 @@ moments that random ones seldom hit: before the first step, while tuning, within
 to a whole group with loading processes, and a second time.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 Ranks are real processes over gloo, started once; each case is a whole run with its folder.
 """
 
-from __future__ import annotations
-
 import shutil
 from itertools import groupby, product
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every case is a real command with two ranks over gloo. Its strike is at a stated step and phase.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -5,8 +5,6 @@ resumed each time. Parameters, moments, buffers, random states, cursor, metrics 
 samples are equal; the tolerance is 0.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

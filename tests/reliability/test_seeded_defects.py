@@ -5,8 +5,6 @@ fail, and passes without it. Defects of the write protocol are seeded in `test_p
 in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise

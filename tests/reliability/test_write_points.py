@@ -4,8 +4,6 @@ Whatever happens at whichever operation: what loads next is the old checkpoint o
 for bit; a save that returned is the new one; `keep` intact ones exist; the next save just works.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections import Counter

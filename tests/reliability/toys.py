@@ -4,8 +4,6 @@ A fault belongs to a sample, so it strikes whenever that sample is trained on: i
 its replay and after every resumption. What an undisturbed run does with it is thus well defined.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

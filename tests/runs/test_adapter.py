@@ -1,7 +1,5 @@
 """`adapter=lora`: what is trained, stored, resumed and exported, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a plan warns of: one line each, what happens and what to type, on the screen and in JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`batch=ramp` as it is typed: sizes, rates, stages that are shown, resuming, and mistakes."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from pathlib import Path

@@ -1,12 +1,9 @@
 """Each benchmark runs, tiny, and its table has the rows and figures that it should."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -61,7 +58,7 @@ ELSEWHERE = {path.stem for path in (CHECKOUT / "benchmarks").glob("gpu*.py")}
 PARTS = {"common", "peers", "verify_models", "verify_samples", "verify_truth"}
 
 
-def test_every_benchmark_is_run() -> None:
+def test_every_benchmark_is_run():
     files = {path.stem for path in (CHECKOUT / "benchmarks").glob("*.py")}
     assert files == {*(name for name, *_ in (*DEFAULT, *NIGHTLY)), *ELSEWHERE, *PARTS}
 
@@ -69,9 +66,7 @@ def test_every_benchmark_is_run() -> None:
 @pytest.mark.parametrize(
     ("name", "typed", "rows", "num_figures"), [*DEFAULT, *(nightly(*case) for case in NIGHTLY)]
 )
-def test_a_benchmark_prints_its_table(
-    name: str, typed: str, rows: tuple[str, ...], num_figures: int, tmp_path: Path
-) -> None:
+def test_a_benchmark_prints_its_table(name, typed, rows, num_figures, tmp_path):
     argv = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py"), *shlex.split(typed)]
     done = subprocess.run(
         argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S

@@ -1,7 +1,5 @@
 """Chat as it is typed: a model's folder and a file of conversations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

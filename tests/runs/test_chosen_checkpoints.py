@@ -1,7 +1,5 @@
 """Choosing checkpoints and the end of a run: best, early stop, forks, time, epochs as a unit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line: what is typed, what it becomes, and whole runs from a user's own folder."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -49,7 +47,7 @@ def config_of(line: str) -> RunConfig:
 # What is typed, and what it becomes.
 
 
-def test_the_same_is_typed_in_many_ways() -> None:
+def test_the_same_is_typed_in_many_ways():
     for line, other in {
         "plan +seed=3 --num-workers=2 accum.gradient=sum +accum=fixed ++accum.micro=8": (
             "command=plan accum.micro=8 num_workers=2 accum/gradient=sum accum=fixed seed=3"
@@ -61,7 +59,7 @@ def test_the_same_is_typed_in_many_ways() -> None:
         assert config_of(line) == config_of(other), line
 
 
-def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path: Path) -> None:
+def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: {width: 64}\nseed: 5\n")
     for line in ("recipe=mine.yaml", "model=gpt_small"):
         model = config_of(f"{line} +model.depth=3 model._target_=net.Net").model
@@ -82,7 +80,7 @@ def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path: Path) ->
     assert "dropout" not in config.model.params
 
 
-def test_a_recipe_yields_to_what_is_typed(tmp_path: Path) -> None:
+def test_a_recipe_yields_to_what_is_typed(tmp_path):
     recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\nseed: 7\n"
     (tmp_path / "mine.yaml").write_text(f"defaults: [override /optimizer: adamw]\n{recipe}")
     config = config_of("'recipe=\"./mine.yaml\"' seed=8 objective=model_loss")
@@ -90,9 +88,7 @@ def test_a_recipe_yields_to_what_is_typed(tmp_path: Path) -> None:
     assert (config.accum.gradient.name, config.accum.params["micro"]) == ("sum", 4)
 
 
-def test_a_folder_of_ones_own_is_consent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_ones_own_is_consent(tmp_path, capsys):
     group = tmp_path / "mine" / "model"
     group.mkdir(parents=True)
     (group / "tiny.yaml").write_text("_target_: net.Net\nwidth: 4\n")
@@ -113,7 +109,7 @@ def test_a_folder_of_ones_own_is_consent(
     assert "tiny" in capsys.readouterr().out
 
 
-def test_a_sweep_is_expanded_as_hydra_expands_it() -> None:
+def test_a_sweep_is_expanded_as_hydra_expands_it():
     composer = composer_of({})
     for line, jobs in {
         "batch.global=16,32 accum=fixed,auto accum.micro=8": [
@@ -147,7 +143,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=12)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=30), VALUES)
-def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: Any) -> None:
+def test_any_value_of_a_config_can_be_written_as_an_override(text, value):
     assert read_override(f"x={literal(value)}").value() == value
     if "${" not in text and "\\" not in text:
         assert read_override(f"x={quote(text)}").value() == text
@@ -156,7 +152,7 @@ def test_any_value_of_a_config_can_be_written_as_an_override(text: str, value: A
 # The page of --help, and Hydra's own flags.
 
 
-def test_help_is_complete_and_imports_nothing_that_takes_a_second(tmp_path: Path) -> None:
+def test_help_is_complete_and_imports_nothing_that_takes_a_second(tmp_path):
     done = python("-X importtime -m trainer --help", tmp_path, COLUMNS="80")
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -174,9 +170,7 @@ def test_help_is_complete_and_imports_nothing_that_takes_a_second(tmp_path: Path
     assert "conf/GROUP/OPTION.yaml" in "".join(done.stdout.splitlines())
 
 
-def test_hydras_flags_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydras_flags_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COMP_LINE", "train accum=")
     monkeypatch.setenv("COMP_POINT", "12")
     for line, shown in {
@@ -201,9 +195,7 @@ def test_hydras_flags_work(
 # Whole runs.
 
 
-def test_a_run_goes_on_is_evaluated_and_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_is_evaluated_and_is_done(tmp_path, capsys):
     assert shell(f"{OWN_RUN} resume=auto") == 0
     assert "resume=auto: no run without a name below" in capsys.readouterr().out
     run = only_run()
@@ -230,9 +222,7 @@ def test_a_run_goes_on_is_evaluated_and_is_done(
     assert "is done after step 3" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_says_so_in_its_own_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_so_in_its_own_way(tmp_path, capsys):
     assert shell(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
     assert "Traceback" not in capsys.readouterr().err
     assert shell(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
@@ -242,9 +232,7 @@ def test_a_run_that_fails_says_so_in_its_own_way(
     assert not [*tmp_path.glob("outputs/*"), *tmp_path.glob("broken")], "nothing of a step"
 
 
-def test_a_command_that_fails_before_its_first_step_leaves_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_before_its_first_step_leaves_no_folder(tmp_path, capsys):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 \xff")
     text = "data=text data.path=latin.txt model=gpt_tiny device=cpu"
     for command, code in {
@@ -267,7 +255,7 @@ def test_a_command_that_fails_before_its_first_step_leaves_no_folder(
     assert shell(f"resume={last.rpartition('=')[2]} 'trust=[net]' hooks=[]") == 0
 
 
-def test_a_reader_that_leaves_ends_in_silence(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_ends_in_silence(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(
@@ -288,9 +276,7 @@ def table_of(root: Path) -> tuple[Path, list[dict[str, str]]]:
         return table.parent, list(csv.DictReader(file))
 
 
-def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(tmp_path, capsys):
     line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} seed=1"
     assert shell(line) == 1
     sweep, rows = table_of(tmp_path)
@@ -324,7 +310,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(
 
 
 @pytest.mark.nightly
-def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path: Path) -> None:
+def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path):
     assert shell(f"-m {OWN_RUN} seed=1,2 max_time=0.01s") == 75
     assert [row["exit_code"] for row in table_of(tmp_path)[1]] == ["75", "75"]
 
@@ -341,8 +327,8 @@ def search(self: Any, arguments: Sequence[str]) -> None:
 
 @pytest.mark.nightly
 def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     name, place = "hydra_plugins.search.Search", "hydra_plugins.search"  # as if installed
     known = Plugins.instance().class_name_to_class
     basic = known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"]
@@ -367,7 +353,7 @@ def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
 # From Python.
 
 
-def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
+def test_a_run_from_python_is_the_same_run(tmp_path):
     ran = trainer.train(shlex.split(OWN_RUN))
     assert (ran.exit_code, ran.result["step"]) == (0, 2)
     classes = {"model": {"_target_": "net.Net"}, "data": {"_target_": "net.Data"}}
@@ -387,7 +373,7 @@ def test_a_run_from_python_is_the_same_run(tmp_path: Path) -> None:
         assert chosen == ("fixed", "adamw")
 
 
-def test_python_gets_an_exception_with_the_faults() -> None:
+def test_python_gets_an_exception_with_the_faults():
     with pytest.raises(ConfigError) as raised:
         trainer.train({"batch": {"golbal": 3}, "seed": "x"})
     assert len(raised.value.faults) == 2

@@ -1,7 +1,5 @@
 """The commands beside training: evaluate, export, plan, verify."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,9 +30,7 @@ def screen_of(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_an_evaluation_takes_as_many_samples_as_asked_and_may_come_before_the_first_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_evaluation_takes_as_many_samples_as_asked_and_may_come_before_the_first_step(capsys):
     run = go("data.holdout=0.3 eval.at_start=true eval.samples=3 steps=2 optimizer.lr=0")
     evaluations = [e for e in entries(run) if "eval_loss" in e]
     assert [entry["step"] for entry in evaluations] == [0, 2]
@@ -48,7 +44,7 @@ def test_an_evaluation_takes_as_many_samples_as_asked_and_may_come_before_the_fi
         assert (found == evaluations[0]["eval_loss"]) == (count == 3)
 
 
-def test_a_run_is_read_by_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_read_by_every_command(capsys):
     run = go("checkpoint.every=2 steps=4 eval.every=2")
     asked = f"run={run.folder} trust=[tests]"
     before = {path: path.read_bytes() for path in run.folder.iterdir() if path.is_file()}
@@ -120,9 +116,7 @@ def write_texts(file: str, count: int) -> None:
     Path(file).write_text("".join(f"{record}\n" for record in records))
 
 
-def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(capsys):
     write_texts("d.jsonl", 40)
     write_texts("other.jsonl", 30)
     run = go(TEXT)
@@ -154,9 +148,7 @@ def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(
 
 
 @pytest.mark.nightly
-def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_of_the_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_of_the_run(capsys):
     write_texts("d.jsonl", 40)
     write_texts("other.jsonl", 30)
     run = go(f"{TEXT} eval.samples=3 batch.tail=drop")
@@ -175,7 +167,7 @@ def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_o
 
 
 @pytest.mark.parametrize("model", [GPT, nightly("transformers")])
-def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model: str) -> None:
+def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model):
     if model == "transformers":
         pytest.importorskip(model)
         model = "model._target_=transformers.GPT2LMHeadModel "
@@ -193,9 +185,7 @@ def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model: str) -> 
 
 
 @pytest.mark.nightly
-def test_a_command_that_reads_an_older_checkpoint_says_which(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_command_that_reads_an_older_checkpoint_says_which(capsys):
     run = go("checkpoint.every=2 steps=4")
     newest = run.folder / "checkpoints" / "step-00000004"
     asked = f"{run.folder} trust=[tests]"
@@ -216,9 +206,7 @@ def test_a_command_that_reads_an_older_checkpoint_says_which(
     assert newest.is_dir(), "a mere reader sets nothing aside"
 
 
-def test_weights_taken_into_another_split_of_the_data_are_warned_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_weights_taken_into_another_split_of_the_data_are_warned_of(capsys):
     run = go("steps=1")
     for more, is_warned in (("", False), ("data.holdout=0.3", True)):
         capsys.readouterr()
@@ -226,9 +214,7 @@ def test_weights_taken_into_another_split_of_the_data_are_warned_of(
         assert ("on another part of these data" in screen_of(capsys)) == is_warned
 
 
-def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(capsys):
     run = go("steps=2")
     (run.folder / "evaluate.json").write_text("{}")
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
@@ -248,16 +234,14 @@ def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(
         assert not list(run.folder.glob(".tmp-*"))
 
 
-def test_evaluate_without_held_out_data_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_evaluate_without_held_out_data_says_so(capsys):
     run = go("data.holdout=0 steps=2")
     assert run.result["eval_loss"] is None
     assert shell(f"evaluate run={run.folder} trust=[tests]") == 3
     assert "data.holdout" in capsys.readouterr().err
 
 
-def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
+def test_the_newest_run_of_a_name_is_evaluated_and_exported():
     run, _ = (go(f"steps={n} name={m}") for n, m in ((2, "a"), (1, "b")))
     assert shell("evaluate run=auto name=a trust=[tests]") == 0
     assert read_json(run.folder / "evaluate.json")["step"] == 2
@@ -269,9 +253,7 @@ def test_the_newest_run_of_a_name_is_evaluated_and_exported() -> None:
 
 
 @pytest.mark.slow
-def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(capsys):
     Path("own/model").mkdir(parents=True)
     Path("own/model/mine.yaml").write_text(f"# Mine.\n_target_: {TOYS}.Net\n")
     line = " ".join(overrides("model=mine steps=1"))
@@ -291,7 +273,7 @@ def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(
     "factory",
     [*map(nightly, ("GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"))],
 )
-def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: str) -> None:
+def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory):
     transformers = pytest.importorskip("transformers")
     is_llama = factory.startswith("Llama")
     shape = (
@@ -318,9 +300,7 @@ def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory: s
     assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
 
 
-def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(capsys):
     scaled = "scheduler.scale=linear scheduler.reference_batch=2 optimizer.lr=0.003"
     groups = "'optimizer.groups={*head.*: {lr: 0.01}}'"
     line = "accum=budget accum.max_tokens=40 steps=9 scheduler.warmup=2"
@@ -350,9 +330,7 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(
     assert only_run() == run.folder
 
 
-def test_the_candidates_of_auto_are_a_table_with_one_mark(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_candidates_of_auto_are_a_table_with_one_mark(capsys):
     _, plan = planned("accum=auto")
     rows = plan["candidates"]
     assert len(rows) > 1
@@ -366,7 +344,7 @@ def test_the_candidates_of_auto_are_a_table_with_one_mark(
     assert text.count("<- chosen") == 1
 
 
-def test_training_does_not_move_the_generators_of_a_notebook() -> None:
+def test_training_does_not_move_the_generators_of_a_notebook():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

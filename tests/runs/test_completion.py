@@ -1,7 +1,5 @@
 """What TAB makes of a line in bash, zsh and fish: the words that a program then gets."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -78,8 +76,8 @@ def completed(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
     ],
 )
 def test_a_command_is_offered_anywhere_and_report_what_it_takes(
-    line: str, found: list[str], others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    line, found, others, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").touch()
@@ -90,7 +88,7 @@ def test_a_command_is_offered_anywhere_and_report_what_it_takes(
 
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_bash_reads_back_what_is_offered(quote: str) -> None:
+def test_bash_reads_back_what_is_offered(quote):
     names = [*TYPED.values(), "a\\b", "~x", "[a]", "{0: 64}", "a=b c"]
     typed = [f"{quote}{quoted(name, quote)}{quote}" for name in names]
     script = " ".join(["printf", r"'%s\n'", *typed])
@@ -108,7 +106,7 @@ def test_bash_reads_back_what_is_offered(quote: str) -> None:
         ("train c='d \"e", ["train", 'c=d "e'], "'"),
     ],
 )
-def test_a_line_is_split_as_a_shell_does_it(line: str, words: list[str], quote: str) -> None:
+def test_a_line_is_split_as_a_shell_does_it(line, words, quote):
     assert split_line(line) == (words, quote)
 
 
@@ -121,7 +119,7 @@ def test_a_line_is_split_as_a_shell_does_it(line: str, words: list[str], quote: 
         nightly("fish", [*TYPED]),
     ],
 )
-def test_no_name_of_a_file_is_run(shell: str, typed: list[str], tmp_path: Path) -> None:
+def test_no_name_of_a_file_is_run(shell, typed, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     work = tmp_path / "work"

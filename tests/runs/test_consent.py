@@ -1,11 +1,8 @@
 """Whose run it is: consent that its own user gave once, and that nobody else can give for them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -36,9 +33,7 @@ def asks(
     return code == 2
 
 
-def test_a_run_needs_no_further_consent_of_who_made_it(
-    state_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_needs_no_further_consent_of_who_made_it(state_home, capsys):
     run = go("steps=2 hooks=[tests.lib.run_toys.Slow]")
     assert "trust=" not in capsys.readouterr().out
     for line in ("evaluate run={}", "export run={} export.to=weights", "verify run={}"):
@@ -49,9 +44,7 @@ def test_a_run_needs_no_further_consent_of_who_made_it(
     assert [json.loads(line)["run"] for line in lines] == [str(run.folder)] * 3
 
 
-def test_a_run_that_the_user_did_not_make_asks_as_a_strangers(
-    state_home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_that_the_user_did_not_make_asks_as_a_strangers(state_home, capsys, tmp_path):
     run = go("steps=1 model.width=4 model._target_=tests.lib.run_toys.DoubleNet").folder
     for name, old, new in (
         ("config.yaml", "width: 4", "width: 6"),
@@ -76,8 +69,8 @@ def test_a_run_that_the_user_did_not_make_asks_as_a_strangers(
 
 
 def test_a_class_from_another_file_needs_trust_and_one_that_was_edited_none(
-    state_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+    state_home, tmp_path, capsys, monkeypatch
+):
     Path("toy.py").write_text(OWN_CLASSES)
     run = go("steps=1 model._target_=toy.Net").folder
     Path("toy.py").write_text(f"{OWN_CLASSES}\n# edited\n")
@@ -90,9 +83,7 @@ def test_a_class_from_another_file_needs_trust_and_one_that_was_edited_none(
     assert "to trust it, type 'trust=[toy,tests]'" in capsys.readouterr().err
 
 
-def test_without_a_folder_for_its_state_runs_have_to_be_trusted(
-    state_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_folder_for_its_state_runs_have_to_be_trusted(state_home, capsys):
     state_home.write_text("no folder")
     run = go("steps=1")
     assert "'trust=[tests]'" in capsys.readouterr().out
@@ -127,17 +118,15 @@ def trapped(tmp_path: Path) -> Path:
     "path", [nightly(f"{CHECKOUT}"), f":{CHECKOUT}"], ids=["plain", "empty entry"]
 )
 def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_there(
-    line: str, code: int, path: str, trapped: Path
-) -> None:
+    line, code, path, trapped
+):
     done = python(f"-m trainer {line}", trapped, PYTHONPATH=path)
     assert done.returncode == code, done.stderr
     assert not (trapped / "ran").exists()
 
 
 @pytest.mark.parametrize("more", [nightly(""), nightly("parallel.ranks=2 num_workers=1")])
-def test_a_class_of_the_current_folder_brings_no_other_module_of_it(
-    more: str, trapped: Path
-) -> None:
+def test_a_class_of_the_current_folder_brings_no_other_module_of_it(more, trapped):
     (trapped / "net.py").write_text(OWN_CLASSES)
     done = python(f"-m trainer {OWN_RUN} {more}", trapped)
     assert done.returncode == 0, done.stderr

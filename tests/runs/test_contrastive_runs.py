@@ -1,7 +1,5 @@
 """A contrastive run from the command line: figures, resume, verify, and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run does where nobody says: a small model on its data, and everything else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +40,12 @@ def clock(line: str) -> tuple[Any, ...]:
         "recipe=gpt2_124m data.path=x": (6e-4, 19073, None, 500, 500),
     }.items(),
 )
-def test_the_toys_defaults_are_for_the_toy_alone(line: str, expected: tuple[Any, ...]) -> None:
+def test_the_toys_defaults_are_for_the_toy_alone(line, expected):
     Path("x").write_bytes(bytes(400))
     assert clock(line) == expected
 
 
-def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(capsys):
     run = train([*PLAIN, "data.size=210"])
     screen = capsys.readouterr().out
     shown = " ".join(screen.split())
@@ -70,7 +66,7 @@ def test_one_epoch_of_ten_evaluations_is_what_nobody_has_to_type(
     assert "is done after step 50; epochs=N trains further" in capsys.readouterr().out
 
 
-def test_what_is_typed_is_not_shown_as_a_default() -> None:
+def test_what_is_typed_is_not_shown_as_a_default():
     mixed = train([*PLAIN, "steps=2", "eval.every=0.5"])
     assert read_json(mixed.folder / "plan.json")["defaults"] == [
         "optimizer.lr=0.0003",
@@ -89,6 +85,6 @@ def saved(line: str) -> list[int]:
     )
 
 
-def test_checkpoints_come_by_time_or_by_a_share_of_the_run() -> None:
+def test_checkpoints_come_by_time_or_by_a_share_of_the_run():
     assert len(saved("checkpoint.every=0.05s")) > 2
     assert saved("checkpoint.every=0.25") == [2, 4, 6, 8]

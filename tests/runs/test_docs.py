@@ -1,7 +1,5 @@
 """What README.md and docs/ say: commands are valid and run, pages are short, links lead on."""
 
-from __future__ import annotations
-
 import logging
 import re
 import runpy

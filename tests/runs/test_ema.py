@@ -1,7 +1,5 @@
 """`ema.decay` and `step=ema`: the same average on any layout, saved, evaluated, exported."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs on a GPU made of Python: the losses of a CPU, no mixed devices, one wait a step."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

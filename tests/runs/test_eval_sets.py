@@ -1,7 +1,5 @@
 """What is evaluated beside, or in place of, the part that a run holds out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -32,9 +30,7 @@ def evaluations(run: FinishedRun) -> list[dict[str, float]]:
     return [{name: v for name, v in e.items() if name != "eval_seconds"} for e in found]
 
 
-def test_a_file_and_named_sets_are_evaluated_whole_and_nothing_is_held_out_of_training(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_and_named_sets_are_evaluated_whole_and_nothing_is_held_out_of_training(capsys):
     run = go(f"{TEXT} {SETS} steps=4")
     screen = capsys.readouterr().out
     plan, splits = (read_json(run.folder / name) for name in ("plan.json", "splits.json"))
@@ -68,9 +64,7 @@ def assert_each_is_what_an_evaluation_of_it_alone_gives(run: FinishedRun) -> Non
 
 
 @pytest.mark.nightly
-def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(tmp_path, monkeypatch):
     whole, run = go(f"{TEXT} {SETS} steps=4"), go(f"{TEXT} {SETS} steps=2")
     monkeypatch.chdir(tmp_path.parent)
     more = f"eval.sets.more.path={tmp_path / 'val.jsonl'} eval.sets.more.max_length=16"

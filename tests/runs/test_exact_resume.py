@@ -4,8 +4,6 @@ That it ends bit for bit as if it had not been stopped is in `tests/reliability/
 what of the step may not change in `tests/reliability/test_bad_data.py`.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What `train export` writes of a model of transformers, by the lines of Python that it prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model made of classes within: trained, and everything after that."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lib.run_support import TOYS, go, only_run, read_json, shell

@@ -1,7 +1,5 @@
 """What cannot be is told in one line: the key or the sample, the value, and what to do."""
 
-from __future__ import annotations
-
 import html
 import multiprocessing
 import sys
@@ -107,7 +105,7 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.usefixtures("own_faults")
-def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it() -> None:
+def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it():
     with pytest.raises(ConfigError) as caught:
         go("model._target_=own_faults.Builds")
     place = f"(own_faults.py:{line_of('self.table')})"
@@ -124,9 +122,7 @@ def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it() -> N
 
 
 @pytest.mark.usefixtures("own_faults")
-def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(capsys):
     line = "model._target_=own_faults.Computes hydra.run.dir=run checkpoint.every=2"
     assert shell(" ".join(overrides(line))) == 1
     err = capsys.readouterr().err
@@ -150,9 +146,7 @@ def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
 
 
 @pytest.mark.usefixtures("own_faults")
-def test_a_fault_in_data_or_a_hook_names_the_users_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_data_or_a_hook_names_the_users_line(capsys, monkeypatch):
     line = " ".join(overrides("data._target_=own_faults.Reads hydra.run.dir=run"))
     assert shell(line) == 3
     assert f"(own_faults.py:{line_of('super().__getitem__')})" in capsys.readouterr().err

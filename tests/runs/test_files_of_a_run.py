@@ -1,10 +1,7 @@
 """What a run leaves behind is what the interface lists, whole and true."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,9 +33,7 @@ from trainer.report.console import Screen
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def test_a_run_makes_one_folder_with_what_the_interface_lists(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_makes_one_folder_with_what_the_interface_lists(capsys):
     line = "steps=7 checkpoint.every=3 checkpoint.keep=2 eval.every=3 log.every=5 name=mine"
     run = go(f"{line} trust=[somewhere]")
     assert (run.exit_code, only_run()) == (0, run.folder)
@@ -120,7 +115,7 @@ def check_metrics(run: FinishedRun) -> None:
         assert entry["tokens_per_second"] > 0
 
 
-def test_the_plan_says_what_the_steps_then_do() -> None:
+def test_the_plan_says_what_the_steps_then_do():
     run = go("accum=budget accum.max_tokens=40")
     plan = read_json(run.folder / "plan.json")
     assert plan.keys() >= set(PLAN_KEYS)
@@ -148,7 +143,7 @@ def check_ledger(run: FinishedRun) -> None:
     assert first_epoch == own.tolist() != list(range(len(own)))
 
 
-def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hooks_see_copies_and_stop_nothing(capsys):
     Watch.seen.clear()
     run = go(
         f"'hooks=[{TOYS}.Watch, {{_target_: {TOYS}.Watch, word: my}}]' "
@@ -165,9 +160,7 @@ def test_hooks_see_copies_and_stop_nothing(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count("a watcher's own fault") == 2
 
 
-def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(tmp_path, capsys):
     run = go("steps=2 checkpoint.every=1").folder
     (run / "train.log").unlink()
     (run / "train.log").symlink_to(tmp_path / "outside")
@@ -177,7 +170,7 @@ def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(
     assert not (tmp_path / "outside").exists()
 
 
-def test_a_log_is_opened_neither_through_a_link_nor_a_pipe(tmp_path: Path) -> None:
+def test_a_log_is_opened_neither_through_a_link_nor_a_pipe(tmp_path):
     (tmp_path / "train.log").symlink_to(tmp_path / "outside")
     with pytest.raises(SaveError, match=r"train\.log: could not be written"):
         Screen(tmp_path)

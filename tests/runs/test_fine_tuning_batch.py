@@ -1,7 +1,5 @@
 """Where weights are loaded and no `batch.global` is typed, its default follows the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

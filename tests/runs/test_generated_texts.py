@@ -1,7 +1,5 @@
 """Prompts are continued at evaluations as the exported model continues them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Nightly every section; by default the one that counts how often a step waits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -44,7 +42,7 @@ def benchmark(words: list[str], shown: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*(fork|torch.jit):DeprecationWarning")
 @pytest.mark.parametrize("only", [("syncs",), nightly(tuple(FIELDS))])
-def test_every_section_gives_its_rows(only: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_section_gives_its_rows(only, tmp_path):
     found = tmp_path / "gpu.jsonl"
     words = ["--dry-run", "--only", ",".join(only), "--json", str(found)]
     shown, log = tmp_path / "shown", tmp_path / "log"

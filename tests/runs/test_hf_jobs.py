@@ -1,7 +1,5 @@
 """Jobs of Hugging Face as they are typed: a model's folder and a file of records."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

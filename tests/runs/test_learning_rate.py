@@ -1,7 +1,5 @@
 """The learning rate that nobody typed: by the job, with its reason, kept where a run goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A causal model of transformers runs without a mask, once a trial has shown that it may."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lib.heads import MASKED

@@ -1,7 +1,5 @@
 """`accum.buffer=fp32`: saved, resumed on any layout, evaluated, exported, refused, explained."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory that runs out is an event: the same step in smaller pieces, or one line that says why."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

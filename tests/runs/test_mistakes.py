@@ -3,8 +3,6 @@
 What is typed wrongly is in `tests/messages/*.yaml`, each line with its answer.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -37,18 +35,14 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("argument", ABSURD, ids=lambda argument: argument[:24])
-def test_what_no_program_could_take_is_one_line_too(
-    argument: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_program_could_take_is_one_line_too(argument, capsys):
     assert shell(argument) in (2, 4)
     lines = faults(capsys.readouterr().err)
     assert lines
     assert all(len(line) <= 200 for line in lines)
 
 
-def test_all_faults_come_at_once_whatever_plus_signs_are_typed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_faults_come_at_once_whatever_plus_signs_are_typed(capsys, monkeypatch):
     typed = ["accum=atuo", "batch.golbal=1", "optimizer.lr=abc", "seed=-1"]
     for prefix in ("", "+", "++"):
         line = " ".join(["x=[1", "recipe=./none.yaml", *(prefix + each for each in typed)])
@@ -73,8 +67,8 @@ SECRETS = (
 
 
 def test_a_secret_is_refused_and_not_repeated_and_words_that_sound_like_one_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     make_own_folder(tmp_path, monkeypatch)
     words = "model.eos_token=end model.max_tokens=3 model.key_size=4"
     prepared(f"data.max_length=64 name=my-sk-learn model._target_=net.Net {words}")
@@ -88,9 +82,7 @@ def test_a_secret_is_refused_and_not_repeated_and_words_that_sound_like_one_pass
             assert line.strip("'").partition("=")[2] not in err
 
 
-def test_of_many_ranks_the_first_complains_and_none_sweeps(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_ranks_the_first_complains_and_none_sweeps(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert shell("-m seed=1,2") == 2
     (fault,) = faults(capsys.readouterr().err)
@@ -100,7 +92,7 @@ def test_of_many_ranks_the_first_complains_and_none_sweeps(
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path):
     lines = {
         "batch.golbal=3": 2,
         "resume=nowhere": 4,
@@ -127,9 +119,7 @@ def test_nothing_heavy_is_imported_before_a_config_is_valid(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("odd", ["~nosuch/x", LONG], ids=["nobody", "long"])
-def test_a_path_that_cannot_be_is_not_there_and_no_traceback(
-    odd: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_cannot_be_is_not_there_and_no_traceback(odd, monkeypatch, capsys):
     lines = {
         f"recipe='\"{odd}.yaml\"'": 2,
         f"resume='\"{odd}\"'": 4,
@@ -151,9 +141,7 @@ def test_a_path_that_cannot_be_is_not_there_and_no_traceback(
         cached_index("text", "", {}, lambda add: [])
 
 
-def test_a_nul_character_is_named_with_its_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nul_character_is_named_with_its_key(monkeypatch, capsys):
     Path("odd.yaml").write_text('data: {path: "a\\0b"}\n')
     assert run(["recipe=./odd.yaml", "data=text"]) == 2
     assert "data.path: holds a NUL character" in capsys.readouterr().err
@@ -161,9 +149,7 @@ def test_a_nul_character_is_named_with_its_key(
     assert "holds a NUL character" in capsys.readouterr().err
 
 
-def test_a_deleted_folder_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deleted_folder_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -173,9 +159,7 @@ def test_a_deleted_folder_is_one_line(
 
 
 @pytest.mark.parametrize("content", ["", "not: a list"])
-def test_a_run_without_its_overrides_says_what_holds_them(
-    content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_its_overrides_says_what_holds_them(content, capsys):
     assert shell(f"{' '.join(overrides('steps=1'))} hydra.run.dir=run") == 0
     Path("run/.hydra/overrides.yaml").write_text(content)
     capsys.readouterr()

@@ -1,14 +1,11 @@
 """Several sources of data: their figures, their order, and what is typed wrongly."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.lib.ranks_support import Ranks
 from tests.lib.run_support import (
     TOYS,
     curve,
@@ -55,7 +52,7 @@ def numbers(run: FinishedRun | Path, name: str) -> list[float]:
     return [value or 0.0 for value in curve(run, name)]
 
 
-def test_an_epoch_holds_each_source_by_its_weight_and_is_shuffled(run: FinishedRun) -> None:
+def test_an_epoch_holds_each_source_by_its_weight_and_is_shuffled(run):
     plan, splits = (read_json(run.folder / name) for name in ("plan.json", "splits.json"))
     rows, others = plan["mixture"]["rows"], plan["mixture"]["others"]
     assert (rows["num_available"], others["num_available"]) == (21, 15)
@@ -70,7 +67,7 @@ def test_an_epoch_holds_each_source_by_its_weight_and_is_shuffled(run: FinishedR
     assert abs(drawn[True] - 42) < 4
 
 
-def test_figures_of_each_source_are_exact_and_add_up_to_those_of_all(run: FinishedRun) -> None:
+def test_figures_of_each_source_are_exact_and_add_up_to_those_of_all(run):
     last = [entry for entry in entries(run) if "eval_loss" in entry][-1]
     asked = f"evaluate run={run.folder} trust=[tests] eval.predictions=true"
     assert shell(asked) == 0
@@ -85,7 +82,7 @@ def test_figures_of_each_source_are_exact_and_add_up_to_those_of_all(run: Finish
     assert (record["samples"], record["sets"]["rows"]["samples"]) == (15, 9)
 
 
-def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run: FinishedRun) -> None:
+def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run):
     """Whatever the cut; and the step itself is that of the same data without sources."""
     data = [Rows(30), Others(21)]
     held_out = read_json(run.folder / "splits.json")["sources"]
@@ -107,9 +104,7 @@ def test_losses_of_the_sources_are_exact_shares_of_the_loss_of_every_step(run: F
         assert numbers(alone, name) == pytest.approx(numbers(run, name), rel=1e-12)
 
 
-def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(
-    run: FinishedRun, ranks: Ranks
-) -> None:
+def test_a_run_goes_on_within_an_epoch_bit_for_bit_and_two_ranks_take_the_same_steps(run, ranks):
     part = go(f"{LINE} steps=4")
     on(part, "steps=9")
     ids = [[e["ids"] for e in entries(each, "samples.jsonl")] for each in (part, run)]

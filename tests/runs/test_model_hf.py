@@ -1,7 +1,5 @@
 """`model=hf`: a model of transformers by its folder, or by its config, without a line of code."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`batch=noise_ramp`: the batch grows with the measured noise scale, and decisions are saved."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`log.noise_scale`: measured as the run goes on, saved with it; the steps stay what they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

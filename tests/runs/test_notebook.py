@@ -1,7 +1,5 @@
 """The notebook of the documentation runs: progress, figures and the report are readable there."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

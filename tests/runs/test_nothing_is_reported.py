@@ -1,14 +1,11 @@
 """No library reports to its maker what runs here: each look-up of a host and connection is seen."""
 
-from __future__ import annotations
-
 import os
 import re
 import select
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from socket import create_server
 
 import pytest
@@ -67,9 +64,7 @@ OWN_RUN = cli_support.OWN_RUN.replace("wandb.mode=disabled", "wandb.mode=offline
         nightly(f"-m {OWN_RUN} seed=choice(1,2) hydra/sweeper=optuna hydra.sweeper.n_trials=2"),
     ],
 )
-def test_a_run_asks_for_no_host(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_asks_for_no_host(typed, tmp_path, monkeypatch):
     make_own_folder(tmp_path, monkeypatch)
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -93,7 +88,7 @@ def test_a_run_asks_for_no_host(
         assert not select.select([proxy], [], [], 0)[0], "somebody asked for a host"
 
 
-def test_what_a_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_user_set_stays(monkeypatch):
     for name in SWITCHES:
         monkeypatch.setenv(name, "theirs")  # put back after the test
         monkeypatch.delenv(name)

@@ -1,7 +1,5 @@
 """What an objective or a gradient strategy of one's own gives: taken, or refused in one line."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

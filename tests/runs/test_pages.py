@@ -1,7 +1,5 @@
 """Pages that belong to no run: the recipes, and what an issue needs to know."""
 
-from __future__ import annotations
-
 import torch
 import yaml
 

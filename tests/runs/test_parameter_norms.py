@@ -1,7 +1,5 @@
 """`log.parameters=N`: norms of weights, gradients and updates per block, the same on any layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A run goes on from any folder with the files that it began with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,8 +29,8 @@ def corpus(own_folder: Path) -> Path:
 
 @pytest.mark.parametrize("is_from_recipe", [False, nightly(True)])
 def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder(
-    corpus: Path, is_from_recipe: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    corpus, is_from_recipe, monkeypatch
+):
     typed = "data.path=corpus"
     if is_from_recipe:
         Path("mine.yaml").write_text("data:\n  path: corpus\n")
@@ -53,9 +51,7 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
 
 
 @pytest.mark.nightly
-def test_so_does_a_path_of_any_class_but_the_name_of_a_format(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_so_does_a_path_of_any_class_but_the_name_of_a_format(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("hf").absolute())
     rows = [{"input_ids": [i, i + 1, i + 2], "labels": [i, i + 1, i + 2]} for i in range(20)]
@@ -75,9 +71,7 @@ def test_so_does_a_path_of_any_class_but_the_name_of_a_format(
 
 
 @pytest.mark.nightly
-def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(monkeypatch):
     quiet = "wandb.mode=disabled device=cpu precision=fp32"
     shutil.copytree("corpus", "other")
     assert shell(f"-m {TEXT} {quiet} data.path=corpus,other") == 0
@@ -87,9 +81,7 @@ def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(
     assert shell(f"resume={run} steps=3") == 0
 
 
-def test_a_run_that_was_stopped_begins_again_with_the_weights_it_began_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_was_stopped_begins_again_with_the_weights_it_began_with(monkeypatch):
     first = go(f"{TEXT} data.path=corpus outputs=first")
     assert shell(f"export run={first.folder} export.to=weights") == 0
     run = go(f"{TEXT} data.path=corpus init=weights")

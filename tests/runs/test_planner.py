@@ -1,7 +1,5 @@
 """The planner as a run uses it: packed rows, padding, and memory under autocast."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path

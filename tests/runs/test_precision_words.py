@@ -1,7 +1,5 @@
 """`precision=auto` as a run shows, records and resumes it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What `train evaluate` writes of each sample, where it is asked for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +40,7 @@ def trained(run: FinishedRun, module: torch.nn.Module) -> torch.nn.Module:
     return module.eval()
 
 
-def test_a_classifier_names_the_class_of_every_sample(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_classifier_names_the_class_of_every_sample(capsys):
     run = go(
         f"model._target_={TOYS}.Vision data._target_={__name__}.Kinds data.holdout=0.7 "
         "objective=classify steps=2"
@@ -70,7 +68,7 @@ def test_a_classifier_names_the_class_of_every_sample(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("objective", ["token_classify", "next_token"])
-def test_tokens_have_their_tags_and_language_models_a_loss_alone(objective: str) -> None:
+def test_tokens_have_their_tags_and_language_models_a_loss_alone(objective):
     run = go(
         f"model._target_={TOYS}.DoubleNet data._target_={TOYS}.Rows data.holdout=0.4 "
         f"objective={objective} steps=2 eval.sets.more._target_={TOYS}.Rows eval.sets.more.size=9"

@@ -1,7 +1,5 @@
 """`profile=N` leaves a trace of N steps, with their phases, that viewers open."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Going on with a run and reading one: what is replayed, what is refused, what is trusted."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -60,8 +58,8 @@ DONE = {"state": "completed", "step": 10, "exit_code": 0}
 
 
 def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     (tmp_path / "mine.yaml").write_text("optimizer: {lr: 0.003}\n")
     run = make_run(f"{CUT} recipe=mine.yaml name=mine")
     (tmp_path / "elsewhere").mkdir()
@@ -81,13 +79,13 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_recor
     assert ready.config.steps == 20, "the latest resumption is what the next one goes on from"
 
 
-def test_another_option_starts_from_its_own_values() -> None:
+def test_another_option_starts_from_its_own_values():
     config = prepared(f"resume={make_run('accum=fixed accum.steps=4 steps=10')} accum=auto").config
     assert config.accum.name == "auto"
     assert config.accum.params == {"micro": None, "memory": None}
 
 
-def test_micro_batches_may_be_stated_by_their_number_in_place_of_their_size() -> None:
+def test_micro_batches_may_be_stated_by_their_number_in_place_of_their_size():
     params = prepared(f"resume={make_run()} accum.steps=4").config.accum.params
     assert params == {"micro": None, "steps": 4}
     run = make_run("accum=fixed accum.steps=4 steps=10")
@@ -97,7 +95,7 @@ def test_micro_batches_may_be_stated_by_their_number_in_place_of_their_size() ->
     }
 
 
-def test_what_changes_the_step_is_refused_with_a_diff() -> None:
+def test_what_changes_the_step_is_refused_with_a_diff():
     run = make_run(f"{CUT} precision=fp32")
     changes = {
         "seed=1": "seed=1: the run has 0",
@@ -123,9 +121,7 @@ def test_what_changes_the_step_is_refused_with_a_diff() -> None:
         prepared(f"resume={run} resume_allow=[batch.golbal]")
 
 
-def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(capsys):
     run = make_run(state=DONE)
     assert shell(f"resume={run}") == 0
     screen = capsys.readouterr()
@@ -139,7 +135,7 @@ def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(
 
 
 @pytest.mark.parametrize("run", [make_run, lambda: "nowhere"])
-def test_faults_of_what_was_typed_and_of_the_run_are_one_list(run, capsys) -> None:
+def test_faults_of_what_was_typed_and_of_the_run_are_one_list(run, capsys):
     place = run()
     assert shell(f"resume={place} accum.micro=2,4 sede=3 --foo 5") == 2
     found = faults(capsys.readouterr().err)
@@ -147,7 +143,7 @@ def test_faults_of_what_was_typed_and_of_the_run_are_one_list(run, capsys) -> No
     assert [line.partition(":")[0] for line in found] == expected
 
 
-def test_a_run_that_cannot_go_on_is_refused() -> None:
+def test_a_run_that_cannot_go_on_is_refused():
     with pytest.raises(ConfigError, match="init=a: starts a new run; resume= goes on with an old"):
         prepared(f"resume={make_run()} init=a")
     with pytest.raises(NoCheckpointError, match="no checkpoint"):
@@ -156,9 +152,7 @@ def test_a_run_that_cannot_go_on_is_refused() -> None:
         prepared(f"resume={make_run('plan')}")
 
 
-def test_auto_takes_the_newest_training_run_of_the_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_auto_takes_the_newest_training_run_of_the_name(capsys):
     mine = [make_run("accum=fixed accum.micro=8 name=mine", began=t) for t in (10.0, 30.0, 20.0)]
     other = make_run("accum=fixed accum.micro=8", began=40.0)
     make_run("plan accum=fixed accum.micro=8 name=mine", began=50.0)
@@ -177,9 +171,7 @@ def test_auto_takes_the_newest_training_run_of_the_name(
         assert fault.endswith(f"; the newest run of that name is {key}={shown_path(mine[1])}")
 
 
-def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(
-    tmp_path: Path,
-) -> None:
+def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(tmp_path):
     outputs, begun = tmp_path / "outputs", []
     for number in range(2):
         sweep = outputs / "multirun" / "today" / str(number)
@@ -191,7 +183,7 @@ def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(
     assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]
 
 
-def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
+def test_auto_goes_on_in_the_folder_that_is_typed():
     fresh = prepared("hydra.run.dir=runs/a resume=auto")
     assert (fresh.config.resume, Path("runs").exists()) == (None, False)
     made = prepared("hydra.run.dir=runs/a accum=fixed accum.micro=8")
@@ -202,7 +194,7 @@ def test_auto_goes_on_in_the_folder_that_is_typed() -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused() -> None:
+def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused():
     run = make_run()
     for typed in (f"resume={run} step=4", f"plan resume={run}", f"verify run={run}"):
         assert prepared(f"{typed} hydra.run.dir=mine").folder == Path("mine").absolute(), typed
@@ -216,7 +208,7 @@ def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused() -> 
     assert (new.folder, new.config.resume) == (Path("mine").absolute(), None)
 
 
-def test_a_run_folder_gives_no_trust() -> None:
+def test_a_run_folder_gives_no_trust():
     both = "model._target_=net.Net model.width=4 data._target_=net.Data"
     run = make_run(f"{both} {CUT} trust=[net,os]")
     with pytest.raises(ConfigError) as caught:
@@ -234,7 +226,7 @@ def test_a_run_folder_gives_no_trust() -> None:
     assert typed.model.params == {"width": 4}
 
 
-def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path: Path) -> None:
+def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path):
     run = make_run("accum=fixed accum.micro=8 optimizer.lr=0.003")
     before = sorted(tmp_path.rglob("*"))
     ready = prepared(f"export run={run.relative_to(tmp_path)} export.to=weights device=cpu")
@@ -253,7 +245,7 @@ def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path: Path) -> No
 STOPPED_EARLY = {"state": "preempted", "step": 0, "exit_code": 75}
 
 
-def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder() -> None:
+def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder():
     line = "accum=fixed accum.micro=8 steps=10 name=early"
     run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
     for typed in (f"resume={run}", f"{line} resume=auto"):
@@ -264,7 +256,7 @@ def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder
         prepared(f"resume={run} seed=3")
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_settings() -> None:
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_settings():
     line = "accum=fixed accum.micro=8 steps=10 name=late optimizer.lr=0.003"
     run = make_run(line, state={"state": "running", "step": 4}, has_checkpoint=False)
     for state in ('{"state": "running"}', '{"state": "failed", "step": 7, "exit_code": 1}', ""):
@@ -280,9 +272,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_s
     assert prepared("resume=auto name=late").folder != run
 
 
-def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
-    tmp_path: Path,
-) -> None:
+def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(tmp_path):
     (tmp_path / "weights").mkdir()
     line = "accum=fixed accum.micro=8 steps=10 name=early init=weights"
     run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
@@ -300,7 +290,7 @@ def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(
     assert ready.config.init is None
 
 
-def test_a_run_folder_does_not_say_where_anything_goes() -> None:
+def test_a_run_folder_does_not_say_where_anything_goes():
     run = make_run()
     record = run / ".hydra" / "overrides.yaml"
     own = yaml.safe_load(record.read_text())
@@ -320,7 +310,7 @@ def test_a_run_folder_does_not_say_where_anything_goes() -> None:
     assert any(f.startswith("wandb.entity=evil: comes from") for f in caught.value.faults)
 
 
-def test_a_link_of_wandb_disturbs_no_command_and_none_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_a_link_of_wandb_disturbs_no_command_and_none_waits_for_a_pipe(tmp_path):
     run = make_run()
     (run / "wandb").mkdir()
     (run / "wandb" / "debug-core.log").symlink_to(tmp_path / "log")  # W&B's, to its own log

@@ -1,7 +1,5 @@
 """`data.show` under plan: samples as the model gets them, with what is learned in brackets."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real processes that are told to stop: saved at a step boundary, exit 75, and gone on with."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -3,8 +3,6 @@
 On a real one they run in `tests/cluster/`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -45,8 +43,8 @@ def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> 
     ("name", "ranks"), [slow("nodes.sh", 2), nightly("one-node.sh", 1), nightly("torchrun.sh", 2)]
 )
 def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
-    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, ranks, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANKS", "1")  # of each node, under torchrun
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
@@ -66,9 +64,7 @@ def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_job_is_put_back_where_a_signal_ended_it_and_not_where_it_failed(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_job_is_put_back_where_a_signal_ended_it_and_not_where_it_failed(name, tmp_path):
     """Codes are of a run that saved, or got SIGUSR1 or SIGTERM before it had a folder."""
     for command, line in {"srun": "exit $CODE", "scontrol": 'echo "$1" >> put-back'}.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
@@ -84,9 +80,7 @@ def test_a_job_is_put_back_where_a_signal_ended_it_and_not_where_it_failed(
 
 
 @pytest.mark.nightly
-def test_every_job_of_an_array_ends_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_job_of_an_array_ends_in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.sh").write_text(FILES["array.sh"])
     typed = [each for each in overrides(LINE) if not each.startswith("optimizer.lr")]
@@ -98,9 +92,7 @@ def test_every_job_of_an_array_ends_in_a_folder_of_its_own(
 
 
 @pytest.mark.nightly
-def test_submitit_puts_a_job_that_is_preempted_back_into_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submitit_puts_a_job_that_is_preempted_back_into_the_queue(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = install(tmp_path / "slurm", CHECKOUT)
     (tmp_path / "slurm" / "preempt").write_text(str(PREEMPTED_AT))

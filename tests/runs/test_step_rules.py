@@ -1,7 +1,5 @@
 """The step is a contract: what is typed about the cut changes nothing that a step is made of."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 

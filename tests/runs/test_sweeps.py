@@ -1,7 +1,5 @@
 """Sweeps over launchers and sweepers that are installed beside Hydra: joblib, submitit, Optuna."""
 
-from __future__ import annotations
-
 import csv
 import math
 import os
@@ -64,9 +62,7 @@ def table() -> tuple[Path, list[dict[str, str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", nightly("submitit_local")])
-def test_jobs_in_other_processes_are_ranked_with_reasons_and_are_not_run_twice(
-    launcher: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_in_other_processes_are_ranked_with_reasons_and_are_not_run_twice(launcher, capsys):
     line = f"-m {OWN_RUN.replace('net.Net', 'net.broken,net.Net')} hydra/launcher={launcher}"
     assert shell(line) == 1
     sweep, rows = table()
@@ -83,9 +79,7 @@ def test_jobs_in_other_processes_are_ranked_with_reasons_and_are_not_run_twice(
     assert (sweep / "1" / "result.json").read_bytes() == before
 
 
-def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(capsys):
     search = "'optimizer.lr=tag(log,interval(1e-3,1))' model._target_=net.Net,net.broken"
     line = f"-m {OWN_RUN.replace('model._target_=net.Net', search)} hydra/sweeper=optuna"
     line += " sweep.metric=eval_accuracy seed=3"
@@ -117,9 +111,7 @@ def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*declarative_base:DeprecationWarning")  # Optuna's tables
-def test_a_study_in_a_storage_is_made_there_and_goes_on_with_new_jobs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_study_in_a_storage_is_made_there_and_goes_on_with_new_jobs(capsys):
     line = f"-m {OWN_RUN} optimizer.lr=interval(1e-3,1) hydra/sweeper=optuna"
     line += " hydra.sweeper.n_trials=1 hydra.sweeper.study_name=mine"
     line += " hydra.sweeper.storage=sqlite:///study.db hydra.sweep.dir=outputs/{}"
@@ -134,7 +126,7 @@ def test_a_study_in_a_storage_is_made_there_and_goes_on_with_new_jobs(
     assert "unable to open database file" in capsys.readouterr().err
 
 
-def test_both_ends_of_every_interval_and_every_choice_are_checked() -> None:
+def test_both_ends_of_every_interval_and_every_choice_are_checked():
     lines = ["optimizer=adamw,sgd,lion", "++optimizer.lr=tag(log,interval(0.001,1))", "++seed=1"]
     assert cover(lines) == [
         ["optimizer=adamw", "++optimizer.lr=0.001", "++seed=1"],
@@ -143,7 +135,7 @@ def test_both_ends_of_every_interval_and_every_choice_are_checked() -> None:
     ]
 
 
-def test_each_job_has_gpus_of_its_own_and_its_share_of_the_threads(tmp_path: Path) -> None:
+def test_each_job_has_gpus_of_its_own_and_its_share_of_the_threads(tmp_path):
     def slots(count: int, gpus: str, ranks: int) -> list[dict[str, str]]:
         all_of = Slots(folder=tmp_path, count=count, gpus=gpus.split(), ranks=ranks, cores=16)
         return [all_of.environment(number) for number in range(count)]
@@ -155,9 +147,7 @@ def test_each_job_has_gpus_of_its_own_and_its_share_of_the_threads(tmp_path: Pat
     assert slots(2, "", 4) == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
-def test_what_is_not_installed_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_installed_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("trainer.cli.plugins.iter_modules", lambda _: [])
     typed = "hydra/launcher=joblib"
     assert shell(f"-m {OWN_RUN} seed=1,2 {typed}") == 2
@@ -199,9 +189,7 @@ def statuses() -> list[dict[str, Any]]:
         nightly("basic", signal.SIGKILL),
     ],
 )
-def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(
-    launcher: str, number: signal.Signals
-) -> None:
+def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(launcher, number):
     line = f"-m {OWN_RUN.replace('steps=2', 'steps=20')} seed=1,2,3 model.wait=0.1"
     line += f" hydra/launcher={launcher} checkpoint.every=5"
     process = begun(line, 1)

@@ -1,7 +1,5 @@
 """Where the time of a run went, as result.json and the screen have it."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`optimizer=NAME` for the optimizers of PyTorch: the same as by `_target_`, and mistakes."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

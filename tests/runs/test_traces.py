@@ -4,8 +4,6 @@ The first forward of a transformers model that gives its hidden states registers
 them, and notes in a flag that it did.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 

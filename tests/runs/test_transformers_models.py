@@ -1,7 +1,5 @@
 """Models and data of Hugging Face on the command line, without a line of code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

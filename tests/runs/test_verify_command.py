@@ -1,7 +1,5 @@
 """`train verify` as it is typed: exit code, verify.json, and what stands on the screen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a run says of an odd step: on the screen and in train.log, and nothing else changes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lib.run_support import go, steps

@@ -1,7 +1,5 @@
 """What layers normalise over, bit for bit, and how their running statistics move once a step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

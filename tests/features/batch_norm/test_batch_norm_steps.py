@@ -1,7 +1,5 @@
 """A step under each mode of BatchNorm, in float64: what it depends on, and what it does not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A contrastive loss over the whole global batch has the gradient of one piece for every cut."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

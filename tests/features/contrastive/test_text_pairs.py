@@ -1,7 +1,5 @@
 """One encoder for both texts of a pair takes the step of a plain loop over the whole batch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which tokens masked language modelling hides, and by what."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

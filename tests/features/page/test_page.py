@@ -1,7 +1,5 @@
 """The page of runs: whole, escaped, by itself, whatever a run left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

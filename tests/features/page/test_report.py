@@ -1,7 +1,5 @@
 """The page that a run ends with, that of several, and both in a browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,9 +1,5 @@
 """MLflow behind the seam: jobs that start at the same time."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.lib.tracked import mirror_of, mlflow_steps
@@ -14,9 +10,7 @@ from trainer.report.mirror import close_all
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
 
 
-def test_an_experiment_that_another_job_creates_in_the_meantime_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_that_another_job_creates_in_the_meantime_is_taken(tmp_path, monkeypatch):
     from mlflow import MlflowClient  # noqa: PLC0415 - seconds
 
     find, num_asked = MlflowClient.get_experiment_by_name, 0

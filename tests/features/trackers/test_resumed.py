@@ -1,7 +1,5 @@
 """A run that is killed and goes on: every tracker has each step once, and none is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """W&B behind the seam: everything arrives, and nothing it does reaches training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

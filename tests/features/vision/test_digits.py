@@ -1,7 +1,5 @@
 """The digits are images from 0 to 1 with their classes."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.features.vision.digits import Digits

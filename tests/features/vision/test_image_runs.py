@@ -1,7 +1,5 @@
 """Images are learned from the command line: digits, models for them, and classes of one's own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

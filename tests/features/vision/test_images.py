@@ -1,7 +1,5 @@
 """A folder with a folder for each class is a data set, and augmentations follow id and epoch."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

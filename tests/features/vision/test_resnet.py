@@ -1,7 +1,5 @@
 """The models of images take any size, and take from the data what was not typed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The loss scale of fp16: it rounds nothing, acts once a step, and gives way without failing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Declared state that a forward moves is as it was when a step is replayed, and after tuning."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from typing import Any

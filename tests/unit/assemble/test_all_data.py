@@ -1,7 +1,5 @@
 """`data.holdout=all`: every sample once, however a data set splits itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`parallel=auto`: whole copies of the model where they fit in memory, else shards of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What is trained on is not what is held out, whatever gives the data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +69,7 @@ FACTORIES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("target", FACTORIES)
-def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Path) -> None:
+def test_no_factory_of_datasets_gives_parts_that_overlap(target, folder):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
 
     write(folder / "tok.jsonl")
@@ -90,7 +88,7 @@ def test_no_factory_of_datasets_gives_parts_that_overlap(target: str, folder: Pa
 
 
 @pytest.mark.parametrize("name", ["validation", "test"])
-def test_the_parts_of_a_mapping_are_taken_by_their_names(name: str) -> None:
+def test_the_parts_of_a_mapping_are_taken_by_their_names(name):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
 
     named = {"train": rows(), name: rows(100, 9), "other": rows(200, 5)}
@@ -149,7 +147,7 @@ class Named(Forgetful):
         super().__init__(split)
 
 
-def test_equal_parts_are_one_data_set_and_a_share_of_it_is_held_out() -> None:
+def test_equal_parts_are_one_data_set_and_a_share_of_it_is_held_out():
     train, held_out, split = built(f"{__name__}.Forgetful", holdout=0.1)
     assert held_out is not None
     assert (len(train), len(held_out)) == (36, 4)
@@ -161,7 +159,7 @@ def test_equal_parts_are_one_data_set_and_a_share_of_it_is_held_out() -> None:
     assert (len(train), held_out) == (COUNT, None)
 
 
-def test_parts_that_share_samples_are_named_and_others_are_not() -> None:
+def test_parts_that_share_samples_are_named_and_others_are_not():
     train, held_out, split = built(f"{__name__}.Leaky")
     assert held_out is not None
     assert (len(train), len(held_out)) == (COUNT, 8)
@@ -180,7 +178,7 @@ def test_parts_that_share_samples_are_named_and_others_are_not() -> None:
     assert (len(train), held_out) == (COUNT, None)
 
 
-def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so() -> None:
+def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so():
     train, held_out, _ = built(f"{__name__}.Named", split="extra", holdout=0.5)
     assert held_out is not None
     assert (len(train), len(held_out), train.dataset.split) == (20, 20, "extra")
@@ -190,9 +188,7 @@ def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so
         built(f"{__name__}.Named")
 
 
-def test_comparing_is_bounded_and_finds_what_lies_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_comparing_is_bounded_and_finds_what_lies_elsewhere(monkeypatch):
     train, held_out = (DataView(Forgetful()), DataView(Forgetful()))
     train.dataset.rows, held_out.dataset.rows = rows(count=900), rows(600, 300)
     train, held_out = DataView(train.dataset), DataView(held_out.dataset)
@@ -206,7 +202,7 @@ def test_comparing_is_bounded_and_finds_what_lies_elsewhere(
     assert (found.held_out, found.training) == (1, 1)
 
 
-def test_a_share_far_from_the_one_asked_for_is_named() -> None:
+def test_a_share_far_from_the_one_asked_for_is_named():
     Path("books").mkdir()
     for name, size in (("long", 4000), ("short", 2000)):
         Path("books", f"{name}.txt").write_text(f"{name} words " * (size // 10))
@@ -221,7 +217,7 @@ def test_a_share_far_from_the_one_asked_for_is_named() -> None:
     assert split.rule == rule
 
 
-def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs() -> None:
+def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs():
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
         typed = {"data._target_": f"{__name__}.Seeded", "seed": run, "data.split_seed": own}
@@ -229,7 +225,7 @@ def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs() -> None:
     assert found == [(0, 0), (0, 0), (3, 3)]
 
 
-def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs() -> None:
+def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
         typed = {"data._target_": f"{__name__}.Forgetful", "seed": run, "data.split_seed": own}

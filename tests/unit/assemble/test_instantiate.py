@@ -1,8 +1,5 @@
 """From a name in a config to an object: trusted, of the right kind, with arguments that exist."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +44,7 @@ class GradientsOff:
 HERE = f"{__name__}.Sized"
 
 
-def test_a_constructor_that_leaves_gradients_off_changes_no_training() -> None:
+def test_a_constructor_that_leaves_gradients_off_changes_no_training():
     try:
         construct(component(f"{__name__}.GradientsOff", typed=True), "data", GradientsOff)
         assert torch.is_grad_enabled()
@@ -55,7 +52,7 @@ def test_a_constructor_that_leaves_gradients_off_changes_no_training() -> None:
         torch.set_grad_enabled(True)
 
 
-def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> None:
+def test_a_hugging_face_model_is_described_by_the_settings_of_its_config():
     small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}
     described = component("transformers.GPT2LMHeadModel", **small)
     model = construct(described, "model", nn.Module, (), {"vocab_size": 11})
@@ -66,7 +63,7 @@ def test_a_hugging_face_model_is_described_by_the_settings_of_its_config() -> No
 
 
 @pytest.mark.parametrize("target", [MINE, f"{__name__}.make_net", f"{MINE}.of"])
-def test_a_class_or_a_factory_of_ones_own_is_typed_or_its_package_trusted(target: str) -> None:
+def test_a_class_or_a_factory_of_ones_own_is_typed_or_its_package_trusted(target):
     assert isinstance(construct(component(target, typed=True), "model", nn.Module), Net)
     package = target.partition(".")[0]
     assert isinstance(construct(component(target), "model", nn.Module, (package,)), Net)
@@ -75,12 +72,12 @@ def test_a_class_or_a_factory_of_ones_own_is_typed_or_its_package_trusted(target
 
 
 @pytest.mark.parametrize("target", ["torch.load", "torch.hub.load", "torch.nn.Module.__init__"])
-def test_trust_in_a_library_does_not_reach_its_functions(target: str) -> None:
+def test_trust_in_a_library_does_not_reach_its_functions(target):
     with pytest.raises(ConfigError, match="type it on the command line"):
         construct(component(target), "model", nn.Module, ("torch",))
 
 
-def test_what_an_argument_names_is_built_too() -> None:
+def test_what_an_argument_names_is_built_too():
     inner = {"_target_": "tests.lib.run_toys.Net.of", "width": 4}
     norm = {"_target_": "torch.nn.LayerNorm", "_partial_": True, "eps": 0.5}
     built = construct(
@@ -95,14 +92,14 @@ def test_what_an_argument_names_is_built_too() -> None:
 
 
 @pytest.mark.parametrize("target", ["evil.Net", "torch.nn.Linear", "trainer.report.console.Screen"])
-def test_an_argument_that_nobody_typed_names_no_class(target: str) -> None:
+def test_an_argument_that_nobody_typed_names_no_class(target):
     for inner in ({"_target_": target}, [{"_target_": target}], {"x": {"_target_": target}}):
         holder = component("torch.nn.Identity", x=inner)
         with pytest.raises(ConfigError, match=rf"^model\.x.*{target}: comes from a recipe"):
             construct(holder, "model", nn.Module)
 
 
-def test_values_from_elsewhere_fill_what_is_left_out_and_no_more() -> None:
+def test_values_from_elsewhere_fill_what_is_left_out_and_no_more():
     def built(given: dict[str, object], **params: object) -> Sized:
         return construct(component(HERE, typed=True, size=2, **params), "data", Sized, (), given)
 
@@ -112,9 +109,7 @@ def test_values_from_elsewhere_fill_what_is_left_out_and_no_more() -> None:
     assert built({"vocab_size": None}).vocab_size == 3, "nothing known leaves the default"
 
 
-def test_a_class_that_cannot_be_imported_names_the_error_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_that_cannot_be_imported_names_the_error_behind_it(tmp_path, monkeypatch):
     """As transformers does where torchvision was built for another torch."""
     (tmp_path / "torchvision-0.0.1.dist-info").mkdir()
     found = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.0.1\n"

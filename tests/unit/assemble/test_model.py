@@ -1,7 +1,5 @@
 """A model is counted before it takes memory that is not there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Which objective a model gets where none was typed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What `precision` becomes, by hardware, model and checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run reads of its samples, and whether they change, shows before the first step."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

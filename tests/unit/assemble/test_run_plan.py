@@ -1,7 +1,5 @@
 """What a run that goes on takes from its checkpoint."""
 
-from __future__ import annotations
-
 from tests.reliability import lab
 from trainer.assemble.components import Components, assemble
 from trainer.assemble.resumption import check_terms

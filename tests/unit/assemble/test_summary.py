@@ -1,7 +1,5 @@
 """A run is described in rows, whose texts and values are of the same facts."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.assemble.summary import batch_equation

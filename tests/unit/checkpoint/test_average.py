@@ -1,9 +1,5 @@
 """The average of the weights: PyTorch's own, and what a checkpoint gives by it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -89,7 +85,7 @@ class Tied(nn.Module):
         self.bfloat16()
 
 
-def test_step_ema_gives_the_average_in_the_place_of_what_is_trained(tmp_path: Path):
+def test_step_ema_gives_the_average_in_the_place_of_what_is_trained(tmp_path):
     module, average = Tied(), WeightAverage(DECAY)
     average.begin(module)
     for step in range(3):

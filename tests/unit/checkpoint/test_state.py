@@ -1,7 +1,5 @@
 """Capture and restore: a run stopped anywhere goes on bit for bit, with every optimizer."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

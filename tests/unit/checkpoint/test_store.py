@@ -1,7 +1,5 @@
 """The store: what comes back is what was saved, under every shape of tensor and of trouble."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

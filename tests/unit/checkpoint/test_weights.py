@@ -1,7 +1,5 @@
 """Weights without the rest: exports, and what a new run may start from."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,5 @@
 """What launchers and sweepers that nobody here knows are given."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +19,7 @@ def hydra(launcher: str, n_jobs: int = -1) -> DictConfig:
     return OmegaConf.create({"launcher": settings, "sweeper": sweeper})
 
 
-def test_any_launcher_of_other_processes_shares_the_machine(tmp_path: Path) -> None:
+def test_any_launcher_of_other_processes_shares_the_machine(tmp_path):
     own = hydra("own.Launcher", n_jobs=3)
     slots = slots_of([JOB], own, tmp_path, 8)
     assert slots is not None
@@ -49,9 +46,7 @@ def test_a_job_of_submitit_goes_back_into_the_queue_at_its_time_limit_unless_a_c
     ("mode", "code", "given"),
     [("min", 0, 2.0), ("max", 0, -2.0), ("max", 75, -2.0), ("max", 1, float("inf"))],
 )
-def test_a_sweeper_minimises_whatever_the_metric(
-    mode: str, code: int, given: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweeper_minimises_whatever_the_metric(mode, code, given, tmp_path, monkeypatch):
     record = SimpleNamespace(
         runtime=SimpleNamespace(output_dir=str(tmp_path)),
         overrides=SimpleNamespace(task=[]),

@@ -1,7 +1,5 @@
 """What is typed is read as it is meant: of two values the last, and paths below home."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.lib.cli_support import prepared

@@ -1,11 +1,8 @@
 """When a job of a sweep asks submitit to put it back into Slurm's queue."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +21,8 @@ from trainer.cli.sweep_jobs import SweepTask, value_of
     ],
 )
 def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
-    executor: str,
-    is_stopped: bool,
-    signals: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    executor, is_stopped, signals, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
     monkeypatch.setattr(SweepTask, "_run", lambda *_: 75)
@@ -51,9 +44,7 @@ def test_a_job_is_requeued_by_submitit_under_slurm_unless_the_sweep_was_stopped(
     assert found == signals
 
 
-def test_a_job_that_its_own_time_ended_has_the_figures_of_its_last_evaluation(
-    tmp_path: Path,
-) -> None:
+def test_a_job_that_its_own_time_ended_has_the_figures_of_its_last_evaluation(tmp_path):
     assert value_of(tmp_path, "eval_loss") is None
     lines = [{"step": n, "eval_loss": 9.0 - n, "eval_seconds": 1.0} for n in (1, 2)]
     journal = tmp_path / "metrics.jsonl"

@@ -1,10 +1,7 @@
 """Which columns of a sweep's table stand where they do not all fit."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +21,8 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("width", "num_left_out"), [(200, 0), (80, 4), (40, 6)])
 def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they_fit(
-    width: int, num_left_out: int
-) -> None:
+    width, num_left_out
+):
     file = StringIO()
     left_out = _print_table(
         ROWS, KEYS, Console(file=file, width=width, force_terminal=True, color_system=None)
@@ -40,7 +37,7 @@ def test_what_tells_jobs_apart_is_shown_first_and_further_figures_as_far_as_they
     assert all(len(line.rstrip()) <= width for line in file.getvalue().splitlines())
 
 
-def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_path: Path) -> None:
+def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_path):
     rows = []
     for number, held_out in enumerate("aab"):
         folder = tmp_path / str(number) / "checkpoints" / "step-00000001"

@@ -1,7 +1,5 @@
 """What a resumed run may change, and what it may not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

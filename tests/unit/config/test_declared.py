@@ -1,7 +1,5 @@
 """Arguments of a class are read from its source, ours or a user's, and nothing is imported."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The keys of the interface: which there are, and that schema and option files agree on them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

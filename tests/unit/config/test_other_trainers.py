@@ -1,7 +1,5 @@
 """What other trainers call a setting: one table of words, explained in `docs/coming-from/`."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

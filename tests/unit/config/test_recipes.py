@@ -1,7 +1,5 @@
 """Recipes: what is shipped, where they come from, and what they cannot do."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

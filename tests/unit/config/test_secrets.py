@@ -1,7 +1,5 @@
 """What looks like a secret is neither recorded nor shown, and what does not is left alone."""
 
-from __future__ import annotations
-
 from trainer.config.messages import clip, line
 from trainer.config.secrets import is_secret, leaked, without_secrets
 

@@ -1,7 +1,5 @@
 """Configs: what a value is read as."""
 
-from __future__ import annotations
-
 import copy
 import json
 

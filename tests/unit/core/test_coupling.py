@@ -1,7 +1,5 @@
 """One word for how far samples depend on each other, with its reason."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Numbers, durations and text as a person reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """A failed allocation is recognised among all errors, whoever failed and whatever wrapped it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -51,9 +49,7 @@ OTHERS: tuple[BaseException | str, ...] = (
 
 
 @pytest.mark.parametrize(("errors", "is_one"), [(FAILED, True), (OTHERS, False)])
-def test_a_failed_allocation_is_recognised_alone_and_wrapped_and_nothing_else_is(
-    errors: tuple[BaseException | str, ...], is_one: bool
-) -> None:
+def test_a_failed_allocation_is_recognised_alone_and_wrapped_and_nothing_else_is(errors, is_one):
     for each in errors:
         error = RuntimeError(each) if isinstance(each, str) else each
         wrapped, twice = ValueError("the model failed"), KeyError("layer")
@@ -61,7 +57,7 @@ def test_a_failed_allocation_is_recognised_alone_and_wrapped_and_nothing_else_is
         assert is_out_of_memory(error) is is_out_of_memory(twice) is is_one, error
 
 
-def test_an_error_with_a_line_of_its_own_keeps_it() -> None:
+def test_an_error_with_a_line_of_its_own_keeps_it():
     named = DoesNotFitError("named already")
     named.__cause__ = MemoryError()
     assert not is_out_of_memory(named)
@@ -82,7 +78,7 @@ def _absurd_backward() -> None:
     _Greedy.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
-def test_a_real_allocation_that_fails_is_recognised() -> None:
+def test_a_real_allocation_that_fails_is_recognised():
     for allocate in (
         lambda: torch.empty(2**60, dtype=torch.uint8),
         lambda: np.empty(2**60, dtype=np.uint8),
@@ -99,7 +95,7 @@ def test_a_real_allocation_that_fails_is_recognised() -> None:
             allocate()
 
 
-def test_no_tensor_of_a_failed_attempt_stays_even_in_a_cycle() -> None:
+def test_no_tensor_of_a_failed_attempt_stays_even_in_a_cycle():
     def attempt() -> None:
         graph = torch.nn.Linear(8, 8)
         graph.own = graph

@@ -1,7 +1,5 @@
 """The user's code is found for what they consented to, and for no library."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -34,7 +32,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnCode:
     return made
 
 
-def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code: OwnCode) -> None:
+def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("own_a")
     code.permit("own_a.Net")
@@ -48,7 +46,7 @@ def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code:
         importlib.import_module("own_library").probe()
 
 
-def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code: OwnCode) -> None:
+def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code):
     assert code.folder is not None
     assert code.why_hidden("json.Net") == ""
     (code.folder / "json.py").write_text("")
@@ -57,7 +55,7 @@ def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code: OwnCode) ->
     assert code.why_hidden("own_a.Net") == ""
 
 
-def test_the_file_of_a_package_is_known_before_it_is_imported(code: OwnCode) -> None:
+def test_the_file_of_a_package_is_known_before_it_is_imported(code):
     assert code.folder is not None
     assert code.file_of("own_probed") == str(code.folder / "own_probed.py")
     assert code.file_of("own_package") == str(code.folder / "own_package" / "__init__.py")

@@ -1,7 +1,5 @@
 """A supervisor reads where a rank is while the rank writes it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

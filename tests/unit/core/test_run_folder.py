@@ -1,7 +1,5 @@
 """What is in a run's folder, the lock, and the status that tells by it whether a run is alive."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

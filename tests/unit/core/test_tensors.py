@@ -1,7 +1,5 @@
 """Copies in main memory."""
 
-from __future__ import annotations
-
 import torch
 
 from trainer.core import gpu, tensors

@@ -1,7 +1,5 @@
 """An error in the user's code is shown where it is theirs, with its causes, on one line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -44,7 +42,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_an_error_of_a_library_names_the_users_line_and_the_shapes_there(own: ModuleType) -> None:
+def test_an_error_of_a_library_names_the_users_line_and_the_shapes_there(own):
     with pytest.raises(RuntimeError) as caught:
         own.shapes(torch.zeros(2, 5, dtype=torch.int64))
     error = caught.value.with_traceback(caught.tb.tb_next)
@@ -54,7 +52,7 @@ def test_an_error_of_a_library_names_the_users_line_and_the_shapes_there(own: Mo
     assert shapes == "  with ids (2, 5) int64, wide (2, 5) float32"
 
 
-def test_causes_are_told_from_what_was_silenced(own: ModuleType) -> None:
+def test_causes_are_told_from_what_was_silenced(own):
     with pytest.raises(ValueError, match="no width") as caught:
         own.chained()
     assert described(caught.value.with_traceback(caught.tb.tb_next)) == (
@@ -65,7 +63,7 @@ def test_causes_are_told_from_what_was_silenced(own: ModuleType) -> None:
     assert "caused by" not in described(caught.value)
 
 
-def test_where_no_code_of_the_user_ran_there_is_no_place() -> None:
+def test_where_no_code_of_the_user_ran_there_is_no_place():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     error = caught.value.with_traceback(caught.tb.tb_next)

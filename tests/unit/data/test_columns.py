@@ -1,7 +1,5 @@
 """`data=hf`: every column of a record, and every key of a message, is read, named or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of a user's own: lines, cells, literal paths, and folders, in every kind of data alike."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`data=hf`: what records of each format become, and what is refused in one line."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """How much of each source is in an epoch of a mixture, and which samples."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which rank a launcher says that a process is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

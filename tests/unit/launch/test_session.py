@@ -1,7 +1,5 @@
 """Which GPU a rank takes, how ranks meet, and what is said of a command's end."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a process is set to before libraries start."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

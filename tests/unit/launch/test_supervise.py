@@ -1,7 +1,5 @@
 """What a supervisor makes of boards, ends and signals, with processes that are no ranks."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A weight is cast once a step, and gradients are those of casting it in every call."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

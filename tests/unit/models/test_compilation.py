@@ -1,7 +1,5 @@
 """Compiled blocks: the same loss and gradient, from few graphs."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

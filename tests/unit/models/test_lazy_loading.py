@@ -1,7 +1,5 @@
 """Models of transformers loaded without their weights, which are then read row by row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Where matrices of low rank go, what they are called in files, and how they are merged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """What goes into the output layer stands in for logits where the logits are that layer's alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import MethodType

@@ -1,7 +1,5 @@
 """Activation checkpointing: less memory, the same gradient."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,9 +1,5 @@
 """Models of transformers: dtypes of their weights, and the settings that their configs know."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -31,7 +27,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 @pytest.mark.parametrize("loader", ["AutoModelForCausalLM", "GPT2LMHeadModel"])
-def test_a_bf16_file_is_loaded_in_fp32_unless_a_dtype_is_typed(tmp_path: Path, loader: str) -> None:
+def test_a_bf16_file_is_loaded_in_fp32_unless_a_dtype_is_typed(tmp_path, loader):
     save_causal_model(tmp_path)
     load = {PRETRAINED: str(tmp_path)}
     target = f"{loader}.from_pretrained"
@@ -43,7 +39,7 @@ def test_a_bf16_file_is_loaded_in_fp32_unless_a_dtype_is_typed(tmp_path: Path, l
     assert dtype_of(built(target, **load, torch_dtype="bfloat16")) == torch.bfloat16
 
 
-def test_weights_from_a_config_that_says_bf16_are_fp32_too(tmp_path: Path) -> None:
+def test_weights_from_a_config_that_says_bf16_are_fp32_too(tmp_path):
     save_causal_model(tmp_path)
     config = {"_target_": "transformers.AutoConfig.from_pretrained", PRETRAINED: str(tmp_path)}
     target = "AutoModelForCausalLM.from_config"
@@ -57,7 +53,7 @@ def test_weights_from_a_config_that_says_bf16_are_fp32_too(tmp_path: Path) -> No
     ids=["a config", "settings of a config", "settings of the model"],
 )
 @pytest.mark.parametrize("typed", [True, False])
-def test_settings_that_the_config_knows_are_taken(params: dict[str, object], typed: bool) -> None:
+def test_settings_that_the_config_knows_are_taken(params, typed):
     if "config" in params and "_target_" in params["config"] and not typed:
         pytest.skip("nobody may name a class there")
     more = {} if "config" in params else {"num_labels": 5}
@@ -65,7 +61,7 @@ def test_settings_that_the_config_knows_are_taken(params: dict[str, object], typ
     assert module.classifier.out_features == 5
 
 
-def test_other_names_and_special_tokens_are_taken_and_a_wrong_name_is_refused() -> None:
+def test_other_names_and_special_tokens_are_taken_and_a_wrong_name_is_refused():
     settings = {"d_model": 8, "num_heads": 2, "d_kv": 4, "num_hidden_layers": 1, "vocab_size": 19}
     module = built("T5ForConditionalGeneration", **settings, decoder_start_token_id=3)
     assert module.config.decoder_start_token_id == 3
@@ -75,7 +71,7 @@ def test_other_names_and_special_tokens_are_taken_and_a_wrong_name_is_refused() 
 
 
 @pytest.mark.parametrize("name", ["attn_implementation", "name_or_path", "auto_map"])
-def test_a_recipe_gives_no_setting_that_may_name_code(name: str) -> None:
+def test_a_recipe_gives_no_setting_that_may_name_code(name):
     with pytest.raises(ConfigError, match=f"{name}: BertModel takes no such argument"):
         built("BertModel", typed=False, **TINY, **{name: "stranger/kernel"})
     if name == "attn_implementation":
@@ -83,6 +79,6 @@ def test_a_recipe_gives_no_setting_that_may_name_code(name: str) -> None:
         assert module.config._attn_implementation == "eager"
 
 
-def test_a_config_of_ones_own_stays_what_was_typed() -> None:
+def test_a_config_of_ones_own_stays_what_was_typed():
     config = transformers.BertConfig(**TINY, num_labels=5)
     assert built("BertForSequenceClassification", config=config).classifier.out_features == 5

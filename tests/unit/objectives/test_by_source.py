@@ -1,7 +1,5 @@
 """The share of each source in the loss of a micro-batch, whatever the layout and the objective."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Metrics from merged sums are those of all samples at once, by their definitions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

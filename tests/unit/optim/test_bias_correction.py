@@ -1,7 +1,5 @@
 """Bias corrections divide by one minus the product of all betas, however those change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in half precision: sums of many gradients, small updates, copies that are stepped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The norm of a gradient does not depend on how large its parameters are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Groups of samples that must stay together: every cut keeps them whole, and none is cheaper."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 

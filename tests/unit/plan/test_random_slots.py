@@ -1,7 +1,5 @@
 """A plan with random micro-batches holds the same samples, and needs no more memory than before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a person sees: blocks, lines, the bar, train.log, hooks; rendered, not mocked."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

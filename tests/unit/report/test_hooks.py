@@ -1,7 +1,5 @@
 """Hooks: what they are called with, what they may read and what becomes of what they return."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """metrics.jsonl, samples.jsonl, the environment: exact keys, strict JSON, mended, whole if full."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

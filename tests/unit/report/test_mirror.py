@@ -1,7 +1,5 @@
 """The thread between metrics.jsonl and a tracker: what arrives, and which are abandoned."""
 
-from __future__ import annotations
-
 import json
 import time
 from threading import Event

@@ -1,7 +1,5 @@
 """What is said of odd steps, and that nothing is said of runs that learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the noise scale says of another batch is in plain words, and no more than it knows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The way of the data: from a cursor to micro-batches, the same however it is walked."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import replace

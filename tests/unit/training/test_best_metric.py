@@ -1,7 +1,5 @@
 """Which evaluation is the best, and for how long none was better."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

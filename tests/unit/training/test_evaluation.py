@@ -1,7 +1,5 @@
 """Evaluation: named sums over named weights, the same for every cap, leaving no trace."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

@@ -1,7 +1,5 @@
 """What is written when memory runs out, and that it can do no harm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

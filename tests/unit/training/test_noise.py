@@ -1,7 +1,5 @@
 """The noise scale is what it is known to be, for ragged sizes; sorted micro-batches mislead it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

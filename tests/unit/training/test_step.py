@@ -1,7 +1,5 @@
 """The step is a contract: the same update for every cut, and teeth in every check of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

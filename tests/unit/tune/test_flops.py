@@ -1,7 +1,5 @@
 """FLOPs of forward and backward against formulas of papers, and what they cost on a card."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

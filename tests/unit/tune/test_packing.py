@@ -1,7 +1,5 @@
 """Hugging Face's models are packed, or called without a mask, where a trial shows that they may."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +75,7 @@ def gradients(
 
 @pytest.mark.parametrize("objective", [NextToken(), ModelLoss()], ids=["next_token", "model_loss"])
 @pytest.mark.parametrize("name", ["GPT2", "Llama", nightly("Qwen3"), nightly("Mistral")])
-def test_packed_gradients_are_those_of_padded_samples(name: str, objective: Objective) -> None:
+def test_packed_gradients_are_those_of_padded_samples(name, objective):
     whole = gradients(lambda: hugging_face(name), objective, Fixed())
     packed = gradients(
         lambda: hugging_face(name), objective, Budget(max_tokens=80), packed=True, max_shapes=2
@@ -97,7 +95,7 @@ class Scored(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("name", ["Llama", nightly("GPT2"), nightly("Qwen3")])
-def test_on_a_cpu_documents_are_attended_to_one_by_one_with_the_same_gradients(name: str) -> None:
+def test_on_a_cpu_documents_are_attended_to_one_by_one_with_the_same_gradients(name):
     def by_document() -> nn.Module:
         model = hugging_face(name)
         assert attend_by_document(model)
@@ -114,13 +112,13 @@ def test_on_a_cpu_documents_are_attended_to_one_by_one_with_the_same_gradients(n
     assert fault(by_document()) is None
 
 
-def test_a_window_over_positions_is_left_to_the_mask_of_the_model() -> None:
+def test_a_window_over_positions_is_left_to_the_mask_of_the_model():
     assert not attend_by_document(hugging_face("Mistral", sliding_window=8))
     assert not attend_by_document(hugging_face("Llama", attention="eager"))
     assert not attend_by_document(TinyLM())
 
 
-def test_gradients_of_a_model_that_mixes_documents_differ() -> None:
+def test_gradients_of_a_model_that_mixes_documents_differ():
     def deaf() -> nn.Module:
         other = hugging_face("GPT2", n_positions=200, max_position_embeddings=200)
         model = deafened(other)
@@ -135,7 +133,7 @@ def test_gradients_of_a_model_that_mixes_documents_differ() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, nightly(torch.bfloat16)])
 @pytest.mark.parametrize("attention", ["sdpa", nightly("eager")])
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "GraniteMoe"])  # the last names no use_cache
-def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: torch.dtype) -> None:
+def test_a_model_that_heeds_positions_is_fit(name, attention, dtype):
     # Of a width that bfloat16's grouped products take: rows of whole 16 bytes
     model = hugging_face(name, attention, intermediate_size=16).to(dtype)
     assert fault(model) is None
@@ -151,14 +149,14 @@ def test_a_model_that_heeds_positions_is_fit(name: str, attention: str, dtype: t
         (lambda: hugging_face("Bert"), "BertForMaskedLM"),
     ],
 )
-def test_a_model_that_does_not_is_named(make: Callable[[], nn.Module], kind: str) -> None:
+def test_a_model_that_does_not_is_named(make, kind):
     text = fault(make())
     assert text is not None
     assert text.startswith(f"{kind} does not hold packed documents apart: their logits are off by")
     assert "\n" not in text
 
 
-def test_a_model_that_cannot_run_packed_rows_is_named_with_its_error() -> None:
+def test_a_model_that_cannot_run_packed_rows_is_named_with_its_error():
     class Failing(TinyLM):
         def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
             raise ValueError("no\npacking")
@@ -209,7 +207,7 @@ def unmasked(name: str, **values: Any) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["GPT2", "Llama", nightly("Qwen3"), nightly("Mistral")])
-def test_a_causal_model_of_transformers_needs_no_mask(name: str, dtype: torch.dtype) -> None:
+def test_a_causal_model_of_transformers_needs_no_mask(name, dtype):
     model = hugging_face(name).to(dtype)
     assert not is_masked(model)
     assert model.training
@@ -231,12 +229,12 @@ def test_a_causal_model_of_transformers_needs_no_mask(name: str, dtype: torch.dt
     ],
     ids=["bert", "bf16", "small weights", "faint", "balanced experts", "of a user", "takes none"],
 )
-def test_any_other_model_is_given_its_mask(make: Callable[[], nn.Module]) -> None:
+def test_any_other_model_is_given_its_mask(make):
     assert is_masked(make())
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
-def test_without_a_mask_gradients_are_the_same_and_the_host_reads_nothing(name: str) -> None:
+def test_without_a_mask_gradients_are_the_same_and_the_host_reads_nothing(name):
     given = gradients(lambda: hugging_face(name), NextToken(), Budget(max_tokens=80))
     found = gradients(lambda: unmasked(name), NextToken(), Budget(max_tokens=80))
     assert relative_error(found, given) <= EXACT[torch.float64]
@@ -252,7 +250,7 @@ def test_without_a_mask_gradients_are_the_same_and_the_host_reads_nothing(name: 
         assert ("use_cache" in given_names) == is_given, "without either it would be read, too"
 
 
-def test_gradients_of_bert_without_its_mask_differ() -> None:
+def test_gradients_of_bert_without_its_mask_differ():
     objective = ModelLoss(reduction="mean", causal=False)
     given = gradients(lambda: hugging_face("Bert"), objective, Budget(max_tokens=80))
     found = gradients(lambda: unmasked("Bert"), objective, Budget(max_tokens=80))

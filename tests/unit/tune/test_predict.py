@@ -1,7 +1,5 @@
 """Predicted memory against memory measured by the same steps on real tensors."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The arithmetic of timing, on a clock that only moves when a shape is run."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tuner end to end: real models, simulated memory, simulated time."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

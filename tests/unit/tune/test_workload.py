@@ -1,7 +1,5 @@
 """Models and data of users that once misled the tuner."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

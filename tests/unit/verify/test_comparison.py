@@ -3,8 +3,6 @@
 No fault hides in a small gradient, no noise alarms; what a copy cannot show proves nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

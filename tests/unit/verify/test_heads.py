@@ -4,8 +4,6 @@ transformers issue 47688 lists heads that divide by a count of their own, whatev
 passes as `num_items_in_batch`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

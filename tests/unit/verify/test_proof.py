@@ -1,7 +1,5 @@
 """`train verify`: exact is proven, and what is not exact has its culprit named, however deep."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings
