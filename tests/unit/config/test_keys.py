@@ -15,7 +15,7 @@ from trainer.config.messages import flat
 from trainer.config.option_files import OWN, load_yaml
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain
-from trainer.data.hugging_face import HuggingFaceData
+from trainer.features.hugging_face.data_set import HuggingFaceData
 
 PRIMARY = load_yaml(CONF / "config.yaml")
 

@@ -19,7 +19,7 @@ from tests.lib.chats import (
 )
 from tests.lib.trl_masks import CASES, STORED, digest
 from trainer.data.chat import encode_completion, normalize_messages
-from trainer.data.chat_encoder import prompt_tokens
+from trainer.features.hugging_face.chat_encoder import prompt_tokens
 
 USER = {"role": "user", "content": "why?"}
 ANSWER = {"role": "assistant", "content": "because it is"}

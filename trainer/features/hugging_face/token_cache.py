@@ -17,13 +17,14 @@ from typing import Any, final
 
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
-from trainer.data import chat_encoder, encode, index, label_encoders
+from trainer.data import index
 from trainer.data.files import progress
-from trainer.data.formats import Format, recognise
 from trainer.data.lines import fault
-from trainer.data.records import RecordSource, select
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import SampleKind
+from trainer.features.hugging_face import chat_encoder, encode, label_encoders
+from trainer.features.hugging_face.formats import Format, recognise
+from trainer.features.hugging_face.records import RecordSource, select
 
 _LOOKED_AT = 100
 """Records of JSON whose names are looked at to recognise the format."""

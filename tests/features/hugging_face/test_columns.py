@@ -8,19 +8,14 @@ import pytest
 from tests.lib.chats import CHATML, GENERATION, chat_tokenizer, marked
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError
-from trainer.data.formats import recognise
-from trainer.data.hugging_face import HuggingFaceData
+from trainer.features.hugging_face.data_set import HuggingFaceData
+from trainer.features.hugging_face.formats import recognise
 
 USER = {"role": "user", "content": "why?"}
 FIRST, LAST = ({"role": "assistant", "content": text} for text in ("because it is", "so"))
 TALK = [USER, FIRST, USER, LAST]
 PAIR = {"sentence1": "a b", "sentence2": "c d"}
 CHAT = {"messages": TALK}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def opened(folder: Path, record: dict[str, Any], template: str | None = CHATML, **more: Any) -> Any:

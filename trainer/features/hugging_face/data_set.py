@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, join_parts, row
-from trainer.data.chat_encoder import prompt_tokens
 from trainer.data.documents import TwoSides
-from trainer.data.encode import ends_of, pad_token_of
-from trainer.data.records import find_records
 from trainer.data.samples import HOLDOUT, INPUT_IDS, TRAIN, Sample, held_out_mask
-from trainer.data.token_cache import EncodeOptions, cached_records
 from trainer.data.token_samples import FieldSamples, TextSamples
 from trainer.data.tokenizers import read_template
+from trainer.features.hugging_face.chat_encoder import prompt_tokens
+from trainer.features.hugging_face.encode import ends_of, pad_token_of
+from trainer.features.hugging_face.records import find_records
+from trainer.features.hugging_face.token_cache import EncodeOptions, cached_records
 
 DEFAULT_LENGTH = 1024
 

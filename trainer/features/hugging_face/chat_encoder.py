@@ -11,11 +11,11 @@ import numpy as np
 
 from trainer.config.components import Overlong
 from trainer.core.micro_batch import IGNORED
-from trainer.data import encode
 from trainer.data.chat import READ_KEYS, Chat, Message, encode_completion, normalize_messages
 from trainer.data.collate import LABELS
-from trainer.data.formats import Format
 from trainer.data.samples import INPUT_IDS
+from trainer.features.hugging_face import encode
+from trainer.features.hugging_face.formats import Format
 
 _BEGIN = "Below is an instruction that describes a task"
 _ASKED = "Write a response that appropriately completes the request."

@@ -11,7 +11,8 @@ import numpy as np
 
 from trainer.core.micro_batch import IGNORED
 from trainer.data.collate import ATTENTION_MASK, LABELS
-from trainer.data.encode import (
+from trainer.data.samples import INPUT_IDS
+from trainer.features.hugging_face.encode import (
     DroppedError,
     RecordEncoder,
     RecordFields,
@@ -19,8 +20,7 @@ from trainer.data.encode import (
     pad_token_of,
     text_of,
 )
-from trainer.data.formats import ENDINGS
-from trainer.data.samples import INPUT_IDS
+from trainer.features.hugging_face.formats import ENDINGS
 
 TYPE_IDS = "token_type_ids"
 _WHOLE = re.compile(r"\s*[-+]?\d+\s*", re.ASCII)

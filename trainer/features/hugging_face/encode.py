@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
-from trainer.data.formats import Format
 from trainer.data.lines import json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Ends, SampleKind, kinds_of, packed_fields
+from trainer.features.hugging_face.formats import Format
 from trainer.models.transformers_classes import quiet
 
 MANY_RECORDS = 10_000

@@ -11,11 +11,11 @@ from PIL import Image
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
-from trainer.data.encode import OF_ANSWERS
-from trainer.data.hugging_face import HuggingFaceData
-from trainer.data.records import RecordSource, find_records
-from trainer.data.token_cache import EncodeOptions, _digest, cached_records
 from trainer.data.tokenizers import byte_tokenizer
+from trainer.features.hugging_face.data_set import HuggingFaceData
+from trainer.features.hugging_face.encode import OF_ANSWERS
+from trainer.features.hugging_face.records import RecordSource, find_records
+from trainer.features.hugging_face.token_cache import EncodeOptions, _digest, cached_records
 
 LETTERS = "abcdefgh"
 PAD, UNKNOWN, BEGIN, END = range(4)
@@ -100,7 +100,7 @@ def test_it_is_tokenised_once_and_again_where_the_contents_change(tmp_path, cach
     records = [{"text": f"text {i}"} for i in range(20)]
     first = opened(tmp_path, records, byte_tokenizer())
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.data.records.RecordSource.load", None)
+        patch.setattr("trainer.features.hugging_face.records.RecordSource.load", None)
         again = opened(tmp_path, records, byte_tokenizer())
     assert again.fingerprint == first.fingerprint
     assert listed(again) == listed(first)
@@ -248,7 +248,7 @@ def test_a_part_that_is_not_known_is_one_line(tmp_path, names, part, fault):
 
 
 def test_many_records_are_encoded_in_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.data.encode.MANY_RECORDS", 50)
+    monkeypatch.setattr("trainer.features.hugging_face.encode.MANY_RECORDS", 50)
     records, environment = [{"text": f"text {i}"} for i in range(200)], os.environ
     data = opened(tmp_path, records, byte_tokenizer())
     assert os.environ is environment

@@ -6,16 +6,18 @@ hold, and one that is bad has a line. Nothing is written beside the files.
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -24,10 +26,9 @@ import numpy as np
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
-from trainer.data.files import OTHER, Listing, files_at, reading
-from trainer.data.lines import UNPACKED, is_text, kind_suffix, record_place
+from trainer.data import lines
+from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT_NAMES, TRAIN
-from trainer.data.tables import ROWS, WHOLE_TEXT, read_table
 from trainer.models.transformers_classes import quiet
 from trainer.plan.cut import IntArray
 
@@ -40,6 +41,13 @@ _PART = re.compile(rf"(?<![a-z])({TRAIN}|{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
 _HASHED_BYTES = 2**30
 """Up to here files are known by their contents, beyond it by their name, size and time: a start may
 cost a second, not a reading of the whole corpus."""
+WHOLE_TEXT = "whole text"
+"""A kind: each file is a text."""
+_ROWS_AT_ONCE = 100
+"""Records at a time: bounds the memory where a record is a book."""
+
+NumberedRows = Iterator[tuple[int, dict[str, Any]]]
+"""Records, each with the number of its first line."""
 
 
 @final
@@ -122,7 +130,7 @@ class RecordSource:
         if self.kind in ROWS:
             rows = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
             file, line = next(islice(rows, row, None))
-            return record_place(file, line + before)
+            return lines.record_place(file, line + before)
         return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
 
 
@@ -146,7 +154,7 @@ def find_records(
         path=path, kind="hub", subset=subset, part=part, one_part_only=one_part_only
     )
     place = expanded(path).absolute()
-    is_file = kind_suffix(place) in _KINDS or place.suffix.lower() in UNPACKED
+    is_file = lines.kind_suffix(place) in _KINDS or place.suffix.lower() in lines.UNPACKED
     is_name = HUB_NAME.fullmatch(path) and not is_file
     if not place.exists() and is_name and not (place.parent.exists() and "/" in path):
         return source
@@ -155,7 +163,7 @@ def find_records(
     files = listing.files
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
         return replace(source, kind="saved", files={TRAIN: files})
-    kinds = Counter(kind for file in files if (kind := _KINDS.get(kind_suffix(file))))
+    kinds = Counter(kind for file in files if (kind := _KINDS.get(lines.kind_suffix(file))))
     if len(kinds) > 1:
         listing.others[OTHER] += kinds.pop("text", 0)  # such as a licence beside the data
     if len(kinds) != 1:
@@ -165,7 +173,7 @@ def find_records(
             text = f"holds files of several kinds ({there}); name one file, or a folder of one"
         raise DataError(f"data.path={path}: {text}")
     (kind,) = kinds
-    files = [file for file in files if _KINDS[kind_suffix(file)] == kind]
+    files = [file for file in files if _KINDS[lines.kind_suffix(file)] == kind]
     parts = _parted(files, place, chooses=part is not None)
     taken, others = _chosen(list(parts), source)
     kind = WHOLE_TEXT if kind == "text" and place.is_dir() else kind
@@ -174,8 +182,8 @@ def find_records(
 
 
 def _takes(file: Path) -> bool:
-    kind = _KINDS.get(kind_suffix(file))
-    return kind is not None and (kind != "text" or is_text(file))
+    kind = _KINDS.get(lines.kind_suffix(file))
+    return kind is not None and (kind != "text" or lines.is_text(file))
 
 
 def _parted(files: Sequence[Path], root: Path, *, chooses: bool) -> Mapping[str, Sequence[Path]]:
@@ -241,3 +249,61 @@ def _explained(source: RecordSource) -> Iterator[None]:
             text = "no such file or folder, and no data set that the hub or its cache gives"
             raise DataError(f"{where}: {text} ({why:.200})") from error
         raise DataError(f"{where}: cannot be read as {source.kind}: {why:.300}") from error
+
+
+def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN401 - a Dataset
+    """Copy the rows of files into a file of Arrow, and map that as a `datasets.Dataset`."""
+    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, as `datasets`
+    from datasets import Dataset  # noqa: PLC0415
+
+    rows = (row for file in files for _, row in ROWS[kind](file))
+    batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
+    first = next(batches, list[dict[str, Any]]([{}]))
+    cell = pa.large_string() if kind == "csv" else pa.large_binary()
+    schema = pa.schema([(name, cell) for name in first[0]])
+    with (
+        progress(f"reading {files[0].parent if files[1:] else files[0]}") as advance,
+        pa.OSFile(str(to), "wb") as sink,
+        pa.ipc.new_stream(sink, schema) as writer,
+    ):
+        for batch in chain([first], batches):
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+            advance()
+    return Dataset.from_file(str(to))
+
+
+def _csv_rows(file: Path) -> NumberedRows:
+    """Divide CSV by tabs where it is named `.tsv`, else by what the first line has most of."""
+    csv.field_size_limit(lines.LONGEST_LINE)
+    _, head = next(lines.lines_of(file), (1, b""))
+    separators = b"\t" if lines.kind_suffix(file) == ".tsv" else b",;\t"
+    separator = chr(max(separators, key=head.count))
+    texts = (line.decode() for _, line in lines.lines_of(file))
+    names, number, found = list[str](), 1, csv.reader(texts, delimiter=separator, strict=True)
+    try:
+        for row in found:
+            if not names:
+                names = [name or f"Unnamed: {i}" for i, name in enumerate(row)]
+            elif len(row) > 1 or "".join(row).strip():  # else the line is blank
+                if len(row) != len({*names}):
+                    raise csv.Error(f"{len(row)} cells, and {len({*names})} names of columns")
+                yield number, dict(zip(names, row, strict=True))
+            number = found.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"data: {file}:{number}: not CSV ({error})") from error
+    except UnicodeDecodeError as error:
+        place = f"{file}:{found.line_num + 1}"
+        raise DataError(f"data: {place}: {lines.fault(error)[1]}") from error
+
+
+def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
+    return ((number, {"text": text}) for number, text in divide(file))
+
+
+ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {
+    "csv": _csv_rows,
+    "json": partial(_text_rows, lines.json_records_of),
+    "text": partial(_text_rows, lines.paragraphs_of),
+    WHOLE_TEXT: partial(_text_rows, lines.whole_text_of),
+}
+"""What divides files into rows, by their kind: strings of CSV, else bytes in a column `text`."""
