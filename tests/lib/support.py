@@ -24,11 +24,11 @@ from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
-from trainer.report.records import VerifyReport
 from trainer.training.batches import Feed, Source
 from trainer.training.step import StepReport, train_step
 from trainer.training.window import StepContext
 from trainer.verify.proof import verify
+from trainer.verify.report import VerifyReport
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Largest relative error of a gradient that is only cut differently, by precision."""

@@ -25,16 +25,7 @@ REPORTED_PACKAGES = (
     "scikit-learn",
     "pillow",
 )
-_VARIABLES = (
-    "TRAIN_",
-    "CUDA_",
-    "NCCL_",
-    "OMP_",
-    "PYTORCH_",
-    "TORCH",
-    "HF_",
-    "SLURM_",
-)
+_VARIABLES = ("TRAIN_", "CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "HF_", "SLURM_")
 
 
 def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) -> None:  # noqa: ANN401

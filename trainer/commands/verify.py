@@ -20,10 +20,10 @@ from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
-from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
+from trainer.verify.report import verify_block
 
 FLOAT64_FACTOR = 2  # the comparison is in float64: twice the bytes of fp32
 

@@ -19,11 +19,10 @@ from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
-from trainer.report.blocks import verify_block
 from trainer.report.console import Screen
-from trainer.report.records import VerifyReport
 from trainer.verify.comparison import EXACT
 from trainer.verify.reduced import compare_reduced
+from trainer.verify.report import VerifyReport, verify_block
 
 
 def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:

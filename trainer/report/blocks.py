@@ -1,4 +1,4 @@
-"""Lay out the blocks a person sees at once: start, plan, verify, end. Pure: rows in, text out.
+"""Lay out the blocks a person sees at once: start, plan, end. Pure: rows in, text out.
 
 A grid of labels and texts reads the same at 80 columns, at 120, without colour, in a file.
 """
@@ -6,7 +6,7 @@ A grid of labels and texts reads the same at 80 columns, at 120, without colour,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich import box
@@ -19,20 +19,12 @@ from rich.text import Text
 from trainer.core.format import duration, loss, number, percent, plural, shown_path, size
 from trainer.core.rows import Noun, Row, join_parts
 from trainer.core.run_folder import RunFolder
-from trainer.report.records import PlanRecord, Verdict, VerifyReport
+from trainer.report.records import PlanRecord
 
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
 
 LabelledLine = tuple[str, str | Text | None]  # a label, and the text beside it
-
-VERDICTS: Mapping[Verdict, str] = {
-    "exact": "exact: the planned step is the whole-batch step",
-    "exact_without_dropout": "exact without dropout, whose masks depend on the micro-batches: "
-    "apart from them the planned step is the whole-batch step",
-    "not_exact": "not exact: the planned step differs from the whole-batch step",
-    "not_proven": "not proven: something cannot be compared",
-}
 
 
 def start_block(
@@ -50,56 +42,26 @@ def start_block(
         where = "of the run that it was forked from" if is_fork else "in the same folder"
         text = f"after step {number(resumed_step)}, {where}"
         shown.append(Row("resumed", text))
-    return Group(_title(f"train {name or ''}"), _grid(shown), _warnings(warnings))
+    return Group(title_line(f"train {name or ''}"), _grid(shown), _warnings(warnings))
 
 
 def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableType:
     """Lay out the whole arithmetic of a run: its rows, and the tables of plan.json, at `file`."""
     shown = sorted(rows, key=lambda row: row.in_plan)  # what the start shows comes first
-    tables = [_section("micro-batches of step 1", _shapes(plan, file))]
+    tables = [section("micro-batches of step 1", _shapes(plan, file))]
     if plan["candidates"]:
-        tables.append(_section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
-    return Group(_title("plan"), _grid(shown), *tables, _warnings(plan["warnings"]))
-
-
-def verify_block(report: VerifyReport) -> RenderableType:
-    """Lay out whether the planned step is the whole-batch step, and what breaks it."""
-    is_exact, dtype = report.verdict in {"exact", "exact_without_dropout"}, report.dtype
-    step = plural(report.micro_batches, "micro-batch")
-    tensors = plural(report.num_parameters, "parameter tensor")
-    worst = f" ({report.worst[0][0]})" if report.worst else ""
-    largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
-    limit = f"up to {report.limit:.0e} is rounding"
-    if report.error_without_draws is not None:
-        off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
-        largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
-    verdict = Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")
-    rows: list[LabelledLine] = [
-        ("verdict", verdict),
-        ("error", f"{largest}; {limit}"),
-        ("compared", f"{step} ({plural(report.global_batch, 'sample')}) with: {report.reference}"),
-        ("over", f"the gradient of {tensors}, in {dtype}"),
-        *(("note", note) for note in report.notes),
-    ]
-    blocks = [_title("verify"), _lines(rows)]
-    if not is_exact:
-        culprits = _table(
-            "culprit", "why the step depends on the micro-batches, and what to change"
-        )
-        for name, reason in report.culprits:
-            culprits.add_row(Text(name, "bold red"), reason)
-        blocks.append(_section("culprits", culprits))
-    return Group(*blocks)
+        tables.append(section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
+    return Group(title_line("plan"), _grid(shown), *tables, _warnings(plan["warnings"]))
 
 
 def end_block(plan: PlanRecord, result: PlanRecord) -> RenderableType:
     """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
-    blocks: list[RenderableType] = [_title("done"), _outcome(plan, result)]
+    blocks: list[RenderableType] = [title_line("done"), _outcome(plan, result)]
     if result["eval_loss"] is not None and result["baselines"]:
-        blocks.append(_section("held-out loss", _losses(result)))
+        blocks.append(section("held-out loss", _losses(result)))
     if result["advice"]:
-        blocks.append(_section("bottlenecks", *map(Text, result["advice"])))
-    return Group(*blocks, _section("look further"))
+        blocks.append(section("bottlenecks", *map(Text, result["advice"])))
+    return Group(*blocks, section("look further"))
 
 
 def noun_of(plan: PlanRecord) -> Noun:
@@ -111,7 +73,7 @@ def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
     keys = ("rank", "num_samples", "length", "packed")
     groups = Counter(tuple(shape[key] for key in keys) for shape in plan["shapes"])
-    table = _table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
+    table = plain_table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
     for (rank, samples, length, packed), count in [*groups.items()][:MAX_SHAPE_ROWS]:
         positions = length * (1 if packed else samples)  # a packed micro-batch is one row
         table.add_row(*map(number, (rank, count, samples, length, positions)))
@@ -121,7 +83,7 @@ def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
 
 
 def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
-    table = _table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
+    table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
         style = "bold green" if row["is_chosen"] else "" if row["fits"] else "dim"
         notes = (
@@ -147,7 +109,7 @@ def _outcome(plan: PlanRecord, result: PlanRecord) -> RenderableType:
     figures = [f"{name} {mean:.4f}" for name, mean in metrics.items() if name in own]
     if result["eval_loss"] is not None and not result["baselines"]:
         figures.insert(0, f"loss {loss(result['eval_loss'])}")
-    return _lines(
+    return labelled_lines(
         [
             ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
             ("stopped", result.get("stopped")),
@@ -180,11 +142,12 @@ def _warnings(warnings: Sequence[str]) -> RenderableType:
     return Padding(Group(*lines), (1 if lines else 0, 0, 0, 2), expand=False)
 
 
-def _title(text: str) -> RenderableType:
+def title_line(text: str) -> RenderableType:
+    """Draw a line across the screen with a title in it."""
     return Rule(Text(text.strip(), "bold"), align="left", style="cyan", characters="─")
 
 
-def _section(heading: str, *blocks: RenderableType) -> RenderableType:
+def section(heading: str, *blocks: RenderableType) -> RenderableType:
     """Set blocks below a heading."""
     return Padding(Group(Text(heading, "bold"), *blocks), (1, 0, 0, 2), expand=False)
 
@@ -192,10 +155,10 @@ def _section(heading: str, *blocks: RenderableType) -> RenderableType:
 def _grid(rows: Iterable[Row]) -> RenderableType:
     """Lay out the rows of a run; one without a text is left out."""
     shown = ((row.label, row.text and Text(row.text, "dim" * row.is_dim)) for row in rows)
-    return _lines(shown)
+    return labelled_lines(shown)
 
 
-def _lines(lines: Iterable[LabelledLine]) -> RenderableType:
+def labelled_lines(lines: Iterable[LabelledLine]) -> RenderableType:
     """Lay out labels and texts; a label without text is left out."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=LABEL_WIDTH, style="cyan", no_wrap=True)
@@ -206,7 +169,7 @@ def _lines(lines: Iterable[LabelledLine]) -> RenderableType:
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     """Make a plain table; a column whose name begins with `>` is set to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     for column in columns:

@@ -11,11 +11,10 @@ import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any
 
 import torch
 
@@ -24,51 +23,8 @@ from trainer.core import gpu
 PlanRecord = Mapping[str, Any]
 """What plan.json or result.json holds."""
 
-Verdict = Literal["exact", "exact_without_dropout", "not_exact", "not_proven"]
-
 GIT_TIMEOUT_S = 2.0
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors")
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What `train verify` found: the planned step's gradient against a reference."""
-
-    # `exact` where the error is at most 1e-10, in float64, or within the rounding of float32 where
-    # the model runs in nothing else, and every loss is a sum over samples; `exact_without_dropout`;
-    # `not_exact`; `not_proven` where something cannot be compared
-    verdict: Verdict
-    # Over parameters, of max absolute difference / max absolute reference
-    max_relative_error: float
-    reference: str  # `whole batch`, or `sample by sample, summed` where the whole does not fit
-    dtype: str  # both were computed in, e.g. `float64`.
-    num_parameters: int  # tensors compared
-    micro_batches: int  # of the planned step
-    global_batch: int  # samples of the step
-    # Largest error that is rounding: 1e-10 in float64; in float32 as measured, for the worst
-    # parameter
-    limit: float
-    # The same with random draws held, where that is what passes; else None
-    error_without_draws: float | None = None
-    # Parameters by name with their error, the largest first
-    worst: tuple[tuple[str, float], ...] = ()
-    # Modules by name, with the reason why they depend on the cut
-    culprits: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()  # what a reader of the verdict must know, one line each
-
-    @property
-    def exact(self) -> bool:
-        """Whether the step is exact as it is."""
-        return self.verdict == "exact"
-
-    def to_json(self) -> dict[str, Any]:
-        """Give verify.json."""
-        return asdict(self) | {
-            "exact": self.exact,
-            "culprits": [{"module": name, "reason": reason} for name, reason in self.culprits],
-            "worst": [{"parameter": name, "error": error} for name, error in self.worst],
-        }
 
 
 def environment() -> dict[str, Any]:
@@ -94,10 +50,8 @@ def environment() -> dict[str, Any]:
 
 def device_names() -> dict[torch.device, str]:
     """Name what this machine computes on: its CPU, and each GPU."""
-    found = {torch.device("cpu"): "memory"}
-    for each in gpu.devices():
-        found[each] = f"{each} {gpu.name_of(each)}"
-    return found
+    gpus = {each: f"{each} {gpu.name_of(each)}" for each in gpu.devices()}
+    return {torch.device("cpu"): "memory", **gpus}
 
 
 def git_revision(folder: Path) -> dict[str, str] | None:

@@ -38,6 +38,7 @@ def publish(folder: Path) -> None:
         files = _files(folder / STAGED)
         if files:  # what the run failed by before
             durable.discard(folder / RunFolder.ERRORS)
+            RunFolder(folder).write_status("running", saved_step(folder))
         for path in files:
             target = folder / path.relative_to(folder / STAGED)
             durable.make_folders(target.parent)
@@ -48,22 +49,20 @@ def publish(folder: Path) -> None:
 def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
     """Write into status.json that a run, held by this process, goes on, and how it ended.
 
-    With its traceback and its page, report.html, where it failed; of one that completed the
-    reporter writes it. A note of the error says how to go on.
+    With its traceback and what shows it, where it failed; of one that completed the reporter
+    writes the latter. A note of the error says how to go on.
 
-    A resumption that is refused leaves it as it was: the run did not go on.
+    A resumed run goes on once its records are published: one that is refused stays as it was.
     """
-    run, path = RunFolder(folder), folder / RunFolder.STATUS
-    before = path.read_bytes() if path.is_file() else None
-    run.write_status("running", saved_step(folder))
+    run = RunFolder(folder)
+    if not _files(folder / STAGED):
+        run.write_status("running", saved_step(folder))
     try:
         yield
     except BaseException as error:
         if excerpt(error) or not isinstance(error, errors.TrainError | KeyboardInterrupt):
             keep_traceback(error, folder, 0)
-        if before is not None and isinstance(error, _REFUSALS) and _files(folder / STAGED):
-            with suppress(OSError):
-                durable.write_file_atomic(path, before)
+        if isinstance(error, _REFUSALS) and _files(folder / STAGED):
             raise
         reason = without_secrets(str(error) or type(error).__name__, os.environ).splitlines()[0]
         code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -15,11 +15,11 @@ from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import dtype_name, gradient_dtype
-from trainer.report.records import Verdict
 from trainer.training.window import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
 from trainer.verify.find_module import Found, NamedReasons, Reason, find_modules, name_reasons
+from trainer.verify.report import Verdict
 from trainer.verify.trace import OUTSIDE
 
 LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits

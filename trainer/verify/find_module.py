@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.norms import is_batch_norm, normalizes_batch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
-from trainer.report.records import Verdict
 from trainer.verify.case import Case
+from trainer.verify.report import Verdict
 from trainer.verify.trace import Losses, Trace, compare, record_trace, repeat, shares
 
 

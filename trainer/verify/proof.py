@@ -17,7 +17,6 @@ from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 from trainer.core.tensors import dtype_name
-from trainer.report.records import Verdict, VerifyReport
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.window import StepContext
 from trainer.verify.case import Case, copied, hooked
@@ -25,6 +24,7 @@ from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import LOW, diagnose, low_precision
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
 from trainer.verify.recomputed import check_recomputed
+from trainer.verify.report import Verdict, VerifyReport
 from trainer.verify.trace import OUTSIDE
 
 WORST_FIRST: tuple[Verdict, ...] = ("not_exact", "not_proven", "exact_without_dropout")

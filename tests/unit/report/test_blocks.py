@@ -13,11 +13,11 @@ from rich.text import Text
 
 from trainer.core.rows import row
 from trainer.core.run_folder import RunFolder
-from trainer.report.blocks import end_block, plan_block, start_block, verify_block
+from trainer.report.blocks import end_block, plan_block, start_block
 from trainer.report.console import BRIEF, Screen
 from trainer.report.hooks import Hooks
-from trainer.report.records import VerifyReport
 from trainer.report.reporter import RunReporter
+from trainer.verify.report import VerifyReport, verify_block
 
 
 def shape(num_samples: int, length: int, rank: int = 0) -> dict[str, Any]:

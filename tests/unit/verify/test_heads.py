@@ -15,7 +15,7 @@ from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, WRONG, Bench
 from trainer.features.heads.seq2seq import Seq2Seq
 from trainer.plan.cuts import Budget, Fixed
-from trainer.report.records import VerifyReport
+from trainer.verify.report import VerifyReport
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
