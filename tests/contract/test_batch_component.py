@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.cli_support import prepared
-from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, shell, state
 from tests.lib.run_toys import Stop
-from tests.reliability.rank_work import on_ranks, run_as_rank
+from tests.reliability.rank_work import on_ranks
 from trainer import train
 from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError
-from trainer.core.world import World
 
 RAMP = """
 from dataclasses import dataclass
@@ -127,26 +124,3 @@ def test_sizes_are_checked_and_may_be_tokens_and_their_argument_has_a_type():
     run = go(f"{LINE} batch._target_=ramp.Ramp batch.unit=tokens batch.global=120 batch.first=30")
     tokens = curve(run, "tokens")
     assert [30 <= tokens[0] < 42, 120 <= tokens[3] - tokens[2] < 132] == [True, True]
-
-
-DECIDED = "batch._target_=doubling.Doubling batch.global=16 accum.micro=3 steps=7"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "size"), [(0, 2), nightly(2, 1)])
-def test_sizes_that_a_run_decides_on_are_those_of_a_run_that_goes_on_elsewhere(
-    ranks, workers, size
-):
-    """What was prepared with a size of before is dropped."""
-    line = f"{DECIDED} num_workers={workers}"
-    whole = go(line)
-    ids = ids_of(whole)
-    assert [len(each) for each in ids] == [4, 4, 8, 8, 16, 2, 16]
-    assert sorted(i for each in ids[:6] for i in each) == sorted({i for e in ids for i in e})
-    lines, run = (shlex.join(["--config-dir=my_conf", *typed(line)]), Path("part").absolute())
-    first = prepared(lines).config
-    assert run_as_rank(World(), first, run, {"stop_after": 3})["code"] == 75
-    rest = prepared(f"{lines} parallel.ranks={size}").config, run, {"resume": True}
-    on = ranks.run(2, run_as_rank, *rest) if size > 1 else [run_as_rank(World(), *rest)]
-    assert on == [{"code": 0}] * size
-    assert ids_of(run) == ids

@@ -167,8 +167,3 @@ def test_steps_of_any_cut_are_those_with_whole_logits(tied):
         found, loss = Bench(cut, **how).gradient_and_loss()
         assert relative_error(found, reference) <= EXACT[torch.float64]
         assert loss == pytest.approx(expected, rel=EXACT[torch.float64])
-
-
-@pytest.mark.nightly
-def test_a_step_is_verified_with_chunks():
-    assert Bench(Fixed(micro=2), model=lambda: large(tied=True), global_batch=4).verified().exact

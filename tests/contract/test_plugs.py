@@ -414,14 +414,3 @@ def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate(
     assert (plan["num_samples"], plan["num_held_out"]) == (40, 9)
     assert run.result["eval_loss"] > 0
     assert curve(run, "epoch")[-1] == 1.0
-
-
-@pytest.mark.nightly
-def test_images_count_as_one_token_each():
-    line = f"{chosen('objective', 'classify')} steps=3"
-    run = go(f"{line} accum=budget accum.max_tokens=4 batch.unit=tokens")
-    assert curve(run, "tokens") == [8, 16, 24]
-    assert curve(run, "padding") == [0.0] * 3
-    shapes = read_json(run.folder / "plan.json")["shapes"]
-    assert [shape["num_samples"] for shape in shapes] == [4, 4]
-    assert "accuracy" in run.result["metrics"]

@@ -177,16 +177,6 @@ def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, ran
     assert "2 ranks" in screen
 
 
-@pytest.mark.nightly
-def test_a_plan_for_machines_that_are_not_here_counts_the_transformed_model(runs):
-    there = ["device=h100", "parallel=fsdp", "parallel.ranks=8", "steps=1"]
-    typed = [each for each in ADAPTED if each.partition("=")[0] not in {"device", "precision"}]
-    plan = train(["plan", *typed, *there]).result
-    assert (plan["world_size"], plan["parallel"]) == (8, "fsdp")
-    assert plan["num_parameters"] == 2 * 2 * (16 + 3 * 16)
-    assert plan["num_frozen"] == sum(tensor.numel() for tensor in runs.base.values())
-
-
 def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):
     Path("conf/adapter").mkdir(parents=True, exist_ok=True)
     Path("conf/adapter/low.yaml").write_text("_target_: own_transforms.LowRank\nrank: 4 # of it\n")

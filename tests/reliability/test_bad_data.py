@@ -8,7 +8,6 @@ stands in `tests/unit/data`.
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.lib.nightly import nightly
 from tests.reliability import lab, toys
-from trainer.cli import main as cli
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
 from trainer.core.world import World
@@ -83,25 +81,6 @@ def corpus(folder: Path) -> Path:
     for name in "abcdefgh":
         (texts / f"{name}.txt").write_text(f"document {name} of the corpus")
     return texts
-
-
-PLACES: Mapping[str, Callable[[Path], Any]] = {
-    "latin.txt:1: not UTF-8": lambda path: path.write_bytes(b"\xe4\n"),
-    "hollow.pipe: not a regular file": os.mkfifo,
-    "nowhere.txt: not a regular file": lambda path: path.symlink_to("nothing"),
-    "more: not a regular file": lambda path: path.symlink_to("/tmp"),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_without_usable_data_is_named(place, tmp_path):
-    texts = corpus(tmp_path)
-    PLACES[place](texts / place.partition(":")[0])
-    with pytest.raises(DataError, match=place) as caught:
-        Text(str(texts), max_length=24)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
-        settings_of(tmp_path / "nowhere.jsonl")
 
 
 class Broken(toys.Rows):
@@ -358,28 +337,6 @@ def test_too_many_bad_samples_of_ones_own_data_are_not_passed_over():
         readable([DataView(Unmeasured(bad=3))], 0, World())
 
 
-class Fading(toys.Rows):
-    """Rows that can be read as long as a file is there."""
-
-    def __init__(self, path: str = "", split: str = "train") -> None:
-        super().__init__(split=split)
-        self.path = Path(path)
-
-    def __getitem__(self, index: int) -> Any:
-        self.path.read_bytes()
-        return super().__getitem__(index)
-
-
-def test_a_sample_that_goes_bad_later_ends_the_run_and_is_named(tmp_path):
-    row = tmp_path / "row"
-    row.touch()
-    settings = lines_on("Fading", "data.on_bad=skip", f"+data.path={row}")
-    ended = lab.run(
-        settings, tmp_path / "run", after_step=lambda step: row.unlink() if step == 2 else None
-    )
-    assert_one_line(ended, "of Fading", "No such file")
-
-
 # Harness 22
 
 
@@ -427,22 +384,3 @@ def test_data_that_changed_are_refused_on_resume(mutation, tmp_path):
     assert_one_line(ended, "data", "resume_allow=[data]")
     allowed = settings.model_copy(update={"resume_allow": ("data",)})
     assert lab.run(allowed, tmp_path / "run", resume=True).code == 0
-
-
-EXECUTION = ("accum.micro=2", "num_workers=1", "checkpoint.every=1", "log.every=3", "steps=9")
-# The classes of one's own have to be typed again: a run folder gives no consent.
-OWN = [line for line in lab.BASE if "tests.reliability" in line]
-
-
-@pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("place") / "run"
-    toys.after_step = lab.stop_at(4)
-    assert cli.run([*lab.BASE, f"hydra.run.dir={run}"]) == 75
-    toys.after_step = None
-    return run
-
-
-def test_another_execution_is_free(stopped_run, tmp_path):
-    shutil.copytree(stopped_run, tmp_path / "run")
-    assert cli.run([f"resume={tmp_path / 'run'}", *OWN, *EXECUTION]) == 0

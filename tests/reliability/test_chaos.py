@@ -119,12 +119,3 @@ def test_whatever_happens_the_run_ends_as_the_undisturbed_one(count, tmp_path):
             raise AssertionError(f"{replay(case)}: {schedule.trace}") from error
         events.update(entry.partition(" ")[0] for entry in schedule.trace)
     print(f"{count} schedules: {dict(events)}")
-
-
-@pytest.mark.nightly
-def test_the_same_seed_gives_the_same_trace(tmp_path):
-    schedules = [Schedule(Random("again"), tmp_path / f"run{number}") for number in range(2)]
-    for schedule in schedules:
-        schedule.run()
-    assert schedules[0].trace
-    assert schedules[0].trace == schedules[1].trace

@@ -79,20 +79,6 @@ def reference(ranks: Ranks, size: int, case: Case) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SHARDED, ids=str)
-def test_memory_that_runs_out_twice_is_cut_twice(ranks, kind):
-    mode, sync, size = kind
-    case = Case(Fixed(micro=8), mode, sync, dropout=0.3, steps=2, dtype=torch.float32)
-    strikes = [("0:1:0:middle", "1:2:1:end"), ("1:1:0:loss", "1:2:0:forward")]
-    finer = replace(case, cut=Fixed(micro=2))
-    (_, _, expected) = reference(ranks, size, finer)
-    for found in ranks.run(size, strike_each, case, strikes):
-        assert [each[0] for each in found] == [[2, 0]] * len(strikes)
-        assert {each[1] for each in found} == {finer.cut}
-        assert {each[2] for each in found} == {expected}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SHARDED, nightly(OVERLAPPED)], ids=str)
 def test_a_rank_without_micro_batches_replays_with_the_others(ranks, kind):
     mode, sync, _ = kind
@@ -129,13 +115,6 @@ def test_an_evaluation_short_of_memory_on_one_rank_shrinks_on_all_and_is_exact(r
     for metrics, _, is_as_before in found:
         assert is_as_before
         assert metrics["loss"] > 0
-
-
-@pytest.mark.slow
-def test_the_reduction_of_whole_models_allocates_nothing_once_ranks_have_agreed(ranks):
-    (some, after), (all_of_them, after_too) = ranks.run(2, bytes_around_the_vote, "ddp")
-    assert after == after_too == []
-    assert sum(some) < sum(all_of_them), "the second rank makes room for a whole gradient"
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.commands import train
 from trainer.core import signals
 from trainer.core.run_folder import RunFolder
-from trainer.launch import supervise
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
 from trainer.tune import tuner
@@ -177,24 +176,6 @@ def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(at, tmp_pat
     assert_ends_as(tmp_path / "undisturbed", settings, tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_loading_processes_ignore_what_reaches_the_whole_group(tmp_path):
-    settings = lab.config("num_workers=2")
-
-    def work() -> int:
-        os.setpgid(0, 0)
-        return lab.run(settings, tmp_path / "run", after_step=slowly).code
-
-    child = lab.fork(work, tmp_path / "log")
-    wait_for(tmp_path / "run" / "metrics.jsonl", child)
-    time.sleep(0.1)
-    os.killpg(child.pid, signal.SIGTERM)
-    assert child.wait() == 75, (tmp_path / "log").read_text()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child.pid, 0)
-    assert_ends_as(tmp_path / "undisturbed", settings, tmp_path / "run")
-
-
 def test_a_second_signal_after_the_last_save_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "release", struck(signal.SIGTERM, Checkpointer.release))
     child = lab.fork(lambda: lab.run(lab.config(), tmp_path, after_step=lab.stop_at(3)).code)
@@ -300,17 +281,3 @@ def test_a_second_signal_ends_all_ranks_at_once(strike, number, tmp_path):
     else:
         assert ended.errors[-1].endswith("with: train resume=run")
         assert lab.status(run.folder)["exit_code"] == 130
-
-
-@pytest.mark.nightly
-def test_a_signal_that_a_rank_does_not_hear_before_the_first_step_ends_it_in_time(tmp_path):
-    run = RankRun(tmp_path, STRIKES="sleep@start:0@1")
-    run.wait_for("marks/*")
-    with lab.timed() as took:
-        run.process.send_signal(signal.SIGTERM)
-        ended = run.end()
-        assert took() < supervise.UNBEGUN_S + AT_ONCE_S
-    assert ended.code == 75
-    assert ended.errors == ["train: stopped before the first step: go on with: train resume=run"]
-    run.assert_none_left("start")
-    assert (lab.status(run.folder)["state"], lab.status(run.folder)["step"]) == ("preempted", 0)

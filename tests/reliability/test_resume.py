@@ -2,17 +2,25 @@
 
 Every configuration runs once undisturbed, and then again, stopped by a signal at some steps and
 resumed each time. Parameters, moments, buffers, random states, cursor, metrics and the ledger of
-samples are equal; the tolerance is 0.
+samples are equal; the tolerance is 0. Defects that are put in one at a time are seen.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.reliability import lab
 from tests.reliability.support import SEED
+from trainer.accumulate import base
+from trainer.checkpoint.state import GeneratorsPart, OptimizerPart
+from trainer.checkpoint.weights import StoredWeights
+from trainer.training import loop
+from trainer.training.batches import Feed
+from trainer.training.run import Progress
 
 TOYS = "tests.lib.run_toys"
 DRAWN = "data._target_=tests.reliability.toys.DrawnRows"
@@ -96,6 +104,56 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_the_undisturbed_one(name, is_
     for number, stops in enumerate(points):
         chain(name, stops, tmp_path / "undisturbed", tmp_path / f"run{number}")
     print(f"{name}: stopped at {points}")
+
+
+def without(*_: object) -> None:
+    """Do no work."""
+
+
+def moved_back(key: str, by: int) -> Callable[[Any], Any]:
+    """Let a position be restored that is not the one that was saved."""
+    return lambda load: lambda part, state: load(part, state | {key: state[key] - by})
+
+
+DEFECTS: Mapping[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "moments are not restored": (OptimizerPart, "load", lambda _: without),
+    "buffers are not restored": (
+        StoredWeights,
+        "fill",
+        lambda fill: lambda weights, model: (fill(weights, model), model.calls.zero_())[0],
+    ),
+    "the position in the data is off by one": (Feed, "load", moved_back("offset", 1)),
+    "steps are counted anew": (Feed, "load", moved_back("step", 2)),
+    "tokens are counted anew": (Progress, "load", moved_back("tokens", 5)),
+    "an evaluation is forgotten": (
+        loop,
+        "_evaluate_if_due",
+        lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
+    ),
+}
+"""What is replaced, and what by: faults that trainers really have."""
+
+
+first, *others = DEFECTS
+
+
+@pytest.mark.parametrize("defect", [first, *map(slow, others)])
+def test_a_seeded_defect_is_caught(defect, tmp_path, monkeypatch):
+    place, name, make = DEFECTS[defect]
+    monkeypatch.setattr(place, name, make(getattr(place, name)))
+    assert lab.run(lab.config(), tmp_path / "undisturbed").code == 0
+    with pytest.raises(AssertionError):
+        chain("AdamW, cosine", [3], tmp_path / "undisturbed", tmp_path / "run")
+
+
+def test_draws_that_are_neither_keyed_nor_restored_are_caught(tmp_path, monkeypatch):
+    # Either alone is enough: what is keyed to its micro-batch does not depend on the state.
+    monkeypatch.setattr(GeneratorsPart, "load", without)
+    monkeypatch.setattr(base, "seed_draws", without)
+    name = "memory that runs out, steps that are not finite"
+    assert lab.run(lab.config(*EVERY[name].split()), tmp_path / "undisturbed").code == 0
+    with pytest.raises(AssertionError):
+        chain(name, [3], tmp_path / "undisturbed", tmp_path / "run")
 
 
 def test_the_comparison_sees_one_bit(tmp_path):

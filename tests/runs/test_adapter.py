@@ -212,14 +212,3 @@ def test_an_adapter_of_another_base_or_scale_is_refused_in_a_line(typed, fault):
     with pytest.raises((ConfigError, NoCheckpointError), match=fault) as caught:
         go(f"{LLAMA} init=first {typed}")
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_plan_of_an_adapter_needs_no_weights_that_were_trained():
-    train(["plan", *overrides(LLAMA.replace("model.path=", "model.config="))])
-
-
-@pytest.mark.nightly
-def test_a_run_without_an_adapter_cannot_be_merged(made):
-    run = go(f"{GPT} steps=1")
-    with pytest.raises(ConfigError, match=r"export\.merge=true: the run has no adapter"):
-        train(["export", f"run={run.folder}", "export.to=none", "export.merge=true"])

@@ -9,7 +9,6 @@ import pytest
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, shell, state
 from tests.reliability.rank_work import run_as_rank
-from trainer import train
 from trainer.core.world import World
 
 RAMP = "batch=ramp 'batch.stages={0: 4, 20: 8, 0.06k: 16}' epochs=2"
@@ -75,20 +74,3 @@ def test_the_plan_shows_every_stage_and_names_one_that_the_run_does_not_reach(ca
         **{"step": 12, "samples": 66, "epoch": 66 / 42, "size": 16, "steps": 2, "accum_steps": 6},
         **{"micro_batches": 6, "lr": 0.024, "followed_batch": {}},
     }
-
-
-@pytest.mark.nightly
-def test_betas_and_decay_follow_each_stage_as_they_do_a_batch_of_one_size():
-    """A ramp of one stage is the constant batch bit for bit; the control keeps no half-lives."""
-    rule = "scheduler.reference_batch=4 scheduler.keep_half_life=true scheduler.scale=sqrt"
-    one = "batch=ramp batch.stages={0:8}"
-    ramp = train(typed(f"{one} {DOUBLE} steps=3 {rule}"))
-    constant = go(f"{DOUBLE} steps=3 {rule}")
-    control = train(typed(f"{one} {DOUBLE} steps=3 {rule.replace('true', 'false')}"))
-    ends = state(constant)
-    assert all(tensor.equal(ends[name]) for name, tensor in state(ramp).items())
-    assert not all(tensor.equal(ends[name]) for name, tensor in state(control).items())
-    shown = train(typed(f"command=plan {RAMP} {DOUBLE} {rule}"))
-    stages = read_json(shown.folder / "plan.json")["stages"]
-    assert stages[0]["followed_batch"] == {}
-    assert stages[2]["followed_batch"]["betas"][1] == pytest.approx([0.9**4, 0.95**4], rel=1e-12)

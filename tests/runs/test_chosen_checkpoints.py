@@ -69,12 +69,6 @@ def test_several_ranks_keep_the_best_and_end_alike(mode):
     assert read["eval_loss"] == pytest.approx(run.result["best"]["value"])
 
 
-@pytest.mark.slow
-def test_the_best_step_is_saved_once_where_a_checkpoint_is_due_as_well():
-    run = go("steps=2 eval.every=1 checkpoint.every=1 checkpoint.best=eval_loss")
-    assert steps_of(run) == [1, 2]
-
-
 def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone(capsys):
     run = go("checkpoint.every=2 checkpoint.keep=9 eval.every=3")
     texts = [f'{{"step": {step}, "prompt": "a", "text": "b"}}\n' for step in (2, 4)]

@@ -2,21 +2,16 @@
 
 import csv
 import json
-import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.plugins import Plugins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,14 +73,6 @@ def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path):
     }  # fmt: skip
     assert (config.data.params, config.accum.packed) == ({"size": 8}, "auto")
     assert "dropout" not in config.model.params
-
-
-def test_a_recipe_yields_to_what_is_typed(tmp_path):
-    recipe = "objective: classify\noptimizer: sgd\naccum: {gradient: sum, micro: 4}\nseed: 7\n"
-    (tmp_path / "mine.yaml").write_text(f"defaults: [override /optimizer: adamw]\n{recipe}")
-    config = config_of("'recipe=\"./mine.yaml\"' seed=8 objective=model_loss")
-    assert (config.objective.name, config.optimizer.name, config.seed) == ("model_loss", "sgd", 8)
-    assert (config.accum.gradient.name, config.accum.params["micro"]) == ("sum", 4)
 
 
 def test_a_folder_of_ones_own_is_consent(tmp_path, capsys):
@@ -313,41 +300,6 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(tm
 def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path):
     assert shell(f"-m {OWN_RUN} seed=1,2 max_time=0.01s") == 75
     assert [row["exit_code"] for row in table_of(tmp_path)[1]] == ["75", "75"]
-
-
-def search(self: Any, arguments: Sequence[str]) -> None:
-    """Try a rate, then one that depends on how good it was."""
-    fixed = [line for line in arguments if "interval" not in line]
-    rate = 0.25
-    for number in range(2):
-        job = [[*fixed, f"optimizer.lr={rate}"]]
-        (ended,) = self.launcher.launch(job, initial_job_idx=number)
-        rate /= 2 if math.isfinite(ended.return_value) else 4
-
-
-@pytest.mark.nightly
-def test_a_sweep_whose_values_are_chosen_as_it_goes_reports_those_that_ran(
-    tmp_path, capsys, monkeypatch
-):
-    name, place = "hydra_plugins.search.Search", "hydra_plugins.search"  # as if installed
-    known = Plugins.instance().class_name_to_class
-    basic = known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"]
-    module = ModuleType(place)
-    module.Search = type("Search", (basic,), {"sweep": search, "__module__": place})
-    monkeypatch.setitem(sys.modules, "hydra_plugins", ModuleType("hydra_plugins"))
-    monkeypatch.setitem(sys.modules, place, module)
-    monkeypatch.setitem(known, name, module.Search)
-    line = f"-m {OWN_RUN} hydra.sweeper._target_={name} 'optimizer.lr=interval(0.01,1)' seed=3"
-    monkeypatch.setenv("COLUMNS", "60")  # of a terminal, which a pipe is not
-    assert shell(line) == 0
-    _, rows = table_of(tmp_path)
-    assert {row["optimizer.lr"] for row in rows} == {"0.25", "0.125"}
-    assert [row["state"] for row in rows] == ["completed"] * 2
-    out = capsys.readouterr().out
-    assert "optimizer.lr=0.125" in out
-    assert "do not fit" not in out
-    assert shell(f"{line} resume=auto") == 2
-    assert "resume=auto: this sweeper chooses its jobs anew" in capsys.readouterr().err
 
 
 # From Python.

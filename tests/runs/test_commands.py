@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, entries, go, only_run, overrides, read_json, shell, state
 from tests.lib.run_toys import Net
 from tests.reliability.faults import FaultyDisk
@@ -147,63 +146,16 @@ def test_an_evaluation_is_of_what_the_run_held_out_and_of_nothing_else(capsys):
     assert read_json(run.folder / "evaluate.json") == found
 
 
-@pytest.mark.nightly
-def test_other_data_are_evaluated_whole_into_a_file_of_their_own_without_those_of_the_run(capsys):
+def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run():
     write_texts("d.jsonl", 40)
-    write_texts("other.jsonl", 30)
-    run = go(f"{TEXT} eval.samples=3 batch.tail=drop")
-    asked = f"evaluate run={run.folder} data.holdout=all"
-    assert shell(asked) == 0
-    assert "all 40 samples of the run's own data, those it trained on among" in screen_of(capsys)
-    Path("d.jsonl").unlink()
-    assert shell(f"{asked} data.path=other.jsonl batch.global=64") == 0
-    assert "all 30 samples of other data, other.jsonl: loss" in screen_of(capsys)
-    again = train([*asked.split(), "data.path=other.jsonl", "eval.samples=4"]).result
-    assert "4 of 30 samples of other data" in screen_of(capsys)
-    other = str(Path("other.jsonl").absolute())
-    assert (again["samples"], again["data"]["path"]) == (4, other)
-    assert not (run.folder / "evaluate.json").exists()
-    assert len([*run.folder.glob("evaluate-*.json")]) == 2
-
-
-@pytest.mark.parametrize("model", [GPT, nightly("transformers")])
-def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run(model):
-    if model == "transformers":
-        pytest.importorskip(model)
-        model = "model._target_=transformers.GPT2LMHeadModel "
-        model += "model.n_embd=8 model.n_head=2 model.n_layer=1"
-    write_texts("d.jsonl", 40)
-    run = go(f"{TEXT.replace(GPT, model)}")
+    run = go(TEXT)
     Path("d.jsonl").unlink()
     assert shell(f"export run={run.folder} export.to=weights device=cuda") == 0
     saved, weights = state(run), load_file("weights/model.safetensors")
     assert all(weights[name].equal(saved[f"model.{name}"]) for name in weights)
     assert sum(tensor.numel() for tensor in weights.values()) > 0
-    layers = "model.n_layer=2" if "GPT2" in model else "model.num_layers=2"
-    with pytest.raises(ConfigError, match=f"{layers}: the run has 1; leave it out"):
-        train(["export", f"run={run.folder}", "export.to=more", layers])
-
-
-@pytest.mark.nightly
-def test_a_command_that_reads_an_older_checkpoint_says_which(capsys):
-    run = go("checkpoint.every=2 steps=4")
-    newest = run.folder / "checkpoints" / "step-00000004"
-    asked = f"{run.folder} trust=[tests]"
-    for damaged in (False, True):
-        if damaged:
-            file = newest / "model.safetensors"
-            file.write_bytes(file.read_bytes()[:-1] + b"!")
-        step = 2 if damaged else 4
-        for line in (f"verify run={asked}", f"plan resume={asked}", f"evaluate run={asked}"):
-            assert shell(line) == 0
-            screen = screen_of(capsys)
-            assert f"reading step {step}, " in screen, line
-            assert (f"warning: {newest}: damaged" in screen) == damaged
-        go(f"init={run.folder} steps=1")
-        screen = screen_of(capsys)
-        assert f"init: weights of step {step}, " in screen
-        assert (f"warning: {newest}: damaged" in screen) == damaged
-    assert newest.is_dir(), "a mere reader sets nothing aside"
+    with pytest.raises(ConfigError, match=r"model\.num_layers=2: the run has 1; leave it out"):
+        train(["export", f"run={run.folder}", "export.to=more", "model.num_layers=2"])
 
 
 def test_weights_taken_into_another_split_of_the_data_are_warned_of(capsys):
@@ -267,37 +219,6 @@ def test_commands_that_follow_name_the_folder_of_options_that_a_run_had(capsys):
     assert shell(follow[0].removeprefix("train ")) == 0
     folder = Path(follow[0].split()[2].partition("=")[2])
     assert "config_dir" not in (folder / "config.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    "factory",
-    [*map(nightly, ("GPT2LMHeadModel", "AutoModelForCausalLM.from_config", "LlamaForCausalLM"))],
-)
-def test_a_hugging_face_model_is_exported_as_from_pretrained_loads_it(factory):
-    transformers = pytest.importorskip("transformers")
-    is_llama = factory.startswith("Llama")
-    shape = (
-        "model.hidden_size=8 model.intermediate_size=8 model.num_hidden_layers=1 "
-        "model.num_attention_heads=2 model.num_key_value_heads=1 model.vocab_size=16 "
-        "model.tie_word_embeddings=true"
-        if is_llama
-        else "model.config._target_=transformers.GPT2Config model.config.n_layer=1 "
-        "model.config.n_embd=8 model.config.n_head=2 model.config.vocab_size=16"
-    )
-    line = f"model._target_=transformers.{factory} {shape}"
-    run = go(f"{line} steps=2")
-    # As of a run that was on a GPU; the machine that exports needs none.
-    there = "device=auto precision=tf32"
-    assert shell(f"export run={run.folder} export.to=weights {there}") == 0
-    saved = {n.removeprefix("model."): t for n, t in state(run).items() if n.startswith("model.")}
-    loaders = [transformers.AutoModelForCausalLM]
-    loaders += [] if "." in factory else [getattr(transformers, factory)]
-    for loader in loaders:
-        model, report = loader.from_pretrained("weights", output_loading_info=True)
-        assert not any(report.values()), report
-        assert all(tensor.equal(saved[name]) for name, tensor in model.state_dict().items())
-    again = state(go(f"{line} init=weights steps=1 optimizer.lr=0"))
-    assert all(again[f"model.{name}"].equal(tensor) for name, tensor in saved.items())
 
 
 def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(capsys):

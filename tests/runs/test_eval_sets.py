@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import entries, go, on, read_json, shell, state
+from tests.lib.run_support import entries, go, read_json, shell
 from trainer.cli.finished_run import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("texts")
@@ -61,17 +61,3 @@ def assert_each_is_what_an_evaluation_of_it_alone_gives(run: FinishedRun) -> Non
         path.unlink()
         assert found["eval_loss"] == pytest.approx(last[f"eval_{part}loss"], rel=1e-6)
         assert "sets" not in found  # they are of the run's own data
-
-
-@pytest.mark.nightly
-def test_a_resumed_run_evaluates_the_same_sets_and_may_be_given_others(tmp_path, monkeypatch):
-    whole, run = go(f"{TEXT} {SETS} steps=4"), go(f"{TEXT} {SETS} steps=2")
-    monkeypatch.chdir(tmp_path.parent)
-    more = f"eval.sets.more.path={tmp_path / 'val.jsonl'} eval.sets.more.max_length=16"
-    on(run, f"steps=4 {more}")
-    found, expected = evaluations(run), evaluations(whole)
-    assert found[0] == expected[0]
-    assert found[1].pop("eval_more_loss") != found[1]["eval_loss"]
-    assert found[1].pop("eval_more_accuracy") is not None
-    assert found[1] == expected[1]
-    assert all(tensor.equal(state(run)[name]) for name, tensor in state(whole).items())

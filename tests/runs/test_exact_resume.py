@@ -99,13 +99,6 @@ def test_steps_may_grow_and_the_new_schedule_is_said(capsys):
     assert read_json(again.folder / "plan.json")["steps"] == 8
 
 
-def test_a_change_of_the_cut_is_refused_where_the_step_depends_on_it():
-    run = stopped("model.norm=batch steps=6")
-    with pytest.raises(ConfigError, match=r"accum\.micro=2: the run has 3"):
-        on(run, "accum.micro=2")
-    assert len(steps(on(run, "accum.micro=2 resume_allow=[accum.micro]"))) == 6
-
-
 def test_an_allowed_change_takes_effect_and_is_not_asked_for_again(part):
     changed = on(part, "optimizer.lr=0.5 data.size=43 resume_allow=[optimizer.lr,data]")
     assert curve(changed, "lr") == [1.2e-2] * 3 + [0.5] * 3

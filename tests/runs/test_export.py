@@ -113,24 +113,6 @@ def test_a_model_of_ours_is_loaded_with_its_tokenizer_of_bytes(capsys):
     assert found["tokenizer"]("abc")["input_ids"] == [256, 97, 98, 99, 257]
 
 
-@pytest.mark.nightly
-def test_a_mixture_is_exported_with_the_tokenizer_of_its_sources(capsys, monkeypatch):
-    save_base("GPT2LMHeadModel", "GPT2Config")
-    save_tokenizer(Path("other"), num_ids=290)
-    records("messages")
-    Path("chat.jinja").write_text(CHAT)
-    run = go(
-        "model=hf model.config=base tokenizer=hf tokenizer.path=other data=mixture steps=1 "
-        "data.sources.a.path=data.jsonl data.sources.a.chat_template=chat.jinja "
-        "data.sources.b.path=data.jsonl data.sources.b.chat_template=chat.jinja"
-    )
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    tokenizer = exported(capsys, run=run.folder)["tokenizer"]
-    assert len(tokenizer) == 290
-    assert tokenizer.chat_template == CHAT
-
-
 def test_init_reads_shards_of_a_folder_and_of_the_cache_of_the_hub(monkeypatch):
     save_base("GPT2LMHeadModel", "GPT2Config")
     cached = Path("hub/models--someone--small")

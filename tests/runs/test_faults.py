@@ -1,31 +1,18 @@
 """What cannot be is told in one line: the key or the sample, the value, and what to do."""
 
 import html
-import multiprocessing
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from tests.lib.run_support import entries, go, only_run, overrides, shell, steps
+from tests.lib.run_support import entries, go, overrides, shell
 from tests.lib.run_toys import Net
 from trainer import train
 from trainer.core.errors import ConfigError
-from trainer.objectives.next_token import NextToken
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-class Late(NextToken):
-    """Finds a fault in what it was typed with once an evaluation is made."""
-
-    def metrics(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"count": labels.sum()}
-
-    def figures(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        raise ConfigError("objective: late")
 
 
 class Loud(Net):
@@ -33,12 +20,6 @@ class Loud(Net):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return 1e4 * super().forward(input_ids)
-
-
-def test_a_refusal_after_steps_were_made_keeps_what_was_written_of_them():
-    with pytest.raises(ConfigError, match="late"):
-        go(f"objective._target_={__name__}.Late steps=3 eval.every=2")
-    assert len(steps(only_run())) == 2
 
 
 def test_a_perplexity_that_no_float_holds_is_null():
@@ -157,11 +138,3 @@ def test_a_fault_in_data_or_a_hook_names_the_users_line(capsys, monkeypatch):
     go("hooks=[own_faults.Watches] steps=1")
     words = f"failed (reported once): KeyError: 'nothing' (own_faults.py:{line_of('entry[')})"
     assert words in capsys.readouterr().out
-
-
-def test_a_daemon_process_loads_by_itself_or_says_that_it_has_to(monkeypatch):
-    """It may start no other; by default it starts none."""
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
-    with pytest.raises(ConfigError, match=r"^num_workers=1: a daemon process.*type num_workers=0"):
-        go("num_workers=1 steps=1")
-    assert go("num_workers=auto steps=1").exit_code == 0

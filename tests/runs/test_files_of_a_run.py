@@ -1,7 +1,6 @@
 """What a run leaves behind is what the interface lists, whole and true."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -16,19 +15,15 @@ from tests.lib.run_support import (
     on,
     only_run,
     read_json,
-    shell,
     steps,
 )
 from tests.lib.run_toys import Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
 from trainer.cli.finished_run import FinishedRun
-from trainer.core.durable import open_log
-from trainer.core.errors import SaveError
 from trainer.data.view import split_by_seed
 from trainer.optim.schedules import Cosine
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.order import Order
-from trainer.report.console import Screen
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -158,22 +153,3 @@ def test_hooks_see_copies_and_stop_nothing(capsys):
     given = [entry for name, entry in Watch.seen if name == "step"]
     assert [entry["loss"] for entry in given] == curve(run, "loss")
     assert capsys.readouterr().out.count("a watcher's own fault") == 2
-
-
-def test_a_run_that_is_found_and_not_named_is_looked_through_for_links_too(tmp_path, capsys):
-    run = go("steps=2 checkpoint.every=1").folder
-    (run / "train.log").unlink()
-    (run / "train.log").symlink_to(tmp_path / "outside")
-    for line in ("resume=auto steps=3", "evaluate run=auto"):
-        assert shell(line) == 4
-        assert "train.log: a link that leads out of the folder" in capsys.readouterr().err
-    assert not (tmp_path / "outside").exists()
-
-
-def test_a_log_is_opened_neither_through_a_link_nor_a_pipe(tmp_path):
-    (tmp_path / "train.log").symlink_to(tmp_path / "outside")
-    with pytest.raises(SaveError, match=r"train\.log: could not be written"):
-        Screen(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="No such device"):
-        open_log(tmp_path / "pipe")

@@ -123,15 +123,6 @@ def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_ru
         go(f"{line} data.path=numbers.jsonl data.eval_path=two.jsonl steps=1")
 
 
-@pytest.mark.nightly
-def test_a_setting_that_one_source_has_a_use_for_is_taken(llama):
-    write_lines(Path("corpus.jsonl"), [{"text": text} for text in TEXTS])
-    write_lines(Path("pairs.jsonl"), [{"prompt": text, "completion": "so"} for text in TEXTS])
-    sources = "'data.sources={a:{path:corpus.jsonl},b:{path:pairs.jsonl}}'"
-    line = f"steps=1 model=hf model.path={llama} data=mixture {sources}"
-    go(f"{line} data.completion_only_loss=false")
-
-
 @pytest.mark.slow
 def test_parts_of_a_data_set_are_trained_on_held_out_and_evaluated_by_their_names(llama):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests

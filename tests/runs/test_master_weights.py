@@ -12,7 +12,6 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, shell, state
 from tests.reliability import lab
 from tests.reliability.rank_work import on_ranks
-from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -92,17 +91,3 @@ def test_the_plan_counts_copies_and_wide_gradients():
     assert (low["gradients"], wide["gradients"]) == (2 * count, 4 * count)
     steps = low["optimizer state"] - 4 * count
     assert wide["optimizer state"] == 12 * count + steps
-
-
-def test_other_buffers_are_another_step():
-    run = go(f"{WIDE} steps=2")
-    with pytest.raises(ConfigError, match=r"accum\.buffer=native: the run has fp32"):
-        on(run, "steps=3 accum.buffer=native")
-
-
-@pytest.mark.nightly
-def test_fp32_weights_have_fp32_gradients_already_and_the_same_step(capsys):
-    line = "steps=2 scheduler=constant"
-    found, expected = state(go(f"{line} accum.buffer=fp32")), state(go(line))
-    assert "gradients added up in fp32" in " ".join(capsys.readouterr().out.split())
-    assert all(found[name].equal(expected[name]) for name in expected)

@@ -1,6 +1,5 @@
 """`model=hf`: a model of transformers by its folder, or by its config, without a line of code."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, overrides, read_json, shell, state
 from trainer.core.errors import ConfigError
 from trainer.models.hugging_face import hugging_face
-from trainer.models.task import Purpose, stated_purpose
 from trainer.models.transformers_classes import new_weights
 
 pytestmark = [
@@ -122,42 +120,3 @@ def test_a_config_gives_random_weights_by_the_seed_and_is_found_from_another_fol
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert shell(f"resume={run.folder} steps=2 'trust=[datasets]'") == 0
-
-
-def test_fields_of_a_config_may_have_their_other_names():
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
-    more = {"num_attention_heads": 2, "rope_theta": 5e5, "head_dim": 4, "torch_dtype": "bfloat16"}
-    model = hugging_face(config={"model_type": "llama", **sizes, **more}, task="causal_lm")
-    assert model.config.rope_parameters["rope_theta"] == 5e5
-    assert next(model.parameters()).dtype == torch.float32
-
-
-def test_data_that_ask_for_the_purpose_of_a_faulty_config_leave_the_fault_to_the_model():
-    save_causal_model(Path("labels"))
-    config = json.loads(Path("labels/config.json").read_text()) | {"id2label": 5}
-    Path("labels/config.json").write_text(json.dumps(config))
-    assert stated_purpose("labels", "causal_lm") == Purpose("causal_lm")
-
-
-@pytest.mark.nightly
-def test_ranks_read_their_shards_from_the_files_and_train_as_one_rank_does():
-    save_causal_model(Path("model"), max_shard_size=500)
-    assert len([*Path("model").glob("*.safetensors")]) > 1
-    save_tokens(Path("data"))
-    line = f"{LINE} model.path=model steps=2 accum=fixed accum.micro=2 optimizer=sgd"
-    one = go(line)
-    shards = go(f"{line} parallel=fsdp parallel.ranks=2")
-    assert read_json(shards.folder / "plan.json")["init"] == "weights of model"
-    assert shards.result["loss"] == pytest.approx(one.result["loss"], rel=1e-6)
-    (expected, found) = (state(run) for run in (one, shards))
-    assert expected.keys() == found.keys()
-    names = [name for name in expected if name.startswith("model.")]
-    assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=1e-7) for n in names)
-
-
-@pytest.mark.nightly
-def test_what_cannot_be_read_in_shards_is_built_whole_and_says_so():
-    save_causal_model(Path("model"))
-    save_tokens(Path("data"))
-    run = go(f"{LINE} model.config=model steps=1 parallel=fsdp parallel.ranks=2")
-    assert read_json(run.folder / "plan.json")["init"].endswith("built whole on every rank")

@@ -71,15 +71,6 @@ def test_a_step_that_was_replayed_is_not_measured_and_later_ones_are_in_the_smal
     assert figures(on(go(f"{line} steps=4"), "steps=6")) == figures(whole)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.nightly
-def test_compiled_blocks_measure_the_same():
-    eager, compiled = (
-        go(f"{LINE} log.noise_scale=1 steps=4 compile={on}") for on in ("false", "true")
-    )
-    assert figures(compiled) == pytest.approx(figures(eager), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     "line",
     [

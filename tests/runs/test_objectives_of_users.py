@@ -148,13 +148,6 @@ def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_
     assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
 
 
-def test_real_labels_are_not_shifted():
-    data = f"data._target_={OWN}.Marked data.kind=column data.dtype=float64"
-    line = f"model._target_={OWN}.ScoreHead {data} objective=model_loss objective.reduction=mean"
-    run = go(f"steps=1 {line}")
-    assert run.result["skipped_steps"] == 0
-
-
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])
 def test_a_collate_may_add_tokens_that_lengths_count(on_bad):
     run = go(f"steps=1 data._target_={OWN}.Begun objective=next_token data.on_bad={on_bad}")

@@ -1,7 +1,5 @@
 """A run goes on from any folder with the files that it began with."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -48,37 +46,6 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
         go(f"{TEXT} data.path=corpus")
     with pytest.raises(NoCheckpointError, match=rf"init=w: no such file or folder in {Path.cwd()}"):
         go(f"{TEXT} data.path={corpus} init=w")
-
-
-@pytest.mark.nightly
-def test_so_does_a_path_of_any_class_but_the_name_of_a_format(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("hf").absolute())
-    rows = [{"input_ids": [i, i + 1, i + 2], "labels": [i, i + 1, i + 2]} for i in range(20)]
-    Path("tok.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    datasets.Dataset.from_list(rows).save_to_disk("disk")
-    Path("json").mkdir()
-    tiny = f"{TINY} model.vocab_size=32 model.max_length=8"
-    runs = [
-        go(f"{tiny} data._target_=datasets.load_from_disk data.dataset_path=disk"),
-        go(
-            f"{tiny} data._target_=datasets.load_dataset data.path=json data.data_files=[tok.jsonl]"
-        ),
-    ]
-    monkeypatch.chdir("elsewhere")
-    for run in runs:
-        assert shell(f"resume={run.folder} steps=3") == 0
-
-
-@pytest.mark.nightly
-def test_a_job_of_a_sweep_goes_on_alone_from_another_folder(monkeypatch):
-    quiet = "wandb.mode=disabled device=cpu precision=fp32"
-    shutil.copytree("corpus", "other")
-    assert shell(f"-m {TEXT} {quiet} data.path=corpus,other") == 0
-    (first, _) = sorted(path.parent for path in Path().glob("outputs/multirun/*/*/*/config.yaml"))
-    run = first.absolute()
-    monkeypatch.chdir("elsewhere")
-    assert shell(f"resume={run} steps=3") == 0
 
 
 def test_a_run_that_was_stopped_begins_again_with_the_weights_it_began_with(monkeypatch):

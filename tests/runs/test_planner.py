@@ -130,25 +130,14 @@ def test_packing_asks_the_model_and_the_data_whether_it_gains_anything():
     assert on_gpu(HuggingFace("flash_attention_2"))
     assert not on_gpu(HuggingFace("sdpa")), "which scores all pairs of a row"
     assert not on_gpu(HuggingFace("flash_attention_2"), fault=lambda: "it mixes documents")
+    assert not on_gpu(small_gpt(), unfit="it collates")
     given = {"unfit": None, "device": CPU, "precision": "fp32"}
     assert packs(True, HuggingFace("sdpa"), **given)
     assert not packs("auto", HuggingFace("flash_attention_2"), **given)
+    with pytest.raises(ConfigError, match=r"takes no cu_seqlens"):
+        packs(True, nn.Embedding(2, 2), **given)
     with pytest.raises(ConfigError, match=r"=true: it mixes documents; use accum\.packed=false"):
         packs(True, HuggingFace("sdpa"), fault=lambda: "it mixes documents", **given)
-
-
-def test_packing_is_left_alone_where_it_gains_nothing_or_cannot_be():
-    gpu, model = torch.device("cuda"), small_gpt()
-    assert packs("auto", model, unfit=None, device=gpu, precision="bf16")
-    assert not packs("auto", model, unfit=None, device=gpu, precision="fp32")
-    assert not packs("auto", model, unfit=None, device=CPU, precision="bf16")
-    assert not packs("auto", model, unfit="it collates", device=gpu, precision="bf16")
-    assert not packs(False, model, unfit=None, device=gpu, precision="bf16")
-    blind = nn.Embedding(2, 2)
-    with pytest.raises(ConfigError, match=r"takes no cu_seqlens"):
-        packs(True, blind, unfit=None, device=CPU, precision="fp32")
-    with pytest.raises(ConfigError, match=r"it collates; use accum\.packed=false"):
-        packs(True, model, unfit="it collates", device=CPU, precision="fp32")
 
 
 HUGGING_FACE = """model._target_=transformers.{0}{1} model.config._target_=transformers.{0}Config

@@ -35,20 +35,6 @@ def test_a_resumed_run_takes_auto_for_what_it_was_begun_with(word):
     assert saved(run, "terms")["contract"]["precision"] == word
 
 
-@pytest.mark.slow
-@WORDS
-def test_plan_and_verify_of_a_run_show_what_it_was_begun_with(word):
-    run = go(f"precision={word} steps=2")
-    line = ["trust=[tests]", "precision=auto", "steps=4"]
-    plan = train(["plan", f"resume={run.folder}", *line])
-    found = read_json(plan.folder / "plan.json")
-    assert (found["precision"], found["steps"]) == (word, 4)
-    assert found["cap_source"] == "as before, from the checkpoint"
-    notes = read_json(train(["verify", f"run={run.folder}", *line]).folder / "verify.json")["notes"]
-    assert any("precision=bf16 adds rounding" in note for note in notes) == (word == "bf16")
-    assert read_json(run.folder / "plan.json")["steps"] == 2, "they have folders of their own"
-
-
 @pytest.mark.parametrize("flags", [{}, {"avx512_bf16": True}])
 def test_a_run_that_goes_on_in_bf16_where_that_is_slow_says_so_once(flags, monkeypatch, capsys):
     run = go("precision=bf16 steps=2")
@@ -58,11 +44,6 @@ def test_a_run_that_goes_on_in_bf16_where_that_is_slow_says_so_once(flags, monke
     shown = " ".join(capsys.readouterr().out.split())
     line = "precision=bf16, in which the run began, is slow on this cpu"
     assert shown.count(line) == (not flags)
-
-
-def test_a_step_in_double_precision_is_the_same_under_auto():
-    model = "model._target_=tests.lib.run_toys.DoubleNet steps=2"
-    assert curve(go(f"{model} precision=auto"), "loss") == curve(go(model), "loss")
 
 
 def test_fp16_searches_its_loss_scale_without_failing_and_resumes_bit_for_bit():

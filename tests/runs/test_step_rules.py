@@ -143,14 +143,6 @@ def test_a_run_or_a_first_epoch_without_any_loss_term_is_a_fault_of_the_data(lin
     assert (status["state"], status["exit_code"]) == ("failed", 3)
 
 
-def test_the_last_step_alone_without_a_loss_term_has_no_loss_in_the_result():
-    line = "steps=2 batch.global=4 data.holdout=0.3"
-    ids = entries(go(line), "samples.jsonl")[1]["ids"]
-    run = go(f"'data.unlabelled={ids}' {line}")
-    assert run.result["loss"] is None
-    assert run.exit_code == 0
-
-
 def test_bf16_keeps_fp32_weights_and_learns():
     line = "steps=8 batch.global=42 optimizer.lr=0.03"
     run, plain = go(f"{line} precision=bf16"), go(line)

@@ -18,17 +18,13 @@ TOYS = (
 )
 
 
-@pytest.mark.slow
-def test_a_run_says_where_its_time_went_and_a_healthy_one_nothing_else():
-    run = go(f"{TOYS} +model.sample=0.01")
+def test_a_run_says_where_its_time_went():
+    run = go("steps=5 eval.every=null log.samples=false")
     assert not (run.folder / "samples.jsonl").exists(), "log.samples=false"
-    result = run.result
-    assert result["advice"] == []
-    time = result["time"]
+    time = run.result["time"]
     assert set(time["seconds"]) == set(PARTS)
     assert sum(time["share"].values()) == pytest.approx(1, abs=1e-3)
     assert time["steps"] == 5
-    assert time["share"]["compute"] > 0.8
     assert time["seconds"]["waiting"] == time["seconds"]["sync"] == 0
 
 
