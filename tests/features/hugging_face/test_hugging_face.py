@@ -1,21 +1,17 @@
 """`data=hf`: what records of each format become, and what is refused in one line."""
 
-import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
 from trainer.data.tokenizers import byte_tokenizer
 from trainer.features.hugging_face.data_set import HuggingFaceData
-from trainer.features.hugging_face.encode import OF_ANSWERS
-from trainer.features.hugging_face.records import RecordSource, find_records
-from trainer.features.hugging_face.token_cache import EncodeOptions, _digest, cached_records
+from trainer.features.hugging_face.records import find_records
 
 LETTERS = "abcdefgh"
 PAD, UNKNOWN, BEGIN, END = range(4)
@@ -109,35 +105,10 @@ def test_it_is_tokenised_once_and_again_where_the_contents_change(tmp_path, cach
     assert [each.name for each in cache.iterdir() if not each.name.startswith("hf-")] == []
 
 
-def test_a_tokenizer_that_has_cut_is_the_same_one(words):
-    before = _digest(words)
-    words("a b c", truncation=True, max_length=3, padding="max_length")
-    assert words.backend_tokenizer.truncation
-    assert _digest(words) == before
-
-
 def test_names_on_the_hub_may_have_a_dot():
     assert find_records("someone/Hermes-2.5").kind == "hub"
     with pytest.raises(DataError, match="no such file"):
         find_records("someone/gone.jsonl.gz")
-
-
-def test_a_data_set_of_the_hub_is_tokenised_again_once_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
-    options = EncodeOptions(
-        **{"task": "causal_lm", "columns": {}, "model_labels": (), "label_names": ()},
-        **{"max_samples": None, "max_length": 9, "overlong": None},
-        of_answers={name: default for name, (default, _) in OF_ANSWERS.items()},
-    )
-    (tmp_path / "set").mkdir()
-    source = RecordSource(path=str(tmp_path / "set"), kind="hub")  # loaded like a name
-    paths = []
-    for texts in (["a"], ["a"], ["b", "c"]):
-        file = tmp_path / "set/train.jsonl"
-        if not file.exists() or len(texts) > 1:
-            write_lines(file, [{"text": text} for text in texts])
-        paths.append(cached_records(source, byte_tokenizer(), options, skips=False))
-    assert [each.facts["counts"]["train"] for each in paths] == [1, 1, 2]
 
 
 def test_copies_and_chunks_stay_on_one_side(tmp_path):
@@ -312,36 +283,6 @@ def test_only_answers_are_learned_and_long_conversations_are_dropped(tmp_path):
 def test_formats_with_answers(tmp_path, record, answer):
     (sample,) = listed(opened(tmp_path, [record], byte_tokenizer(), chat_template=CHAT))
     assert learned(sample) == answer
-
-
-def test_null_in_a_call_of_a_tool_is_trained_on_as_the_file_says_and_as_arrow_cannot(tmp_path):
-    import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
-
-    template = (
-        "{% for m in messages %}<{{ m['role'] }}>"
-        "{{ (m['tool_calls'] | tojson) if m['tool_calls'] else m['content'] }};{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    calls = [{"x": None, "y": 1}], [{"y": 2}]
-    records = [
-        {"messages": [*turn("a", "")["messages"][:1], {"role": "assistant", "tool_calls": call}]}
-        for call in calls
-    ]
-    data = opened(tmp_path, records, byte_tokenizer(), chat_template=template)
-    texts = [learned(sample) for sample in listed(data)]
-    assert texts == ['[{"x": null, "y": 1}];', '[{"y": 2}];']
-    # Here every call has every name.
-    datasets.Dataset.from_list(records).to_parquet(tmp_path / "calls.parquet")
-    file = str(tmp_path / "calls.parquet")
-    data = HuggingFaceData(file, byte_tokenizer(), chat_template=template, holdout=0.0)
-    assert [learned(sample) for sample in listed(data)] == ['[{"y": 1}];', '[{"y": 2}];']
-
-
-def test_a_mark_of_the_byte_order_at_the_begin_of_json_lines_is_no_part_of_them(tmp_path):
-    file = tmp_path / "marked.jsonl"
-    file.write_text('{"text": "ab"}\n', encoding="utf-8-sig")
-    data = HuggingFaceData(str(file), byte_tokenizer(), holdout=0.0)
-    assert [s["input_ids"] for s in listed(data)] == [[256, *b"ab", 257]]
 
 
 def ids_of(text: str) -> list[int]:
@@ -542,21 +483,6 @@ def test_whatever_a_record_holds_it_is_named_or_skipped(tmp_path, words, task, s
     assert (len(data), data.num_skipped) == (1, 1)
 
 
-def test_only_bad_records_that_are_listed_are_looked_up(tmp_path, monkeypatch):
-    looked_up = list[int]()
-    name_of = RecordSource.name_of
-
-    def counted(source: RecordSource, part: str, row: int, before: int = 0) -> str:
-        looked_up.append(row)
-        return name_of(source, part, row, before)
-
-    monkeypatch.setattr(RecordSource, "name_of", counted)
-    monkeypatch.setattr("trainer.data.index.LISTED_SKIPS", 2)
-    with pytest.raises(DataError, match=r"4 of 5 records are bad, .*records.jsonl:2: the text"):
-        opened(tmp_path, [{"text": "a"}, *[{"text": 3}] * 4], byte_tokenizer(), on_bad="skip")
-    assert looked_up == [1, 2]
-
-
 class Letters:
     """A tokenizer of a user's own, of which nothing is saved."""
 
@@ -575,21 +501,3 @@ class Letters:
 def test_a_tokenizer_of_one_s_own_with_other_ids_is_not_taken_for_the_one_before(tmp_path):
     found = [opened(tmp_path, [{"text": "abc"}], Letters(first)) for first in (1, 5)]
     assert [listed(data)[0]["input_ids"] for data in found] == [[1, 2, 3, 0], [5, 6, 7, 0]]
-
-
-def test_images_beside_texts_are_not_decoded(tmp_path, monkeypatch):
-    import datasets  # noqa: PLC0415
-
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(stream, format="EPS")  # for which Pillow starts Ghostscript
-    ghostscript = tmp_path / "gs"
-    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
-    ghostscript.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    columns = {"text": ["a b", "c d"], "seen": [[{"bytes": stream.getvalue(), "path": None}]] * 2}
-    kinds = {"text": datasets.Value("string"), "seen": datasets.List(datasets.Image())}
-    data = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
-    data.to_parquet(tmp_path / "a.parquet")
-    opened = HuggingFaceData(str(tmp_path / "a.parquet"), byte_tokenizer(), holdout=0)
-    assert len(opened.splits()["train"]) == 2
-    assert not (tmp_path / "started").exists()

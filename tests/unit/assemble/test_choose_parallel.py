@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.lib.cli_support import prepared
-from tests.lib.run_support import go, overrides, read_json
+from tests.lib.run_support import overrides
 from trainer.assemble.parallel import auto_mode, parallel_mode, parallel_setup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
@@ -15,10 +15,6 @@ from trainer.parallel.setup import ParallelSetup
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 PLAN = "command=plan device=cuda parallel.ranks=4 accum=auto"
-DEEP = (
-    "model._target_=trainer.models.gpt.GPT +model.vocab_size=16 +model.width=64 "
-    "+model.num_layers=3 +model.num_heads=2 +model.max_length=16"
-)
 
 
 @pytest.mark.parametrize(
@@ -32,14 +28,6 @@ def test_the_fewest_shards_that_fit_in_half_of_the_memory_are_taken(memory, loca
     assert found == mode
     assert why.startswith(f"parallel=auto chose {mode}: memory limit ")
     assert "ddp 16.0 MiB" in why
-
-
-@pytest.mark.nightly
-def test_a_plan_of_shards_fits_and_says_why(capsys):
-    plan = read_json(go(f"{PLAN} {DEEP} accum.memory=3MiB steps=1").folder / "plan.json")
-    assert plan["parallel"] == "fsdp"
-    assert plan["parallel_why"] in " ".join(capsys.readouterr().out.split())
-    assert plan["predicted_peak_bytes"] <= plan["memory_limit_bytes"]
 
 
 def test_ordered_sums_are_of_whole_copies_and_no_parallelism_of_one_rank():

@@ -14,7 +14,6 @@ from trainer.assemble.data_sets import open_data
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
-from trainer.data import split as split_module
 from trainer.data.view import DataView
 
 COUNT = 40
@@ -188,20 +187,6 @@ def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so
         built(f"{__name__}.Named")
 
 
-def test_comparing_is_bounded_and_finds_what_lies_elsewhere(monkeypatch):
-    train, held_out = (DataView(Forgetful()), DataView(Forgetful()))
-    train.dataset.rows, held_out.dataset.rows = rows(count=900), rows(600, 300)
-    train, held_out = DataView(train.dataset), DataView(held_out.dataset)
-    monkeypatch.setattr(split_module, "COMPARED", 100)
-    found = split_module.find_overlap(train, held_out)
-    assert found.held_out == 100
-    assert found.training <= 400
-    assert 10 < found.found <= 100
-    monkeypatch.setattr(split_module, "COMPARED_S", 0.0)
-    found = split_module.find_overlap(train, held_out)
-    assert (found.held_out, found.training) == (1, 1)
-
-
 def test_a_share_far_from_the_one_asked_for_is_named():
     Path("books").mkdir()
     for name, size in (("long", 4000), ("short", 2000)):
@@ -217,14 +202,6 @@ def test_a_share_far_from_the_one_asked_for_is_named():
     assert split.rule == rule
 
 
-def test_a_seed_of_a_data_set_is_that_of_the_split_and_not_the_runs():
-    found = []
-    for run, own in ((0, 0), (5, 0), (5, 3)):
-        typed = {"data._target_": f"{__name__}.Seeded", "seed": run, "data.split_seed": own}
-        found.append(parts(checked(typed, "data=own"))[0].dataset.seeds)
-    assert found == [(0, 0), (0, 0), (3, 3)]
-
-
 def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
@@ -233,11 +210,3 @@ def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():
         assert held_out is not None
         found.append(held_out.original_ids(range(len(held_out))).tolist())
     assert found[0] == found[1] != found[2]
-
-
-class Seeded(Forgetful):
-    """Takes both names of a seed."""
-
-    def __init__(self, seed: int, split_seed: int) -> None:
-        super().__init__()
-        self.seeds = seed, split_seed

@@ -12,7 +12,6 @@ from trainer.checkpoint.state import capture
 from trainer.checkpoint.store import MODEL, CheckpointStore
 from trainer.checkpoint.weights import ModelPart, open_weights
 from trainer.core.errors import NoCheckpointError
-from trainer.core.stateful import State
 
 DECAY = 0.9
 
@@ -22,16 +21,6 @@ def move(module: nn.Module) -> None:
     with torch.no_grad():
         for each in module.parameters():
             each.add_(torch.randn_like(each), alpha=int(each.requires_grad))
-
-
-def averaged(module: nn.Module, decay: float = DECAY, updates: int = 5) -> State:
-    """Follow a few updates of a module."""
-    average = WeightAverage(decay)
-    average.begin(module)
-    for step in range(updates):
-        move(module)
-        average.after_update(step + 1)
-    return average.state()
 
 
 def test_the_average_is_that_of_pytorch():
@@ -109,17 +98,3 @@ def test_step_ema_gives_the_average_in_the_place_of_what_is_trained(tmp_path):
         put(store, store.steps()[-1] + 1, *capture({MODEL: ModelPart(module), AVERAGE: average}))
         with pytest.raises(NoCheckpointError, match="step=ema: cannot be used"):
             open_weights(tmp_path, step="ema")
-
-
-def test_what_is_trained_since_is_averaged_from_then_on():
-    module = DoubleNet()
-    module.head.requires_grad_(requires_grad=False)
-    before = averaged(module)
-    module.head.requires_grad_(requires_grad=True)
-    average = WeightAverage(DECAY)
-    average.begin(module)
-    average.load(before)
-    found = average.state()
-    assert found["updates"] == 5
-    assert found["weights"]["head.weight"].equal(module.head.weight)
-    assert found["weights"]["embed.weight"].equal(before["weights"]["embed.weight"])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.reliability.faults import FaultyDisk
 from tests.reliability.support import assert_is, put, state
@@ -58,17 +57,6 @@ def test_every_dtype_keeps_its_bits_and_every_layout_its_values(tmp_path):
     assert length % 8 == 0
     for name, tensor in tensors.items():
         assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
-
-
-def test_the_manifest_is_readable_and_complete(tmp_path):
-    path = put(store_at(tmp_path), 40, *state(40))
-    assert path.name == "step-00000040"
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    assert (manifest["format_version"], manifest["step"]) == (4, 40)
-    assert manifest["files"].keys() == {p.name for p in path.glob("*.safetensors")}
-    size = (path / "model.safetensors").stat().st_size
-    assert manifest["files"]["model.safetensors"]["size"] == size
-    assert load_file(path / "model.safetensors").keys() == {n for n in state(40)[0] if "model" in n}
 
 
 def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):

@@ -1,7 +1,6 @@
 """Weights without the rest: exports, and what a new run may start from."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -115,14 +114,6 @@ def test_weights_may_lie_in_several_files_and_lack_the_model_s_prefix_or_have_on
     again = Tied()
     open_weights(tmp_path / "wrapped.safetensors").fill(again)
     assert_has(again, 2)
-
-
-def test_a_damaged_newest_checkpoint_gives_way_and_is_left_in_place(run):
-    os.truncate(run / "checkpoints" / "step-00000002" / "model.safetensors", 10)
-    model = Tied()
-    open_weights(run).fill(model)
-    assert_has(model, 1)
-    assert (run / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_weights_of_another_model_are_refused_with_names(run):

@@ -9,9 +9,7 @@ from trainer.config.run_config import (
     config_hash,
     contract,
     contract_diff,
-    from_text,
     reading_faults,
-    to_text,
 )
 from trainer.core.coupling import NONE, Coupling
 
@@ -73,14 +71,6 @@ def test_steps_may_grow_and_not_shrink():
     ]
 
 
-def test_auto_precision_is_open_until_the_checkpoint_says_what_it_became():
-    became = contract(checked({"precision": "bf16"}))
-    assert contract_diff(became, contract(checked())) == []
-    assert contract_diff(contract(checked()), contract(checked({"precision": "fp16"}))) == []
-    (fault,) = contract_diff(became, contract(checked({"precision": "fp16"})))
-    assert fault.startswith("precision=fp16: the run has bf16; to change it")
-
-
 def test_an_objective_by_the_model_is_open_likewise_to_a_command_that_reads_a_run():
     became = contract(checked({"objective._target_": "mine.Loss"}, "objective=own"))
     for config in (checked(), checked({"command": "evaluate", "run": "r"})):
@@ -95,12 +85,3 @@ def test_a_contract_survives_json_and_its_hash_knows_it():
     one, same, other = (contract(checked(values)) for values in cases)
     assert json.loads(json.dumps(one)) == one
     assert config_hash(one) == config_hash(json.loads(json.dumps(same))) != config_hash(other)
-
-
-def test_a_config_reaches_other_processes_as_it_is():
-    values = {"batch.stages": {0: 64, 20_000: 256}, "trust": ["a"], "hooks": ["a.Hook"]}
-    values |= {"accum.micro": 4}
-    config = checked(values, "batch=ramp", "accum=fixed")
-    there = from_text(to_text(config))
-    assert there == config
-    assert [*there.batch.params["stages"]] == [0, 20_000]

@@ -20,14 +20,6 @@ from trainer.core.run_folder import (
     step_of,
 )
 
-LETS_GO = """
-import fcntl, sys, time
-file = open(sys.argv[1], "w")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(0.1)
-"""
-
 HOLDS = """
 import sys
 from pathlib import Path
@@ -52,15 +44,6 @@ def test_a_run_is_held_by_one_process_and_free_when_that_dies(tmp_path):
         assert json.loads((tmp_path / ".lock").read_bytes())["pid"] == os.getpid()
 
 
-def test_a_run_is_free_a_moment_after_its_process_was_killed(tmp_path):
-    """A command that the process was just starting has the lock until it runs."""
-    typed = [sys.executable, "-c", LETS_GO, str(tmp_path / ".lock")]
-    with subprocess.Popen(typed, stdout=subprocess.PIPE) as left:
-        assert left.stdout.readline() == b"held\n"
-        with hold(tmp_path):
-            pass
-
-
 def test_the_process_that_holds_a_run_may_hold_it_again_and_clears_what_a_crash_left(tmp_path):
     (tmp_path / ".tmp-status.json-1").write_bytes(b"{")
     (tmp_path / "metrics.jsonl").touch()
@@ -70,16 +53,6 @@ def test_the_process_that_holds_a_run_may_hold_it_again_and_clears_what_a_crash_
         assert is_locked(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "metrics.jsonl"]
     assert not is_locked(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_worker_that_outlives_its_parent_does_not_hold_the_run(tmp_path):
-    with hold(tmp_path):
-        worker = os.fork()
-        if worker == 0:
-            os._exit(has_open(tmp_path / ".lock"))
-        assert has_open(tmp_path / ".lock")
-        assert os.waitpid(worker, 0)[1] == 0
 
 
 def has_open(path):
@@ -112,12 +85,6 @@ def refuse(code):
         raise OSError(code, os.strerror(code))
 
     return refusing
-
-
-def test_a_run_on_a_full_disk_is_held_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "write", refuse(errno.ENOSPC))
-    with hold(tmp_path):
-        assert is_locked(tmp_path)
 
 
 def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):

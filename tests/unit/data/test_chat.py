@@ -233,12 +233,6 @@ def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokeniz
         assert begun == encode_completion(tokenizer, [system, *TALK[:1]], TALK[1:], **settings)
 
 
-def test_without_answers_alone_every_token_is_learned(tokenizer):
-    ids, counts = encode_completion(tokenizer, (), TALK, chat_template=CHATML, learns_all=True)
-    assert ids == encode_completion(tokenizer, (), TALK, chat_template=CHATML)[0]
-    assert all(counts)
-
-
 @pytest.mark.parametrize(
     ("messages", "template", "words"),
     [

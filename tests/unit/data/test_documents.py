@@ -11,7 +11,7 @@ import pytest
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data.documents import BOS, EOS
-from trainer.data.stdlib import StdlibText, top_level_definitions
+from trainer.data.stdlib import StdlibText
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +62,6 @@ def test_documents_are_functions_and_classes_of_files_that_parse_and_others_are_
     assert reasons == ["broken.py", "null.py", "undecodable.py"]
     with pytest.raises(DataError, match="no Python source below"):
         StdlibText(root=str(library / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    ("source", "documents"),
-    [
-        (
-            b"def a():\r\n    pass\r\n\r\nclass B: pass\r\n",
-            [b"def a():\r\n    pass", b"class B: pass"],
-        ),
-        (b"\xef\xbb\xbfdef a(): pass\n", [b"def a(): pass"]),
-        (b"# coding: latin-1\ndef a(): '\xe4'\n", ["def a(): 'ä'".encode()]),
-        (
-            b"'\xe2\x82\xac'; x = 1\ndef a(): '\xe2\x82\xac'; y = 1\nz = 2",
-            ["def a(): '€'; y = 1".encode()],
-        ),
-        (b"x = 1\n", []),
-    ],
-)
-def test_source_segments_are_exact_under_every_line_end_and_encoding(source, documents):
-    assert top_level_definitions(source) == documents
 
 
 @pytest.mark.parametrize("max_length", [2, 3, 31, 10_000])

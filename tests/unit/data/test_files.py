@@ -126,16 +126,6 @@ def test_text_and_hf_read_the_same_of_the_same_file(name, folder):
         assert any("1 without text left out" in row for row in rows) == (name != "a.txt")
 
 
-@pytest.mark.parametrize("read", [text, hf])
-def test_a_list_of_json_that_is_cut_short_names_its_file(read, folder):
-    (folder / "a.json").write_text('[{"text": "a"},\n {"text": "b"}')
-    with pytest.raises(DataError, match=r"a\.json:1: not JSON \(.*line 2"):
-        read(folder / "a.json")
-    (folder / "a.json").write_text('[{"text": "a"},\n {"text": 3}]')
-    with pytest.raises(DataError, match=r"a\.json: record 2: .* of type int"):
-        read(folder / "a.json")
-
-
 def write_value(kind: str, path: Path, value: str) -> None:
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
     import pyarrow as pa  # noqa: PLC0415
@@ -204,15 +194,6 @@ def test_labels_of_a_table_are_numbers_where_all_are_and_else_words(labels, name
     assert (data.label_names and [*data.label_names]) == names
     assert [data[i]["labels"].item() for i in range(len(data))] == numbers
     assert data.num_classes == (1 if isinstance(numbers[0], float) else max(numbers) + 1)
-
-
-def test_a_cell_without_a_label_is_named_and_numbers_may_be_names_of_classes(folder):
-    (folder / "a.csv").write_text("text,label\na,good\n\nb,\n")
-    with pytest.raises(DataError, match=r"a\.csv:4: the label '' is not one of good"):
-        hf(folder / "a.csv", "sequence_classification")
-    (folder / "a.csv").write_text("text,label\na,2\nb,1\n")
-    data = hf(folder / "a.csv", "sequence_classification", label_names=["NA", "1", "2"])
-    assert [int(data[i]["labels"]) for i in range(2)] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The index on disk, and which samples are held out."""
 
-import json
 import threading
 from itertools import pairwise
 
@@ -124,11 +123,3 @@ def test_both_sides_of_a_split_hold_something_where_they_can(count, holdout):
     assert held_out < max(count, 1)
     if 1 < held_out < count - 1:
         assert abs(held_out - count * holdout) <= 0.5
-
-
-def test_an_index_without_a_key_is_built_again_and_its_folder_is_the_users_alone(cache, caplog):
-    index = opened(DOCUMENTS)
-    assert (cache.stat().st_mode & 0o777) == 0o700
-    (index.path / "index.json").write_text(json.dumps({"key": index.key}))
-    assert contents(opened(DOCUMENTS)) == DOCUMENTS
-    assert "rebuilding" in caplog.text

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,16 +181,6 @@ def test_packed_padded_and_empty_requests_hold_their_tokens_and_no_others(loader
     assert len(loader_of(Collating()).load(Request((), 0, 0))["sum"]) == 0
 
 
-def test_a_new_stream_starts_cleanly_after_one_that_was_left(loader_of):
-    loader = loader_of(Ragged(), 2)
-    for _ in loader.stream(iter(REQUESTS * 5)):
-        break
-    expected = [loader.load(r) for r in REQUESTS]
-    assert all(map(same, loader.stream(iter(REQUESTS)), expected))
-    loader.close()
-    assert all(map(same, loader.stream(iter(REQUESTS)), expected))
-
-
 class Signals(Ragged):
     def __getitem__(self, i):
         ignored = [signal.getsignal(s) == signal.SIG_IGN for s in SIGNALS]
@@ -207,15 +196,6 @@ def test_workers_ignore_the_signals_that_ask_the_run_to_stop(loader_of):
     os.kill(int(fields["pid"][0]), signal.SIGINT)
     os.kill(int(fields["pid"][0]), signal.SIGHUP)
     assert {int(fields["pid"][0]) for fields in stream} == {int(fields["pid"][0])}
-
-
-def test_closing_does_not_wait_for_a_worker_that_hangs(loader_of, monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    loader = loader_of(Failing(lambda: time.sleep(60)), 1)
-    next(loader.stream(iter([request(0), request(4)])))
-    begin = time.monotonic()
-    loader.close()
-    assert time.monotonic() - begin < 20
 
 
 # Faults
@@ -234,11 +214,6 @@ def test_an_error_in_the_data_set_names_sample_cause_and_place_in_one_line(loade
     split = split_by_seed(Failing(broken), "train", 0.3, 0)  # which keeps the ids of the whole
     with pytest.raises(DataError, match="sample 4 of Failing: KeyError"):
         loader_of(split, num_workers).load(Request((ids_of(split).index(4),), 0, 9))
-
-
-def test_a_worker_that_dies_is_a_data_error(loader_of):
-    with pytest.raises(DataError, match=r"a DataLoader worker died.*num_workers=0"):
-        list(loader_of(Failing(lambda: os._exit(3)), 1).stream(iter([request(4)])))
 
 
 class Heavy(Ragged):
@@ -315,20 +290,6 @@ def test_arrays_of_any_stride_and_byte_order_are_copied_and_others_say_why(loade
         text = rf"field 'x' is a .*, which cannot become a dense tensor \(.*{why}.*\); return"
         with pytest.raises(DataError, match=text):
             loader_of(Listed([{"x": value}])).load(Request((0,), 0, 1))
-
-
-def test_complex_numbers_are_compared_with_no_range(loader_of):
-    loader = loader_of(Listed([{"labels": 1j, "x": [1.0]}]), limits={"labels": 3})
-    assert loader.load(Request((0,), 0, 1))["labels"].tolist() == [1j]
-
-
-def test_a_length_that_no_order_can_take_is_refused():
-    class Endless(Ragged):
-        def __len__(self):
-            return 2**62
-
-    with pytest.raises(DataError, match=f"`__len__` of Endless gives {2**62}, and a .* {2**32} s"):
-        DataView(Endless())
 
 
 class GradientsOff(Ragged):
@@ -538,20 +499,6 @@ def test_lengths_that_cannot_be_right_or_measured_are_refused(dataset, text):
 
 
 # Splits and fingerprints of data sets that bring none
-
-
-def test_a_split_by_seed_holds_every_sample_once_and_moves_with_the_seed():
-    dataset = Listed([{"row": [float(k)]} for k in range(20)])
-    for seed in range(3):
-        sides = [split_by_seed(dataset, side, 0.25, seed) for side in ("train", "held_out")]
-        assert [len(side) for side in sides] == [15, 5]
-        rows = [side.read(i, seed=0, epoch=0)["row"] for side in sides for i in range(len(side))]
-        assert sorted(map(float, rows)) == [float(k) for k in range(20)]
-    chosen = {tuple(ids_of(split_by_seed(dataset, "held_out", 0.25, s))) for s in range(5)}
-    assert len(chosen) > 1
-    assert len(split_by_seed(dataset, "held_out", 0.0, 0)) == 0
-    with pytest.raises(DataError, match="Listed holds no samples"):
-        split_by_seed(Listed([]), "train", 0.1, 0)
 
 
 def test_a_fingerprint_is_the_data_set_s_own_or_follows_class_lengths_and_contents():

@@ -97,14 +97,6 @@ def test_a_source_begins_anew_or_gives_samples_at_even_distances(stopping, weigh
     assert view.lengths[:].tolist() == lengths
 
 
-def test_the_start_says_whether_a_source_is_seen_in_part_or_again():
-    facts = RunFacts(total_steps=1, world_size=1, noun="sample")
-    part = mixed("first_exhausted", 1)["train"].describe_records(facts)
-    again = mixed("all_exhausted", 1)["train"].describe_records(facts)
-    assert part[1].text == "b: weight 1, 8 of 24 samples, the same 33.3% in every epoch"
-    assert again[0].text == "a: weight 1, 24 of 8 samples, each 3.00 times an epoch"
-
-
 def test_a_sample_is_named_by_its_source_and_a_source_without_samples_is_refused():
     class Bad(Rows):
         def __getitem__(self, i: int) -> dict[str, torch.Tensor]:

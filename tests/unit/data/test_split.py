@@ -31,17 +31,6 @@ def test_every_sample_is_held_out_as_often_over_seeds():
     assert len(set(chosen.tolist())) > 10, "no fixed place in its stretch"
 
 
-def test_the_last_places_of_ten_billion_samples_are_exact():
-    whole = 10**10
-    for held_out in (whole // 20, whole // 11):
-        (last,) = held_out_ids(whole, held_out, 0, np.array([held_out - 1])).tolist()
-        ours = whole - held_out
-        near = train_ids(whole, held_out, 0, np.arange(ours - 99, ours)).tolist()
-        assert set(range(near[0], whole)) - set(near) >= {last}
-        assert len(set(near)) == 99
-        assert near[-1] == whole - 1 - (last == whole - 1)
-
-
 class Rows:
     """Samples without tokens, of any number."""
 

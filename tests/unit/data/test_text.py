@@ -146,10 +146,3 @@ def test_data_that_hold_nothing_are_not_there_or_vanish_are_a_data_error(tmp_pat
     monkeypatch.setattr("trainer.data.text.files_at", lambda *_, **__: listing)
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
         Text(str(tmp_path))
-
-
-def test_copies_of_a_document_stay_on_one_side(tmp_path):
-    file = jsonl(tmp_path / "data.jsonl", *({"text": f"text {k % 10}"} for k in range(50)))
-    train, held_out = (texts(file, split=split, holdout=0.3) for split in ("train", "held_out"))
-    assert (len(train), len(held_out)) == (35, 15)
-    assert not set(train) & set(held_out)

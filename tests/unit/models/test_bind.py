@@ -128,29 +128,6 @@ class RescaledUncounted(Rescaled):
         weight.data.mul_(factor)
 
 
-class Sharpness(Sum):
-    """Walks every micro-batch twice, the second time from weights moved up the gradient (SAM)."""
-
-    def moved(self, weight: Tensor, by: Tensor) -> None:
-        with torch.no_grad():
-            weight += by
-
-    def walk(self, model: Any, objective: Any, *rest: Any, **how: Any) -> Computed:
-        super().walk(model, objective, *rest, **how)
-        collectives = [p.grad for p in model.parameters]
-        for weight, move in zip(model.parameters, collectives, strict=True):
-            self.moved(weight, move)
-            weight.grad = None
-        found = super().walk(model, objective, *rest, **how)
-        for weight, move in zip(model.parameters, collectives, strict=True):
-            self.moved(weight, -move)
-        return found
-
-
-class EachSharpness(Sharpness, Each):
-    """The same with casts in every call."""
-
-
 class Counts(TorchDispatchMode):
     """Counts conversions of a weight to bfloat16."""
 
@@ -206,10 +183,6 @@ def test_gradients_are_those_of_casting_in_every_call(model, strategy):
     assert_as_in_every_call(bench(model, strategy), bench(model, Each()))
 
 
-def test_weights_that_a_strategy_moves_between_two_walks_are_cast_again():
-    assert_as_in_every_call(bench(Plain, Sharpness()), bench(Plain, EachSharpness()))
-
-
 def test_a_weight_that_is_written_without_a_count_is_cast_in_every_call_of_all_steps():
     made = bench(RescaledUncounted, Sum())
     for _ in range(2):
@@ -258,15 +231,6 @@ def test_a_field_of_another_dtype_than_the_weights_is_named_with_what_to_do(laye
     if dtype == torch.float64:
         float64(fields)
     layer.float()
-
-
-def test_other_errors_about_dtypes_blame_no_field():
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    fields = {"input_ids": torch.tensor([1]), "x": torch.ones(2, 4)}
-    with pytest.raises(RuntimeError, match="must have the same dtype"):
-        bind(Takes(mixed))(fields)
-    with pytest.raises(RuntimeError, match="Long, Int"):
-        bind(Takes(nn.Embedding(4, 4)))({**fields, "x": torch.ones(2)})
 
 
 def llama() -> nn.Module:

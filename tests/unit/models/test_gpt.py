@@ -14,7 +14,7 @@ from trainer.data.collate import pack_samples
 from trainer.models.attention import BLOCK, Documents, causal_attention, has_varlen_kernel
 from trainer.models.bind import bind
 from trainer.models.check import refuse_lazy
-from trainer.models.gpt import GPT, Attention, rotary_tables, rotate
+from trainer.models.gpt import GPT, Attention
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
 GPT2 = {"norm": "layer", "mlp": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -78,15 +78,6 @@ def test_packed_documents_give_the_logits_and_gradients_of_documents_alone(optio
     assert (packed - model(row)[:, :12]).abs().max() > 1e-3, "without boundaries it differs"
 
 
-def test_rotary_products_depend_on_the_distance_alone():
-    positions = torch.tensor([[0, 3, 10, 13]])
-    x = torch.randn(1, 1, 2, 1, 8, dtype=torch.float64).expand(1, 4, 2, 1, 8)
-    q, k = rotate(x, rotary_tables(positions, 8, torch.float64))[0, :, :, 0].unbind(1)
-    torch.testing.assert_close(q[1] @ k[0], q[3] @ k[2], **CLOSE)
-    torch.testing.assert_close(q[0], x[0, 0, 0, 0], **CLOSE)
-    torch.testing.assert_close(q.norm(dim=-1), x[0, :, 0, 0].norm(dim=-1), **CLOSE)
-
-
 def deviations(**options) -> dict[str, float]:
     torch.manual_seed(0)
     model = GPT(vocab_size=500, width=128, num_layers=8, num_heads=4, **options)
@@ -110,21 +101,6 @@ def test_fresh_weights_keep_the_variance_of_what_passes_or_have_the_deviations_o
     for name, std in deviations(bias=True, norm="layer", tied=True, init_std=0.02).items():
         expected = 0.02 / math.sqrt(16) if name.endswith("out.weight") else 0.02
         assert std == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "backend"),
-    [
-        (TINY, "eager"),
-        *(nightly(options, "aot_eager") for options in (TINY, TINY | GPT2)),
-    ],
-    ids=["modern", "modern, with its backward", "gpt2, with its backward"],
-)
-def test_the_model_is_one_graph_to_the_compiler(options, backend):
-    model = make(options)
-    with without_torchs_warnings():
-        logits = compile_whole(model, backend)(tokens(2, 6))
-    torch.testing.assert_close(logits, model(tokens(2, 6)), **CLOSE)
 
 
 @contextmanager
@@ -196,15 +172,6 @@ def test_the_kernel_is_taken_where_a_gpu_has_it_and_never_on_a_cpu():
         {"dropout": 0.1},
     ):
         assert not has_varlen_kernel(**asked | other)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is CUDA's")
-def test_variable_length_attention_agrees_with_documents_one_by_one():
-    model = make({**TINY, "width": 64}).bfloat16().cuda()
-    row, cu_seqlens = tokens(1, 12).cuda(), torch.tensor([0, 4, 12]).cuda()
-    packed = model(row, cu_seqlens=cu_seqlens)
-    alone = torch.cat([model(row[:, :4]), model(row[:, 4:])], dim=1)
-    torch.testing.assert_close(packed, alone, rtol=0.05, atol=0.1)
 
 
 def attended_and_gradients(given: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -282,14 +249,6 @@ def test_a_model_gets_the_boundaries_of_packed_documents_in_its_own_words():
 def test_a_required_parameter_without_a_field_is_named_with_the_fields_there_are(module, fault):
     with pytest.raises(ConfigError, match=fault):
         bind(module)({"tokens": torch.ones(1), "labels": torch.ones(1)})
-
-
-def test_autocast_covers_the_model_and_nothing_else():
-    linear = nn.Linear(2, 2)
-    call = bind(nn.Sequential(linear), autocast=torch.bfloat16)
-    assert call({"input": torch.ones(1, 2)}).dtype == torch.bfloat16
-    assert linear(torch.ones(1, 2)).dtype == torch.float32
-    assert bind(linear)({"input": torch.ones(1, 2)}).dtype == torch.float32
 
 
 def test_a_lazy_model_is_refused_by_the_name_of_a_weight_and_others_pass():

@@ -78,17 +78,3 @@ def test_weights_that_are_computed_from_those_in_the_files_have_no_place(name, c
         lazy = hugging_face(str(tmp_path))
     assert not hasattr(lazy, FIRST_WEIGHTS)
     assert next(lazy.parameters()).is_meta
-
-
-def test_tied_weights_that_a_file_holds_twice_have_no_place(tmp_path):
-    save(tmp_path, "GPT2LMHeadModel", "GPT2Config")
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415
-
-    tensors = {k: v for f in tmp_path.glob("*.safetensors") for k, v in load_file(f).items()}
-    for file in [*tmp_path.glob("model*")]:
-        file.unlink()
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    whole, lazy = both(tmp_path)
-    assert whole.lm_head.weight is whole.transformer.wte.weight
-    assert not hasattr(lazy, FIRST_WEIGHTS)

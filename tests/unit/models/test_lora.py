@@ -121,13 +121,3 @@ def test_heads_that_peft_trains_whole_are_so_here():
     assert model.peft_config["default"].modules_to_save == ["classifier"]
     assert model.peft_config["default"].task_type == "TOKEN_CLS"
     assert isinstance(model, transformers.BertForTokenClassification)
-
-
-def test_a_bias_that_its_layer_has_no_place_for_is_not_merged_in_a_line():
-    lora = Lora(r=2, lora_bias=True)
-    with pytest.warns(UserWarning, match="has no bias"):
-        model = lora(gpt())
-    with pytest.raises(
-        ConfigError, match=r"^export\.merge=true: peft cannot merge blocks\.0.*bias"
-    ):
-        lora.merge(model)

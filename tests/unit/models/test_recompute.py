@@ -69,12 +69,6 @@ def test_the_blocks_of_a_model_are_found_and_its_names_stay():
     assert checkpoint_blocks(ConvNet()) == 0
 
 
-def test_small_lists_beside_a_large_one_are_left_alone():
-    sizes = {"layers": 30, "heads": 3}
-    lists = {n: nn.ModuleList(nn.Linear(k, k) for _ in range(4)) for n, k in sizes.items()}
-    assert blocks_of(nn.ModuleDict(lists)) == tuple(lists["layers"])
-
-
 class Running(nn.Module):
     """Reads what it writes: a mean in place, a count in a new tensor, draws, and what it saves.
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from tests.lib.heads import save_causal_model
@@ -77,8 +76,3 @@ def test_a_recipe_gives_no_setting_that_may_name_code(name):
     if name == "attn_implementation":
         module = built("BertModel", **TINY, attn_implementation="eager")
         assert module.config._attn_implementation == "eager"
-
-
-def test_a_config_of_ones_own_stays_what_was_typed():
-    config = transformers.BertConfig(**TINY, num_labels=5)
-    assert built("BertForSequenceClassification", config=config).classifier.out_features == 5

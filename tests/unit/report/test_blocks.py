@@ -217,19 +217,6 @@ def test_figures_of_hooks_are_shown_with_four_digits_of_evaluations_too(tmp_path
     assert "b: loss 3.5000  bleu 0.03123  (1.0 s)\n" in file.getvalue()
 
 
-def test_samples_of_length_one_are_called_samples_everywhere(tmp_path, monkeypatch):
-    plan = PLAN | {"num_samples": 57, "num_tokens": 57}
-    file = io.StringIO()
-    reporter = RunReporter(tmp_path, Screen(tmp_path, file=file))
-    reporter.start(ROWS, plan)
-    reporter.step(record(1))
-    reporter.finish(RESULT | {"tokens_per_second": 53.0}, [])
-    reporter.close()
-    for words in ("41.2k samples/s", "53 samples/s"):
-        assert words in file.getvalue()
-    assert "token" not in shown(plan_block(ROWS[:1], plan, FILE), monkeypatch, 120)
-
-
 class Gone(io.StringIO):
     def write(self, text):
         raise OSError(5, "Input/output error")

@@ -82,15 +82,6 @@ def test_mending_keeps_whole_lines_up_to_the_step_and_nothing_else(
     assert [p.name for p in path.parent.iterdir()] == [RunFolder.METRICS]
 
 
-def test_a_folder_in_place_of_a_log_is_one_clear_line(tmp_path):
-    for name in (RunFolder.METRICS, RunFolder.SAMPLES):
-        (tmp_path / name).mkdir()
-        with pytest.raises(SaveError, match=f"{name}: could not be .*: it is no regular file; mo"):
-            MetricsLog(tmp_path, print, resumed_step=3)
-        assert read(tmp_path / name) == [], "as where the end of such a run is recorded"
-        (tmp_path / name).rmdir()
-
-
 def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
     warnings: list[str] = []
     log, disk = MetricsLog(tmp_path, warnings.append), Full(room=450)
@@ -106,26 +97,6 @@ def test_a_full_disk_stops_nothing_is_told_once_and_loses_no_line(tmp_path):
     assert [e["step"] for e in strictly(tmp_path / RunFolder.METRICS)] == [1, 2, 3, 4, 5, 6]
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_on_an_accelerator_a_step_is_written_when_the_next_arrives_without_a_sync(tmp_path):
-    log, loss = MetricsLog(tmp_path, pytest.fail), torch.zeros((), device="cuda")
-    log.step(record(1, loss=loss, grad_norm=1.0))
-    log.flush()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for step in (2, 3):
-            loss += 1
-            torch.cuda._sleep(200_000_000)
-            written = log.step(record(step, loss=loss, grad_norm=1.0))
-            assert [entry["step"] for entry in written] == ([2] if step == 3 else [])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    log.evaluation(0, {"": {"loss": 1.0}}, 1.0)
-    log.sync()
-    entries = [e for e in strictly(tmp_path / RunFolder.METRICS) if "loss" in e]
-    assert [(e["step"], e["loss"]) for e in entries] == [(1, 0.0), (2, 1.0), (3, 2.0)]
 
 
 # What a run records about where it ran

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from tests.lib.run_toys import Plain, Rows
-from trainer.core.errors import DataError, DoesNotFitError
+from trainer.core.errors import DoesNotFitError
 from trainer.core.world import World
 from trainer.data.loader import Loader
 from trainer.data.view import DataView
@@ -143,15 +143,6 @@ def test_a_sample_beyond_what_memory_allows_is_named_by_its_id():
     source.close()
 
 
-class Torn(Rows):
-    """Fails at one sample."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        if index == 20:
-            raise ValueError("torn")
-        return super().__getitem__(index)
-
-
 class Gated(Rows):
     """Counts the samples that are read ahead, which are read only while the gate is open."""
 
@@ -197,20 +188,6 @@ def test_a_pause_stops_the_thread_between_two_steps_and_loses_none():
     assert data.read_ahead <= 8
     expected = walk(feed(), 4, ahead=False)[1:]
     assert [content(source.next()) for _ in range(3)] == [content(batch) for batch in expected]
-    source.close()
-
-
-def test_a_step_that_failed_ahead_of_time_is_tried_again_in_its_place():
-    order, source = Order(44, 0, ConstantSize(global_batch=8)), feed(data=Torn())
-    failing = order.start
-    while 20 not in (samples := order.next(failing)).ids:
-        failing = samples.after
-        source.next()
-        source.prefetch()
-    for _ in range(2):
-        with pytest.raises(DataError, match="sample 20 of Torn"):
-            source.next()
-        assert source.cursor == failing
     source.close()
 
 

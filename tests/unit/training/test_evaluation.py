@@ -19,19 +19,14 @@ from tests.lib.support import VOCABULARY, Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.world import World
-from trainer.data.loader import AHEAD, Loader, Request
-from trainer.models.bind import bind
+from trainer.data.loader import AHEAD, Loader
 from trainer.models.gpt import GPT
 from trainer.objectives import next_token
-from trainer.objectives.base import Sums
-from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES
 from trainer.objectives.next_token import NextToken, shifted_labels
-from trainer.parallel.base import Replicated
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
-from trainer.training.coupled_evaluation import CollectedRows
 from trainer.training.evaluation import (
     HeldOut,
     _attempt,
@@ -270,33 +265,6 @@ def test_modes_generators_buffers_and_gradients_are_left_as_found():
     assert found() == before
 
 
-class Counting(TinyLM):
-    """Writes a weight in every forward, in evaluations too."""
-
-    @torch.no_grad()
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.head.weight.mul_(1.1)
-        return super().forward(input_ids)
-
-
-def test_a_weight_that_a_forward_writes_is_cast_again():
-    def lay_out(module: nn.Module, world: World) -> Replicated:
-        call = bind(module, autocast=torch.bfloat16)
-        return Replicated(module, call, [*module.parameters()], world)
-
-    losses = []
-    for forgets in (False, True):
-        bench = Bench(Budget(max_tokens=100), torch.float32, model=Counting, lay_out=lay_out)
-        call = bench.context.model.call
-        forget = torch.clear_autocast_cache if forgets else int
-        bench.context.model.call = lambda fields, call=call, forget=forget: (
-            forget(),
-            call(fields),
-        )[1]
-        losses.append(evaluated(bench, held_out(24))["loss"])
-    assert losses[0] == losses[1]
-
-
 class Memory(nn.Module):
     """A model with room for so many positions in evaluation, and one such failure each time."""
 
@@ -333,44 +301,3 @@ def test_held_out_data_without_a_label_give_not_a_number():
     data.masked = set(range(9))
     found = evaluated(Bench(Budget(max_tokens=60)), held_out(60, data))
     assert found == pytest.approx({"loss": float("nan"), "accuracy": float("nan")}, nan_ok=True)
-
-
-class Called(NextToken):  # type: ignore[misc] # final
-    """Two losses, one of which has the name of their sum."""
-
-    metric_names = ()
-
-    def weights(self, fields):
-        (weight, *_) = super().weights(fields).values()
-        return {"loss": weight, "aux": weight}
-
-    def sums(self, model, fields):
-        loss = super().sums(model, fields).losses["cross_entropy"]
-        return Sums(losses={"loss": loss, "aux": 2 * loss})
-
-
-def test_the_loss_is_the_sum_of_all_though_one_is_called_so():
-    found = evaluated(Bench(Budget(max_tokens=60), objective=Called()), held_out(60))
-    assert found["loss"] == pytest.approx(1.5 * found["aux"])
-
-
-class Borrowed(CoupledObjective):
-    """Gives a view of a parameter, which sharded layouts free behind a forward."""
-
-    def weights(self, fields):
-        return {"loss": float(len(fields["x"]))}
-
-    def rows(self, model, fields):
-        return {"scale": model(fields).expand(len(fields["x"]))}
-
-    def sums_of_rows(self, rows):
-        return Sums(losses={"loss": rows["scale"].sum()})
-
-
-def test_rows_that_are_views_of_a_parameter_outlive_it():
-    parameter, fields = torch.ones(()), {"x": torch.zeros(3)}
-    collected = CollectedRows(Borrowed(), {0: 0, 1: 1, 2: 2})
-    [*collected.noted(iter([Request(ids=(0, 1, 2), epoch=0, pad_to=1)]))]
-    collected.add(lambda _: parameter, fields)
-    parameter.fill_(math.nan)
-    assert collected.sums(World(), [{"loss": [3.0]}]).losses["loss"] == 3.0

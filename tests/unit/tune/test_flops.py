@@ -12,16 +12,13 @@ from tests.lib.tune_support import (
     ConvNet,
     Encoder,
     PerToken,
-    Stubborn,
     gpt,
     images,
     text,
     workload,
 )
 from trainer.config.cards import CARDS, CardName, card_of, reported_as
-from trainer.core.errors import ConfigError
 from trainer.data.collate import Limits
-from trainer.models.gpt import GPT
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import Objective
 from trainer.objectives.classify import Classify
@@ -29,7 +26,6 @@ from trainer.objectives.next_token import NextToken
 from trainer.tune.flops import (
     LAUNCH_S,
     PEAK_SHARE,
-    USUAL_FIXED,
     ComputeCounts,
     card_cost,
     count_compute,
@@ -81,11 +77,6 @@ def test_samples_without_a_length_and_frozen_weights_count_what_is_computed():
     assert count(encoder).products < 0.6 * whole.products
 
 
-def test_a_model_that_needs_values_is_not_counted_and_costs_what_is_usual():
-    assert count_compute(workload(Stubborn()), 8) is None
-    assert card_cost(None, card_of("h100"), "bf16").fixed == USUAL_FIXED
-
-
 def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_one():
     counts = count_compute(workload(Encoder(width=768, num_blocks=12)), 8)
     assert counts is not None
@@ -100,13 +91,6 @@ def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_on
     assert usual.seconds_per_token is None, "of a GPU that nobody names, time is unknown"
     assert small.fixed < usual.fixed < large.fixed
     assert card_cost(counts, card_of("h100"), "fp32").fixed < large.fixed / 10
-
-
-def test_what_a_model_says_of_a_sample_that_is_too_long_is_said_at_once():
-    """Not taken for an inability to run fake, after which minutes of real probes would follow."""
-    model = GPT(vocab_size=VOCABULARY, width=8, num_layers=1, num_heads=2, max_length=16)
-    with pytest.raises(ConfigError, match=r"^model\.max_length: 16 is less than the 64 tokens"):
-        count_compute(workload(model, text(64)), 64)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Predicted memory against memory measured by the same steps on real tensors."""
 
 import copy
-import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import (
@@ -29,14 +28,13 @@ from tests.lib.tune_support import (
 from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
-from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives import next_token
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import memory_limit, reserve_share
-from trainer.tune.predict import UNFUSED, CannotRunFake, Predictor, predict_peak, probe_peak
+from trainer.tune.predict import UNFUSED, Predictor, predict_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Workload
 
@@ -182,17 +180,6 @@ def test_a_compiled_model_is_predicted_with_what_its_graphs_save(
     assert 0.99 * measured < found < 1.1 * measured
 
 
-@pytest.mark.usefixtures("no_graphs")
-@pytest.mark.nightly
-def test_a_fake_that_cannot_be_compiled_is_predicted_as_it_is():
-    model, shape = gpt(), Shape(4, 32)
-    checkpoint_blocks(model)  # its graphs ask for the state of the random generator
-    work = workload(model)
-    predict = Predictor(replace(work, compiled=True), Shape(1, 32))
-    assert predict(shape) == predict_peak(work, shape)
-    assert "with fake tensors, uncompiled (cannot run" in predict.method
-
-
 def sharded(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
     """The work of the first of two ranks that share a model."""
     setup = ParallelSetup(mode="fsdp", replicas=1, sync=Deferred())
@@ -208,63 +195,6 @@ def test_shards_compute_with_the_activations_of_the_whole_model_in_the_run_s_pre
         found.append(predict_peak(work, shape).activations)
         assert found[-1] == predict_peak(replace(work, fake_ranks=None), shape).activations
     assert found[1] < 0.7 * found[0]
-
-
-def test_a_model_on_the_meta_device_that_needs_values_is_not_built():
-    with torch.device("meta"):
-        model = Stubborn()
-    work = replace(sharded(model), weights={})
-    with pytest.raises(CannotRunFake, match="_local_scalar_dense"):
-        Predictor(work, Shape(1, 64))(Shape(4, 64))
-
-
-class Recurrent(nn.Module):
-    """Layers whose kernel on a CPU keeps a workspace that its fake has none of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.rnn = nn.LSTM(32, 32, 2, batch_first=True)
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.head(self.rnn(self.embedding(input_ids))[0])
-
-
-def test_a_recurrent_layer_is_predicted_with_its_workspace():
-    work, shape = workload(Recurrent(), text(16)), Shape(8, 16)
-    predict = Predictor(work, Shape(1, 16))
-    measured = measured_peak(work, shape).peak_bytes
-    assert predict(shape).peak_bytes == pytest.approx(measured, rel=0.05)
-    if predict_peak(work, shape).peak_bytes < 0.9 * measured:
-        assert "real probes" in predict.method
-        assert "a fake forward holds" in predict.method
-
-
-class Grouped(nn.Module):
-    """Asks for a kernel that refuses to run fake in single precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 8, 8))
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        rows = input_ids.flatten()[:, None].expand(-1, 8).to(self.weight.dtype)
-        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
-        return torch._grouped_mm(rows, self.weight, offs=ends)
-
-
-def test_a_fake_run_that_fails_says_nothing_of_its_own(capfd):
-    with pytest.raises(CannotRunFake, match="Expected"):
-        predict_peak(workload(Grouped()), Shape(2, 8))
-    assert not capfd.readouterr().err
-    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
-
-
-def test_probes_count_the_optimizer_even_where_its_step_is_the_peak():
-    work, shape = workload(Encoder(width=64, num_blocks=1)), Shape(1, 2)
-    measured = measured_peak(work, shape).peak_bytes
-    assert probe_peak(work, shape)(shape).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 def test_a_storage_counts_once_and_until_it_is_freed():
@@ -361,15 +291,3 @@ def test_the_prediction_has_the_logits_of_one_chunk_and_not_of_all_positions():
     few = Shape(1, 128)
     measured = measured_peak(work, few).peak_bytes
     assert predict_peak(work, few).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(("shortest", "lengths"), [(1, {128, 64}), (100, {200, 100}), (300, {300})])
-def test_no_probe_is_shorter_than_the_shortest_sample(shortest, lengths):
-    work, made = workload(Encoder(width=8, num_blocks=1)), set()
-
-    def make(num_samples, length):
-        made.add(length)
-        return work.make_fields(num_samples, length)
-
-    probe_peak(replace(work, make_fields=make, shortest=shortest), Shape(1, 300))
-    assert made == lengths

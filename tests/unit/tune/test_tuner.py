@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import re
-import warnings
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,7 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, gpt, measured_peak, workload
+from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Auto
@@ -123,19 +121,6 @@ def test_the_chosen_cap_is_within_5_percent_of_the_largest_that_fits(book):
     assert found.predicted.peak_bytes <= found.limit_bytes == 400_000
 
 
-def test_few_shapes_are_run_to_find_what_fits():
-    batches = [np.full(512, 128)]
-    sizes = {"longest": 128, "shortest": 128, "batches": batches}
-    for limit, most in ((10**10, 3), (6 * 10**7, 4)):
-        book = TuningCache()
-        found = tune(question(gpt(), limit, **sizes), book)
-        assert len(book.facts[False].peaks) <= most
-        (row,) = [row for row in found.candidates if row.chosen]
-        largest = Shape(found.max_tokens // 128, 128)
-        assert row.predicted_bytes == predict_peak(workload(gpt()), largest).peak_bytes
-        assert row.predicted_bytes > 0.95 * limit or found.max_tokens == 512 * 128
-
-
 def test_a_model_that_cannot_run_fake_is_tuned_by_probes_and_says_so():
     asked = question(Stubborn(), limit=1_000_000)
     found = tune(asked)
@@ -186,14 +171,6 @@ def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(t
     again = tune(broken, TuningCache.open(facts, tmp_path))
     assert (again.max_tokens, again.candidates) == (found.max_tokens, found.candidates)
     assert "earlier run" in again.method
-
-
-def test_no_sample_is_timed_that_is_shorter_than_any_of_the_data():
-    model, book = Paced(), TuningCache()
-    lengths = np.array([100, 200, 300] * 4)
-    changes = {"batches": [lengths], "longest": 300, "shortest": 100}
-    tune(question(model, timed=True, num_steps=10**6, **changes), book, clock=model.clock)
-    assert min(shape.length for shape in book.facts[False].seconds) == 100
 
 
 FLAT = [1.0] * 6
@@ -261,17 +238,6 @@ def test_a_model_too_slow_for_two_timings_gets_the_usual_cap_and_says_so():
     assert "too slow to compare sizes: the most usual one is taken" in found.method
 
 
-@pytest.mark.nightly
-def test_a_compiled_model_is_timed_compiled_and_left_as_it_was():
-    book, asked = TuningCache(), question(gpt(), timed=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own compiler
-        found = tuner.tune(replace(asked, work=replace(asked.work, compiled=True)), book)
-    assert len(book.facts[False].seconds) > 2, "compiling took no time of the budget"
-    assert "timed" in found.method
-    assert all("forward" not in vars(block) for block in asked.work.model.blocks)
-
-
 def test_nothing_is_timed_for_a_machine_that_is_not_here(book):
     found = tune(question(recompute="auto"), book)
     assert not any(row.activation_checkpointing for row in found.candidates), "memory is plenty"
@@ -332,38 +298,6 @@ def test_recomputing_is_chosen_where_it_is_all_that_fits(book):
         tune(replace(asked, limit=between, recompute=False), book)
 
 
-def test_many_short_samples_that_take_more_than_the_longest_do_not_keep_it_from_training():
-    class Greedy(nn.Module):
-        """Keeps much for every sample, however short."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 8)
-            self.per_sample = nn.Linear(8, 4000)
-            self.head = nn.Linear(8, VOCABULARY)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            x = self.embedding(input_ids)
-            drawn = self.per_sample(x[:, 0]).tanh().exp().sum(1)
-            return self.head(x) + drawn[:, None, None]
-
-    asked = question(Greedy(), batches=[np.array([32] + [1] * 31)], longest=32, shortest=1)
-    single_sample_cap = predict_peak(asked.work, Shape(1, 32)).peak_bytes
-    many = predict_peak(asked.work, Shape(32, 1)).peak_bytes
-    assert many > 1.2 * single_sample_cap
-    tight = replace(
-        asked, limit=MemoryLimit(bytes=int(1.1 * single_sample_cap), source="a simulated budget")
-    )
-    found = tune(tight)
-    assert found.max_tokens < 32 == found.single_sample_cap
-    plan = tight.cut_at(found.max_tokens, found.cost, found.single_sample_cap).cut(
-        asked.batches[0], Layout()
-    )
-    for rank, slot in plan.slots():
-        shape = Shape(len(plan.ranks[rank][slot]), plan.padded_lengths[rank][slot])
-        measured_peak(tight.work, shape, limit=tight.limit.bytes)
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -390,20 +324,6 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, caplog, damage):
     book.path.write_text(damage)
     assert TuningCache.open({}, tmp_path / "own").facts == (Measurements(), Measurements())
     assert "not used, and measured again" in caplog.text
-
-
-def test_a_group_that_does_not_fit_is_what_the_message_names(book):
-    layout = Layout(group_size=4)
-    limit = predicted(book, Shape(2, 32))
-    with pytest.raises(DoesNotFitError, match=r"^a group of 4 samples.*as long as sample 17 of 32"):
-        tune(question(limit=limit, longest_id=17, layout=layout), book)
-
-
-def test_a_pipe_in_place_of_a_cache_is_passed_over(tmp_path, caplog):
-    path = TuningCache.open({}, tmp_path).path
-    os.mkfifo(path)
-    assert TuningCache.open({}, tmp_path).facts == (Measurements(), Measurements())
-    assert "not used" in caplog.text
 
 
 class Repeated(Encoder):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from tests.lib.run_support import only_run, read_json
 from tests.lib.tune_support import VOCABULARY, PerToken, gpt, measured_peak, text, workload
@@ -70,45 +69,6 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     assert plan["predicted_peak_bytes"] is None
     shown = " ".join("".join(capsys.readouterr()).split())
     assert "memory not predicted: ValueError: no such shape" in shown
-
-
-LONGEST = 32
-
-
-class Frames:
-    """Ragged frames with as many features as the longest sample has frames."""
-
-    def __init__(self, split: str = "train") -> None:
-        self.lengths = [LONGEST, *range(4, LONGEST - 1)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length = self.lengths[index]
-        return {"frames": torch.ones(length, LONGEST), "labels": torch.arange(length) % 5}
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        frames = pad_sequence([sample["frames"] for sample in samples], batch_first=True)
-        labels = [sample["labels"] for sample in samples]
-        return {"frames": frames, "labels": pad_sequence(labels, True, -100)}
-
-
-class FrameNet(nn.Module):
-    """Gives the classes of a frame in the second dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(LONGEST, 5)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        return self.head(frames).mT
-
-
-def test_as_many_features_as_the_longest_sample_has_tokens_are_no_sequence():
-    own = (f"data._target_={OWN}.Frames", f"model._target_={OWN}.FrameNet")
-    plan = planned(*own, "objective=classify", "batch.global=16", "accum=auto")
-    assert plan["predicted_peak_bytes"] > 0
 
 
 class Averaging(PerToken):
