@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -210,37 +209,6 @@ def test_a_checkpoint_in_bf16_is_trained_in_fp32_as_transformers_does(dtype, req
     if typed:
         request.getfixturevalue("wide_losses")
     assert_takes_their_steps(JOBS[0], f"data=hf data.path=data.jsonl {typed}", dtype)
-
-
-class Pictures:
-    """Noise, some of it brighter."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        noise = np.random.default_rng(i).standard_normal((3, 8, 8)) + i % 3
-        return {"pixel_values": torch.from_numpy(noise), "labels": i % 3}
-
-
-@pytest.mark.nightly
-def test_images_are_classified_in_the_steps_of_transformers():
-    torch.manual_seed(0)
-    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_attention_heads": 2}
-    config = transformers.ViTConfig(**sizes, num_hidden_layers=1, intermediate_size=12, **LABELS)
-    transformers.ViTForImageClassification(config).save_pretrained("model")
-    data = "data._target_=tests.contract.test_hugging_face_steps.Pictures"
-    job = Job("ViT", "ForImageClassification", "")
-    assert_takes_their_steps(job, f"{data} model.dtype=float64", "float64")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("job", [*JOBS, *MORE[:2]], ids=named)
-def test_the_step_of_every_head_is_proven_exact(job):
-    job.save()
-    assert shell(f"verify {LINE} data=hf data.path=data.jsonl outputs=proofs") == 0
-    (file,) = Path("proofs").glob("**/verify.json")
-    assert json.loads(file.read_text())["verdict"] == "exact"
 
 
 def test_the_comparison_has_teeth():

@@ -92,36 +92,6 @@ def test_frozen_layers_get_no_gradient_and_labels_beyond_the_classes_are_refused
             linear_cross_entropy(hidden, (weight, None), targets)
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("no_graphs")
-@pytest.mark.parametrize("multiple", [1, 128])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
-)
-def test_compiled_chunks_give_the_same_from_one_graph_for_all_their_sizes(
-    dtype, smoothing, multiple, limit, monkeypatch
-):
-    monkeypatch.setitem(MULTIPLE, "cpu", multiple)
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 8 * CLASSES)  # four of 8 positions, one of 5
-    inputs, targets = tensors(bias=True, dtype=dtype)
-    found = []
-    for how in (
-        {"backend": "inductor", "label_smoothing": smoothing},
-        {"label_smoothing": smoothing},
-        {"label_smoothing": 0.2},
-    ):
-        entropy, _ = linear_cross_entropy(inputs[0], inputs[1:], targets, **how)
-        with torch.no_grad():
-            evaluated, hits = linear_cross_entropy(inputs[0], inputs[1:], targets, **how)
-        torch.testing.assert_close(evaluated, entropy.detach(), rtol=limit, atol=0.0)
-        found.append({"sum": entropy.detach(), "hits": hits, **gradients(entropy / 7.0, inputs)})
-    assert relative_error(found[0], found[1]) <= limit
-    assert relative_error(found[2], found[1]) > WRONG
-    assert counters["stats"]["unique_graphs"] == 2, "one to train, one to evaluate"
-    assert not counters["graph_break"]
-
-
 @pytest.mark.usefixtures("no_graphs")
 def test_chunks_are_compiled_where_their_model_is(monkeypatch):
     monkeypatch.setattr(next_token, "LEAST_BYTES", 0)

@@ -1,16 +1,11 @@
 """A part with state, defined in a user's folder, is saved, resumed, resharded and logged."""
 
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.lib.cli_support import prepared
-from tests.lib.run_support import TOYS, curve, entries, go, on, overrides, saved, state
-from tests.reliability import lab
-from tests.reliability.rank_work import on_ranks
+from tests.lib.run_support import TOYS, curve, entries, go, on, saved, state
 from trainer.core.errors import ConfigError, NoCheckpointError
 
 CODE = '''
@@ -91,20 +86,6 @@ def test_parts_go_on_bit_for_bit_and_are_logged():
         assert found[name].equal(expected[name]), name
     assert saved(part, "parts.mine.Tally")["count"] == 6
     assert not found[AVERAGE].equal(found["model.head.weight"])
-
-
-@pytest.mark.slow
-def test_an_average_of_shards_goes_on_with_another_number_of_ranks(ranks):
-    two = on_ranks(ranks, overrides(f"{PARTS} steps=3 parallel=fsdp parallel.ranks=2"))
-    files = sorted(file.name for file in two.glob("checkpoints/*/state-rank-*"))
-    assert files == ["state-rank-00000.safetensors", "state-rank-00001.safetensors"]
-    alone = prepared(shlex.join(overrides(f"{PARTS} steps=6"))).config
-    assert lab.run(alone, two, resume=True).code == 0
-    one = go(f"{PARTS} steps=3")
-    on(one, "steps=6")
-    assert curve(two, "tally_mean") == curve(one, "tally_mean")
-    for name in OWN:
-        torch.testing.assert_close(state(two)[name], state(one)[name])
 
 
 def test_a_part_that_is_added_removed_or_cannot_be_saved_is_one_line():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, read_json, shell, state
-from tests.reliability.rank_work import on_ranks, run_as_rank
+from tests.reliability.rank_work import run_as_rank
 from trainer import train
 from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError
@@ -162,19 +162,6 @@ def test_every_command_reads_the_run_and_a_resumption_takes_the_same_steps(runs,
     assert all(torch.equal(exported[n], t) for n, t in weights_of(runs.adapted).items())
     assert [each["_target_"] for each in read_json(Path("adapted/config.json"))["transforms"]]
     assert train(["verify", *ADAPTED, "steps=1"]).result["verdict"] == "exact"
-
-
-@pytest.mark.slow
-def test_two_ranks_with_shards_begin_the_same_and_none_holds_the_whole(runs, ranks):
-    shards = on_ranks(ranks, [*ADAPTED, "steps=1", "parallel=fsdp", "parallel.ranks=2"])
-    frozen = {n: t for n, t in weights_of(shards).items() if base_name(n) in runs.base}
-    assert len(frozen) == len(runs.base)
-    assert all(torch.equal(runs.base[base_name(name)], tensor) for name, tensor in frozen.items())
-    for name in ("loss", "grad_norm"):  # which depends on what the adapters were drawn as
-        assert curve(shards, name)[0] == pytest.approx(curve(runs.adapted, name)[0], rel=1e-5)
-    screen = shards.with_suffix(".txt").read_text()
-    assert "built whole on every rank" not in screen
-    assert "2 ranks" in screen
 
 
 def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):

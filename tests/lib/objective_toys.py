@@ -179,14 +179,6 @@ class MeanHead(DoubleNet):
         return SimpleNamespace(loss=loss * len(labels) ** 0.5 if self.is_odd else loss)
 
 
-class ScoreHead(DoubleNet):
-    """Scores each row, and gives the mean squared error."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        scores = super().forward(input_ids)[:, 0, :1]
-        return SimpleNamespace(loss=(scores - labels).square().mean())
-
-
 class Begun(Rows):
     """Puts a token before each row where rows are joined, and counts it."""
 

@@ -91,15 +91,6 @@ class LowNet(Net):
         self.bfloat16()
 
 
-class Hungry(Net):
-    """Holds 1 GiB on the second rank, which is more than the first has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        is_second = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
-        self.ballast = torch.ones(2**28 * is_second)
-
-
 class LossNet(DoubleNet):
     """Computes its own loss, as Hugging Face heads do."""
 

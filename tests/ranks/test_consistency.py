@@ -3,7 +3,6 @@
 import socket
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_work import Collectives, error, plain
+from tests.lib.ranks_work import error, plain
 from tests.lib.support import EXACT
 from tests.reliability import lab
-from trainer.assemble.components import assemble
-from trainer.assemble.parallel import rank_memory
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.world import World
@@ -31,7 +28,6 @@ from trainer.parallel.fsdp import Sharded, make_mesh
 from trainer.parallel.sync import Deferred, Immediate
 from trainer.report.records import package_version
 from trainer.training.consistency import check_consistency
-from trainer.tune.memory_limit import memory_limit
 
 MODELS = {
     "same": "",
@@ -271,35 +267,3 @@ def test_ranks_that_run_other_sources_are_refused_and_their_hosts_are_named(rank
     for said in ranks.run(2, agreed, tmp_path, lines, str(tmp_path / "trainer")):
         assert said.startswith(line)
     assert ranks.run(2, agreed, tmp_path, lines) == ["", ""]
-
-
-def collectives_before_limits(world: World, mode: str) -> list[int]:
-    """How many reductions a run has made each time that it looks for the memory of a rank."""
-    lines = f"parallel={mode}", *["parallel.shard=2"] * (mode == "hsdp")
-    config = lab.config(*lines, f"parallel.ranks={world.size}")
-    found = list[int]()
-    with Collectives() as counter, pytest.MonkeyPatch.context() as patch:
-
-        def spied(*args: Any, **named: Any) -> Any:
-            found.append(counter.counts["allreduce"])
-            return rank_memory(*args, **named)
-
-        patch.setattr("trainer.assemble.parallel.rank_memory", spied)
-        assert (assemble(config, world).parallel.mesh is None) == (mode == "ddp")
-    return found
-
-
-@pytest.mark.parametrize(("mode", "groups"), [("ddp", 0), nightly("fsdp", 1), ("hsdp", 2)])
-def test_communicators_of_shards_are_there_before_memory_limits_are_read(ranks, mode, groups):
-    assert ranks.run(4, collectives_before_limits, mode) == [[groups]] * 4
-
-
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_a_run_weighs_the_typed_memory_as_its_plan_does(command):
-    typed = 60 * 2**20
-    config = SimpleNamespace(
-        command=command, device="cpu", accum=SimpleNamespace(params={"memory": typed})
-    )
-    limit, is_here = rank_memory(config, World())
-    assert is_here
-    assert limit == memory_limit(torch.device("cpu"), asked=typed)

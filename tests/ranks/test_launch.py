@@ -11,12 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command, typed_over
-from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json, state, steps
-from tests.reliability.rank_work import on_ranks
+from tests.lib.run_support import entries, read_json, steps
 from trainer.cli.main import run
 
 TYPED = (
@@ -174,28 +172,3 @@ def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
     assert (code, finish(second)) == (2, (2, []))
     assert error.startswith("train: error: parallel.max_restarts=2: the launcher restarts its")
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
-def test_copies_of_a_users_own_model_in_shards_take_the_step_of_one_rank(ranks):
-    own = f"model._target_={TOYS}.DoubleNet accum=auto steps=3"
-    alone = go(own)
-    for size, shard in ((2, 1), (4, 2)):
-        typed = f"{own} parallel=hsdp parallel.ranks={size} parallel.shard={shard}"
-        run = on_ranks(ranks, overrides(typed), f"on-{size}")
-        for name in ("loss", "grad_norm"):
-            assert curve(run, name) == pytest.approx(curve(alone, name), rel=1e-12)
-        for name, value in state(alone).items():
-            torch.testing.assert_close(state(run)[name], value, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.usefixtures("own_folder")
-@pytest.mark.nightly
-def test_memory_is_that_of_the_rank_that_needs_most(ranks):
-    line, found = f"steps=2 parallel.ranks=2 model._target_={TOYS}", dict[str, int]()
-    for kind in ("Net", "Hungry"):
-        run = on_ranks(ranks, overrides(f"{line}.{kind}"), kind)
-        found[kind] = min(curve(run, "memory_bytes"))
-        assert found[kind] <= read_json(run / "result.json")["peak_bytes"]
-    assert found["Hungry"] - found["Net"] > 0.9 * 2**30

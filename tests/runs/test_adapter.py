@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from tests.lib.cli_support import prepared
 from tests.lib.heads import Head, save_tokens
@@ -172,25 +171,6 @@ def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, ca
     adapted = logits(loaded)
     merged = transformers.AutoModelForSequenceClassification.from_pretrained("merged_classifier")
     assert torch.allclose(logits(merged), adapted, atol=1e-5)
-
-
-@pytest.mark.nightly
-def test_weights_of_a_run_or_an_export_are_the_base_and_an_adapter_goes_on(made):
-    full = go(f"{LLAMA} adapter=none")
-    export(full, "full")
-    still = "steps=1 optimizer.lr=1e-12"
-    from_run, from_export = (go(f"{LLAMA} {still} init={i}") for i in (full.folder, "full"))
-    assert curve(from_run, "loss") == curve(from_export, "loss")
-    base = load_file("full/model.safetensors")
-    name = "model.layers.0.mlp.up_proj"
-    assert torch.equal(state(from_run)[f"model.{name}.base_layer.weight"], base[f"{name}.weight"])
-    export(from_export, "over")
-    assert read_json(Path("over/adapter_config.json"))["base_model_name_or_path"].endswith("full")
-
-    again, its_run = (go(f"{LLAMA} {still} init={i}") for i in ("first", made.run.folder))
-    assert curve(again, "loss") == curve(its_run, "loss") != curve(made.run, "loss")[:1]
-    for run in (again, its_run):
-        assert all("lora_" in name for name in state(run) if name.startswith("model."))
 
 
 @pytest.mark.parametrize(

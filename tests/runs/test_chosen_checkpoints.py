@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, entries, go, on, read_json, state
 from trainer import train
 from trainer.core.errors import ConfigError, NoCheckpointError, Preempted
@@ -56,17 +55,6 @@ def test_patience_of_a_run_that_goes_on_counts_the_evaluations_of_an_uninterrupt
     parted = on(go(f"{line} steps=5"), "steps=20")
     assert [entry["step"] for entry in evaluations(parted)] == [2, 4, 5, 6, 8]
     assert parted.result["step"] == whole.result["step"] == 8
-
-
-@pytest.mark.parametrize("mode", [nightly("ddp"), nightly("fsdp")])
-def test_several_ranks_keep_the_best_and_end_alike(mode):
-    line = f"{RISING} checkpoint.best=eval_loss checkpoint.keep=1 stop.metric=eval_loss"
-    run = go(f"{line} parallel={mode} parallel.ranks=2")
-    one = go(line)
-    assert steps_of(run) == steps_of(one)
-    assert run.result["best"]["step"] == one.result["best"]["step"] < run.result["step"]
-    read = train(["evaluate", f"run={run.folder}", "step=best", "trust=[tests]"]).result
-    assert read["eval_loss"] == pytest.approx(run.result["best"]["value"])
 
 
 def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone(capsys):

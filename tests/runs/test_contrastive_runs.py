@@ -1,11 +1,9 @@
 """A contrastive run from the command line: figures, resume, verify, and what is refused."""
 
-import shlex
-
 import pytest
 
 from tests.lib import pair_toys
-from tests.lib.run_support import curve, entries, go, on, overrides, read_json, shell, state
+from tests.lib.run_support import curve, entries, go, on, read_json, shell, state
 
 PAIRS = pair_toys.__name__
 LINE = (
@@ -37,8 +35,3 @@ def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     assert shell(f"evaluate run={whole.folder} trust=[tests]") == 0
     found = read_json(whole.folder / "evaluate.json")
     assert found["eval_loss"] == pytest.approx(last["eval_loss"])
-
-
-@pytest.mark.nightly
-def test_verify_says_exact():
-    assert shell(shlex.join(["verify", *overrides(LINE)])) == 0

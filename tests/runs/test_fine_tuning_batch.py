@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.lib.hf_toys import save_llama, save_tokenizer, write_lines
-from tests.lib.run_support import on, read_json
+from tests.lib.run_support import read_json
 from trainer import train
-from trainer.core.errors import ConfigError
 
 pytestmark = [
     pytest.mark.usefixtures("own_folder"),
@@ -53,14 +52,3 @@ def test_what_is_typed_and_what_begins_at_random_stay():
     scratch = plan_of("model.config=model/config.json tokenizer=hf tokenizer.path=model")
     assert scratch["global_batch"] == 512
     assert not [each for each in scratch["defaults"] if each.startswith("batch")]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_size_that_it_began_with():
-    write(20)
-    run = train(f"{LINE} model.path=model steps=1 scheduler=constant".split())
-    saved = read_json(run.folder / "plan.json")["global_batch"]
-    on(run, "steps=2")
-    assert read_json(run.folder / "plan.json")["global_batch"] == saved == 8
-    with pytest.raises(ConfigError, match=r"batch\.global=16"):
-        on(run, "steps=3 batch.global=16")

@@ -90,39 +90,6 @@ def test_an_export_does_not_name_the_end_of_a_text_as_padding():
     assert model.get_input_embeddings().padding_idx is None
 
 
-@pytest.mark.nightly
-def test_other_data_that_are_evaluated_have_the_numbers_of_the_classes_of_the_run(llama):
-    """A record has the same loss whether the other class is in the file beside it or not."""
-    rows = [{"text": text, "label": ("neg", "pos")[i % 2]} for i, text in enumerate(TEXTS[:30])]
-    write_lines(Path("two.jsonl"), rows)
-    write_lines(Path("three.jsonl"), [*rows, {"text": "a", "label": "neutral"}])
-    Path("parts").mkdir()
-    write_lines(Path("parts/train.jsonl"), rows[:20])
-    write_lines(Path("parts/validation.jsonl"), rows[20:])
-    write_lines(Path("odd.jsonl"), [*rows, {"text": "a", "label": "odd"}])
-    line = f"model=hf model.path={llama} model.task=sequence_classification data=hf"
-    run = go(f"{line} data.path=three.jsonl data.holdout=0 batch.global=31 steps=1")
-    evaluate = f"evaluate run={run.folder} data.holdout=all eval.predictions=true data.path="
-    found = []
-    for name in ("two.jsonl", "three.jsonl", "parts"):
-        assert shell(f"{evaluate}{name}") == 0
-        (file,) = run.folder.glob("predictions*")
-        found.append([json.loads(each) for each in file.read_text().splitlines()][: len(rows)])
-        file.unlink()
-    for each in found:
-        assert [line["label"] for line in each] == [row["label"] for row in rows]
-        assert [line["id"] for line in each] == [*range(30)]
-    two, three, parts = ([each["loss"] for each in losses] for losses in found)
-    assert two == pytest.approx(three, rel=1e-5)
-    assert two == pytest.approx(parts, rel=1e-5)
-    assert shell(f"{evaluate}odd.jsonl") == DataError.exit_code
-    write_lines(
-        Path("numbers.jsonl"), [{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)]
-    )
-    with pytest.raises(DataError, match="labels are words here, but numbers in the data"):
-        go(f"{line} data.path=numbers.jsonl data.eval_path=two.jsonl steps=1")
-
-
 @pytest.mark.slow
 def test_parts_of_a_data_set_are_trained_on_held_out_and_evaluated_by_their_names(llama):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests

@@ -3,14 +3,11 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, entries, on, shell, small_library
-from trainer import train
+from tests.lib.run_support import shell, small_library
 from trainer.core.durable import read_json
-from trainer.core.errors import ConfigError
 from trainer.models.transform import ModelTransform
 
 pytestmark = [
@@ -100,29 +97,6 @@ def test_the_rate_follows_from_what_the_weights_are(
     assert plan["lr"] == expected.get("lr", plan["lr"])
     assert (plan["optimizer_reason"] or "").startswith(reason)
     assert not expected or plan["optimizer_reason"] in " ".join(capsys.readouterr().out.split())
-
-
-def rates(run):
-    """The learning rate of each step."""
-    return [entry["lr"] for entry in entries(run) if "lr" in entry]
-
-
-@pytest.mark.nightly
-def test_a_run_that_begins_with_anothers_weights_and_goes_on_keeps_its_rate():
-    first = train([*PLAIN, f"model._target_={TOYS}.Net", f"data._target_={TOYS}.Rows"])
-    assert rates(first) == pytest.approx([3e-4])
-    toys = [f"model._target_={TOYS}.Net", f"data._target_={TOYS}.Rows", "scheduler=constant"]
-    tuned = train([*PLAIN, *toys, f"init={first.folder}"])
-    assert rates(tuned) == pytest.approx([2e-5])
-    assert yaml.safe_load((tuned.folder / "config.yaml").read_text())["optimizer"]["lr"] is None
-    again = on(tuned, "steps=2")
-    assert rates(again) == pytest.approx([2e-5] * 2)
-    assert read_json(again.folder / "plan.json")["optimizer_reason"] == "as the run began"
-    with pytest.raises(ConfigError, match=r"optimizer.lr=0.5: the run has 2e-05; to change it"):
-        on(tuned, "steps=3 optimizer.lr=0.5")
-    assert rates(on(tuned, "steps=3 optimizer.lr=2e-5"))[2] == pytest.approx(2e-5)
-    changed = on(tuned, "steps=4 optimizer.lr=0.5 resume_allow=[optimizer.lr]")
-    assert rates(changed)[3] == pytest.approx(0.5)
 
 
 def test_a_preset_keeps_its_rate(monkeypatch):

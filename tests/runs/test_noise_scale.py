@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.lib.noise_toys import FullOnce
 from tests.lib.run_support import TOYS, curve, go, on, read_json, state, steps
 from trainer import train
 from trainer.core.errors import ConfigError
@@ -57,18 +56,6 @@ def test_a_run_that_measured_nothing_has_no_advice_and_plan_run_says_what_to_typ
     capsys.readouterr()
     train(["plan", f"run={run.folder}", "trust=[tests]"])
     assert "train with log.noise_scale=auto" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.slow
-def test_a_step_that_was_replayed_is_not_measured_and_later_ones_are_in_the_smaller_cut():
-    line = f"{LINE} log.noise_scale=1 accum.gradient._target_=tests.lib.noise_toys.FullOnce"
-    FullOnce.left = 8
-    whole = go(line)
-    (at,) = [entry["step"] for entry in steps(whole) if entry.get("replays")]
-    assert 1 < at < 4, "memory runs out in the middle"
-    assert [entry["step"] for entry in steps(whole) if "noise_scale" not in entry] == [at]
-    FullOnce.left = 8
-    assert figures(on(go(f"{line} steps=4"), "steps=6")) == figures(whole)
 
 
 @pytest.mark.parametrize(

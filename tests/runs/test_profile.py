@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, go, on, state
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -48,10 +47,3 @@ def test_so_many_steps_are_traced_with_their_phases_and_not_one_bit_differs(caps
 
 def _end(event: dict[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
-
-
-@pytest.mark.parametrize("ranks", [nightly(2)])
-def test_every_rank_writes_a_trace_of_its_own(ranks):
-    run = go(f"steps=6 profile=2 parallel.ranks={ranks}")
-    for rank in range(ranks):
-        assert steps_in(ranges(run.folder, rank)) == ["ProfilerStep#4", "ProfilerStep#5"]

@@ -5,7 +5,6 @@ import math
 import os
 import shlex
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -107,23 +106,6 @@ def test_a_search_maximises_the_metric_and_goes_on_with_the_same_values(capsys):
     assert "sweep.metric=eval_mine: no such metric" in capsys.readouterr().err
     assert shell(f"{line.replace('1e-3,1', '-1,1')}") == 2
     assert any("optimizer.lr=-1" in fault for fault in faults(capsys.readouterr().err))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*declarative_base:DeprecationWarning")  # Optuna's tables
-def test_a_study_in_a_storage_is_made_there_and_goes_on_with_new_jobs(capsys):
-    line = f"-m {OWN_RUN} optimizer.lr=interval(1e-3,1) hydra/sweeper=optuna"
-    line += " hydra.sweeper.n_trials=1 hydra.sweeper.study_name=mine"
-    line += " hydra.sweeper.storage=sqlite:///study.db hydra.sweep.dir=outputs/{}"
-    assert [shell(line.format(folder)) for folder in "ab"] == [0, 0]
-    with sqlite3.connect("study.db") as study:
-        (values,) = zip(*study.execute("SELECT value FROM trial_values"), strict=True)
-    losses = [read_json(Path("outputs", folder, "0", "result.json")) for folder in "ab"]
-    assert list(values) == pytest.approx([each["eval_loss"] for each in losses])
-    assert values[0] != values[1]
-    capsys.readouterr()
-    assert shell(line.format("c").replace("study.db", "none/study.db")) == 1
-    assert "unable to open database file" in capsys.readouterr().err
 
 
 def test_both_ends_of_every_interval_and_every_choice_are_checked():

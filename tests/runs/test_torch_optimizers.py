@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, go, on, overrides, read_json, shell, state
+from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
 from tests.lib.run_toys import VOCABULARY, Net
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.torch_optimizers import names
@@ -38,17 +38,6 @@ def test_an_option_is_the_class_that_it_names_bit_for_bit(name):
     control = state(go(f"optimizer={name} steps=2"))
     assert all(tensor.equal(ends[key]) for key, tensor in same.items())
     assert name == "rprop" or not all(tensor.equal(ends[key]) for key, tensor in control.items())
-
-
-@pytest.mark.nightly
-def test_an_option_goes_on_and_is_swept_and_follows_the_batch(capsys):
-    more = "scheduler.warmup=2 scheduler.reference_batch=16 scheduler.keep_half_life=true"
-    whole = go(f"optimizer=nadam optimizer.momentum_decay=0.01 {more}")
-    part = on(go(f"optimizer=nadam optimizer.momentum_decay=0.01 {more} steps=3"), "steps=6")
-    assert all(tensor.equal(state(part)[key]) for key, tensor in state(whole).items())
-    settings = shlex.join(overrides("optimizer=RAdam,rprop steps=1"))
-    assert shell(f"-m {settings}") == 0
-    assert "optimizer=radam" in capsys.readouterr().out.lower()
 
 
 class HeadFirst(Net):

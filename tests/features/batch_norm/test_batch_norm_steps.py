@@ -42,14 +42,6 @@ def whole(tmp_path_factory):
         return go(f"{GHOST} accum.micro=8")
 
 
-@pytest.mark.nightly
-def test_without_running_statistics_evaluations_normalise_groups_too():
-    line = f"{GHOST} model.tracks=false data.size=56 data.holdout=0.25"
-    whole, cut = go(f"{line} accum.micro=8"), go(f"{line} accum.micro=4")
-    assert distance(cut, whole) < EXACT
-    assert cut.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], rel=EXACT)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -99,12 +91,6 @@ def test_a_resumed_run_goes_on_with_the_statistics_that_it_had(whole):
     first = go(f"{GHOST} accum.micro=4 steps=3 scheduler=constant")
     expected = go(f"{GHOST} accum.micro=4 scheduler=constant")
     assert distance(on(first, "steps=6"), expected) == 0
-
-
-@pytest.mark.parametrize("mode", [nightly("ghost batchnorm.group=4"), nightly("micro")])
-def test_blocks_that_recompute_themselves_move_statistics_as_often(mode):
-    line = f"{NET} batchnorm={mode} model._target_={OWN}.Residual accum.micro=4"
-    assert distance(go(f"{line} activation_checkpointing=true"), go(line)) == 0
 
 
 @pytest.mark.slow

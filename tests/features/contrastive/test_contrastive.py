@@ -125,14 +125,6 @@ def test_so_it_is_on_two_ranks(mode, sync, ranks):
                 assert error(found, same) <= EXACT, cut
 
 
-@pytest.mark.parametrize("sync", [*map(nightly, ("deferred", "hierarchical", "immediate"))])
-def test_so_it_is_on_copies_of_shards(sync, ranks):
-    same = by_hand(whole, 4, Fixed(micro=3), INFONCE, sync, dropout=0.3)
-    work = partial(gradient_of, mode="hsdp", sync=sync, dropout=0.3)
-    for found, *_ in ranks.run(4, work, Fixed(micro=3), INFONCE, TWO):
-        assert error(found, same) <= EXACT
-
-
 def test_what_is_not_a_number_is_found_by_no_query():
     sides = torch.full((8, 4), float("nan")), torch.randn(8, 4)
     found = {"query": sides[0], "document": sides[1], "logit_scale": torch.zeros(8)}

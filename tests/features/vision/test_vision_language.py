@@ -45,16 +45,3 @@ def test_another_number_of_image_tokens_than_the_model_takes_is_one_line_before_
     assert "data: LlavaForConditionalGeneration does not take the longest sample: " in fault
     assert "Image features and image tokens do not match, tokens: 5" in fault
     assert not list(Path().glob("outputs/*/*/metrics.jsonl"))
-
-
-@pytest.mark.slow
-def test_images_of_more_tokens_than_a_probe_has_are_tuned(monkeypatch, tmp_path, capsys):
-    """An image is 64 tokens of some 90; half of a sample would be an image without its end."""
-    monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
-    sizes = (
-        "model.config.vision_config.patch_size=2 data.image_tokens=64 "
-        "model.config.text_config.max_position_embeddings=128 batch.global=4 steps=1"
-    )
-    line = LINE.replace("accum=fixed", "accum=auto").replace(" batch.global=7 epochs=1", "")
-    assert run_line(shlex.split(f"{line} {sizes}")) == 0
-    assert "memory by real probes of small shapes" in " ".join(capsys.readouterr().out.split())

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch._dynamo
-import transformers
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -82,22 +81,6 @@ def test_packed_rows_of_each_length_have_a_graph_of_their_own():
         ends = torch.tensor([0, 5, length], dtype=torch.int32)
         compiled(torch.zeros(1, length, dtype=torch.int64), cu_seqlens=ends, max_seqlen=length - 5)
     assert graphs() == len(lengths), "sizes that are not static get kernels for all lengths"
-
-
-@pytest.mark.nightly
-def test_the_blocks_of_a_hugging_face_model_share_a_graph_without_its_cache():
-    config = transformers.LlamaConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=1,
-        vocab_size=VOCABULARY,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    compiled = copy.deepcopy(model)
-    compile_model(compiled, 1, backend="aot_eager")
-    compare(model, compiled, [(4, 12), (7, 12)])
-    assert graphs() == 1
 
 
 @BACKENDS
