@@ -138,6 +138,11 @@ def classified() -> Examples:
     return Examples("class")
 
 
+def unshifted() -> nn.Module:
+    """Build a causal model that takes its labels as they are."""
+    return Head("BartForCausalLM", "BartConfig", "causal").build()
+
+
 def save_causal_model(folder: Path, **options: Any) -> None:
     """Save a model whose file holds bf16, as most on the hub do."""
     torch.manual_seed(0)

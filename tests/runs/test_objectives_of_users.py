@@ -20,7 +20,7 @@ from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
 from trainer.training.evaluation import HeldOut, evaluate
 
-OWN = "tests.lib.objective_toys"
+OWN, HEADS = "tests.lib.objective_toys", "tests.lib.heads"
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -127,25 +127,34 @@ def test_real_numbers_are_no_classes_and_no_tokens(objective, data):
 
 
 @pytest.mark.parametrize(
-    ("line", "typed"),
-    [
-        ("model.shifts=false", "type objective.reduction=mean objective.causal=false,"),
-        ("model.shifts=true", "type objective.reduction=mean,"),
-        ("model.is_odd=true", "use an objective that sums"),
-    ],
+    ("line", "causal"),
+    [("model.shifts=false", "false"), ("model.shifts=true", "true"), ("model.is_odd=true", None)],
 )
 def test_a_head_that_gives_a_mean_where_a_sum_is_asked_for_is_refused_with_what_to_type(
-    line, typed
+    line, causal
 ):
     line = f"model._target_={OWN}.MeanHead objective=model_loss {line}"
     error = refusal(line)
-    assert error.startswith("objective.reduction=sum: ")
-    assert typed in error
-    if "type" not in typed:
+    assert error.startswith("objective: the loss of MeanHead is not a sum over samples (")
+    assert "type objective.reduction=mean if it ignores num_items_in_batch, and obj" in error
+    if causal is None:
         return
-    keys = typed.removeprefix("type ").rstrip(",")
-    cut, whole = (go(f"steps=2 {line} {keys} accum.micro={micro}") for micro in (1, 8))
+    line += f" objective.reduction=mean objective.causal={causal}"
+    cut, whole = (go(f"steps=2 {line} accum.micro={micro}") for micro in (1, 8))
     assert curve(cut, "loss") == pytest.approx(curve(whole, "loss"), rel=1e-6)
+
+
+def test_a_model_whose_own_loss_is_another_one_is_refused_with_what_to_type():
+    error = refusal(f"model._target_={HEADS}.unshifted data._target_={HEADS}.causal")
+    assert error.startswith("objective: BartForCausalLM computes a loss of ")
+    assert "type objective=model_loss for the model's own, or objective=next_token" in error
+
+
+def test_an_objective_that_divides_by_its_samples_is_warned_of_before_the_first_step(capfd):
+    go(f"steps=1 objective._target_={OWN}.Mean")
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "objective: the loss of Mean is not a sum over samples (" in shown
+    assert "sum over samples and divide by nothing" in shown
 
 
 @pytest.mark.parametrize("on_bad", ["stop", "skip"])

@@ -5,33 +5,35 @@ That no part makes the step inexact, and that a loss nobody has tested is a sum.
 
 from __future__ import annotations
 
+import inspect
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import torch
 
 from trainer.accumulate.two_pass import too_few
 from trainer.assemble.components import Components
-from trainer.assemble.reads import check_reads
 from trainer.assemble.stages import check_stages
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
-from trainer.core.micro_batch import to_device
+from trainer.core.micro_batch import output_part, to_device
 from trainer.core.stateful import Stateful
-from trainer.data.loader import Request
+from trainer.core.user_code import described
+from trainer.models.bind import bind
 from trainer.models.first_weights import is_on_meta
+from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
-from trainer.plan.cut import IntArray
+from trainer.tune.packing import unpacked
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half
 ROUNDING = {"fp32": 1e-4, "tf32": 0.005, "bf16": 0.02, "fp16": 0.005}
 # Relative error from which on a loss is no sum, rather than one with a little beside it
 LARGE = 0.02
-# How many times smaller the error is under the settings that are meant
-CLEARLY_BETTER = 10.0
+_TARGETS = {"labels", "start_positions"}  # what a model computes its own loss from
 
 
 def check_parts(components: Components) -> None:
@@ -116,92 +118,102 @@ def _check_samples(components: Components) -> None:
             raise ConfigError(f"{too_few(objective, what)}: {text}")
 
 
-def try_out(components: Components) -> list[str]:
-    """Run the objective and read samples twice; gives what to warn of."""
+def check_loss(components: Components) -> list[str]:
+    """Try the loss on one sample, in evaluation mode; gives a warning. Not collective.
+
+    Compared are the losses of objective and model, where the model says which objective it is made
+    for, and the loss of the sample with that of the same sample twice, where an objective does not
+    declare that it adds samples up: at most two forwards each. The model is put back.
+    """
+    objective, chosen = components.objective, components.chosen
     with components.trial_values():
-        found = check_sums(components)
-    return [*found, *check_reads(components)]
-
-
-def check_sums(components: Components) -> list[str]:
-    """Compare the loss of two samples of the first step together with that of both apart.
-
-    Only where the objective does not declare that it adds samples up. Not collective; the declared
-    state of the model is put back. Gives a warning where they differ; `train verify` measures the
-    same, and more.
-    """
-    objective, ids = (
-        components.objective,
-        components.source.order.next(components.source.order.start).ids,
-    )
-    is_coupled = objective.coupling.kind != "none"
-    is_here = not is_on_meta(components.module) and components.config.command != "verify"
-    if objective.sums_samples or is_coupled or not is_here:
-        return []
-    lengths = components.source.lengths[ids]
-    pair = ids[[lengths.argmin(), len(ids) - 1 - lengths[::-1].argmax()]]
-    # What fails on so few samples fails again, in full, in the step.
-    with suppress(RuntimeError, ValueError, IndexError):
-        limit, error = ROUNDING[components.precision], _error(components, objective, pair)
-        if error <= limit or len(ids) == 1:
+        if is_on_meta(components.module):
             return []
-        padded = _error(components, objective, pair, is_padded=True)
-        remedy = "mask the padding, or use samples of one length"
-        if padded > limit:
-            remedy = "sum over samples and divide by nothing"
-            if objective.variants():
-                _refuse(components, objective, pair, padded)
-        return [
-            f"objective: {type(objective).__name__} gives two samples in one micro-batch a loss "
-            f"that differs by {error:.2g} from their separate losses, so the step depends on the "
-            f"micro-batches: {remedy}; train verify measures by how much"
-        ]
-    return []
+        if chosen.is_like_models and not objective.is_of_model:
+            _compare_with_model(components)
+        # `train verify` says more of sums: also what padding and other samples change.
+        is_sum = objective.sums_samples or objective.coupling.kind != "none"
+        if is_sum or components.config.command == "verify":
+            return []
+        return _check_sum(components)
 
 
-def _refuse(components: Components, objective: Objective, pair: IntArray, error: float) -> None:
-    """Refuse a model's loss that is no sum, unless by little; name settings that make it one."""
-    others = objective.variants()
-    errors = [_error(components, other, pair, is_padded=True) for other in others]
-    best, is_better = others[errors.index(min(errors))], min(errors) * CLEARLY_BETTER <= error
-    if error <= LARGE and not is_better:
+def _compare_with_model(components: Components) -> None:
+    """Refuse an objective that gives another loss than the model, which knows its labels best.
+
+    Those of Bart as a causal model, for one, are not shifted; a router adds to its loss. No other
+    check sees that, as both are sums. Image tokens that are more, or fewer, than the parts of the
+    image are refused by the model itself.
+    """
+    objective, module, own = components.objective, components.module, math.nan
+    parameter = next(module.parameters(), None)
+    names = inspect.signature(module.forward).parameters
+    if parameter is None or _TARGETS.isdisjoint(names):
         return
-    typed = [
-        f"objective.{key}={str(value).lower()}"
-        for key, value in vars(best).items()
-        if value != vars(objective)[key]
-    ]
-    remedy = f"type {' '.join(typed)}, or " if is_better else ""
-    key, value = next(iter(vars(objective).items()))
+    given, call = to_device(unpacked(components.example), parameter.device), bind(module)
+    with _trial(components):
+        try:
+            weights = weights_of(objective, given)
+            losses = sums_of(objective, call, given, weights).losses
+        except ValueError as error:  # a library's own check of what it is given
+            keys = ", ".join(f"data.{name}" for name in components.config.data.params)
+            raise DataError(
+                f"data: {type(module).__name__} does not take the longest sample: "
+                f"{described(error)}; change what makes its {', '.join(given)} ({keys}), or the "
+                "model"
+            ) from error
+        except Exception:  # what fails here fails again, in full, where it is needed
+            return
+        ours = sum(float(loss) / weights[name] for name, loss in losses.items())
+        with suppress(Exception):
+            own = float(output_part(call(given), "loss"))
+    # Heads of transformers turn logits into float32, whatever the weights are.
+    eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
+    if abs(own - ours) > math.sqrt(eps) * abs(own):
+        option = components.chosen.component.name
+        raise ConfigError(
+            f"objective: {type(module).__name__} computes a loss of {own:.5g} for the longest "
+            f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
+            f"or objective={option}"
+        )
+
+
+def _check_sum(components: Components) -> list[str]:
+    """Compare the loss of one sample with that of the same sample twice, which must be twice it."""
+    objective, module = components.objective, components.module
+    once = unpacked(components.example)
+    twice = {name: torch.cat([field, field]) for name, field in once.items()}
+    losses = list[float]()
+    # What fails on one sample fails again, in full, in the step.
+    with suppress(RuntimeError, ValueError, IndexError), _trial(components):
+        for fields in (once, twice):
+            given = to_device(fields, components.world.device)
+            sums = sums_of(objective, components.call, given, weights_of(objective, fields))
+            losses.append(float(sum(map(float, sums.losses.values()))))
+    single, double = losses if len(losses) > 1 else (0.0, 0.0)
+    error = abs(double - 2 * single) / (abs(2 * single) or 1.0)
+    if not error > ROUNDING[components.precision]:  # nor where a loss is not a number
+        return []
+    name = type(module if objective.is_of_model else objective).__name__
+    what = (
+        f"objective: the loss of {name} is not a sum over samples ({single:.5g} for one, "
+        f"{double:.5g} for the same twice), so the step depends on the micro-batches"
+    )
+    if not objective.is_of_model:
+        remedy = "sum over samples and divide by nothing; train verify measures by how much"
+        return [f"{what}: {remedy}"]
+    if error <= LARGE:
+        return [f"{what}: train verify measures by how much"]
     raise ConfigError(
-        f"objective.{key}={value}: the loss of {type(components.module).__name__} is not a sum "
-        f"over samples, so the step depends on the micro-batches: {remedy}use an objective that "
-        "sums, such as next_token or classify"
+        f"{what}: type objective.reduction=mean if it ignores num_items_in_batch, and "
+        "objective.causal=false if it does not shift labels, or use an objective that sums, such "
+        "as next_token or classify"
     )
 
 
-def _error(
-    components: Components, objective: Objective, pair: IntArray, *, is_padded: bool = False
-) -> float:
-    """Compute the relative difference between two samples together and apart.
-
-    With `is_padded` each of the two is padded to the longer one, as it is where they are together,
-    so that what is left is no effect of padding.
-    """
-    longest = int(components.source.lengths[pair].max()) if is_padded else 1
-    with restoring(components.module, objective), torch.no_grad():
+@contextmanager
+def _trial(components: Components) -> Iterator[None]:
+    """Run the model in evaluation mode inside the block, and leave it as it was."""
+    with quiet(), restoring(components.module, components.objective), torch.no_grad():
         components.module.eval()
-        whole = _sum(components, objective, pair, longest)
-        apart = sum(_sum(components, objective, ids, longest) for ids in (pair[:1], pair[1:]))
-    error = abs(whole - apart) / (abs(apart) or 1.0)
-    # A mean over a sample without a label is NaN; a loss that always is says nothing.
-    return error if not math.isnan(error) else 0.0 if math.isnan(whole) else math.inf
-
-
-def _sum(components: Components, objective: Objective, ids: IntArray, pad_to: int) -> float:
-    lengths, packed = components.source.lengths[ids], components.layout.packed
-    length = int(lengths.sum()) if packed else max(pad_to, int(lengths.max()))
-    fields = components.source.loader.load(Request(tuple(ids.tolist()), 0, length, packed))
-    weights = weights_of(objective, fields)
-    found = sums_of(objective, components.call, to_device(fields, components.world.device), weights)
-    return float(sum(map(float, found.losses.values())))
+        yield

@@ -216,7 +216,7 @@ def assemble(
     loader = loader_of(config, world, train_set, module)
     # What a model does with padding and documents follows from its layers, whatever it has learnt.
     with _trial_values(module, weights, world):
-        chosen = _choose(config, world, typed, module, loader, tokenizer)
+        chosen = _choose(config, typed, module, loader, tokenizer)
         tokenizer.refuse_unused()
         strategy = construct(
             *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
@@ -287,7 +287,6 @@ def _build_in_mode(
 
 def _choose(
     config: RunConfig,
-    world: World,
     typed: Chosen | None,
     module: nn.Module,
     loader: Loader,
@@ -299,7 +298,7 @@ def _choose(
         prepare_with(loader, objective)
         return loader.load(longest(loader.dataset))
 
-    chosen = typed or fitting_objective(config, world, module, load, tokenizer)
+    chosen = typed or fitting_objective(config, module, load, tokenizer)
     prepare_with(loader, chosen.objective)
     return chosen
 

@@ -10,11 +10,12 @@ from trainer.assemble.components import Components
 from trainer.core.micro_batch import to_device
 from trainer.data.collate import LABELS
 from trainer.data.loader import Request
+from trainer.data.samples import INPUT_IDS, SOURCE
 from trainer.models import output_layer
+from trainer.models.bind import unnamed_fields
 from trainer.models.boundaries import BOUNDARIES
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
-from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import check_classes
 from trainer.tune.flops import ComputeCounts, count_compute
 from trainer.tune.packing import unpacked
@@ -41,10 +42,33 @@ def count_run(
     return counts
 
 
+def unread_fields(components: Components, counts: ComputeCounts | None) -> list[str]:
+    """Warn of what the samples bring, and neither the model's forward nor the objective reads."""
+    if counts is None or not counts.unread:
+        return []
+    kinds = (
+        f"forward of {type(components.module).__name__} nor {type(components.objective).__name__}"
+    )
+    return [
+        f"data: {', '.join(counts.unread)} of the samples is read by neither {kinds} in training, "
+        "and changes nothing: leave it out, or use a model or an objective that reads it"
+    ]
+
+
+def _brought(components: Components) -> list[str]:
+    """List the fields that the samples bring, and the forward of the model does not name."""
+    data, example = components.train_set, components.example
+    with data.isolated_rng():
+        brought = example if data.collate else data.read(0, seed=components.config.seed, epoch=0)
+    # `input_ids` are counted, also where nothing else reads them.
+    others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
+    return unnamed_fields(components.module, others)
+
+
 def _note_output_layer(components: Components) -> None:
     """Find the output layer of a model that does not name it, by the loss of a sample."""
     module, objective = components.module, components.objective
-    is_coupled = isinstance(objective, CoupledObjective)
+    is_coupled = objective.coupling.kind == "batch"
     if output_layer.declared_output(module) is None and not is_on_meta(module) and not is_coupled:
         fields = to_device(components.example, components.world.device)
         with restoring(module, objective):
@@ -57,7 +81,7 @@ def _counted(components: Components, work: Workload) -> ComputeCounts | None:
     if BOUNDARIES in components.example:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
         work = replace(work, make_fields=Tiled(unpacked(components.example), longest))
-    counts = count_compute(work, longest)
+    counts = count_compute(work, longest, _brought(components))
     if counts is None and is_on_meta(components.module) and components.weights is None:
         raise CannotRunFake("the model was built without weights")
     return counts

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from trainer.assemble.instantiate import construct
-from trainer.assemble.own_loss import compare_losses
 from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config import components
 from trainer.config.messages import show
@@ -18,7 +17,6 @@ from trainer.config.option_files import options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
-from trainer.core.world import World
 from trainer.data.collate import LABELS
 from trainer.data.samples import INPUT_IDS
 from trainer.models.task import POOLING, task_of
@@ -55,6 +53,8 @@ class Chosen:
     objective: Objective
     component: components.Component  # its class and all of its arguments, as if they had been typed
     text: str  # its name, with the settings that are no defaults and the reason, for a person
+    # Whether it must be the loss that the model computes itself, where it computes one
+    is_like_models: bool = False
 
 
 @final
@@ -82,23 +82,20 @@ def typed_objective(config: RunConfig, tokenizer: RunTokenizer) -> Chosen | None
 
 def fitting_objective(
     config: RunConfig,
-    world: World,
     module: nn.Module,
     load: Callable[[Objective | None], Fields],
     tokenizer: RunTokenizer | None = None,
 ) -> Chosen:
-    """Build the objective that a model is made for. Collective.
+    """Build the objective that a model is made for.
 
     Args:
         config: with an objective that stands for any.
-        world: the ranks.
         module: the model.
         load: gives a collated micro-batch, as an objective prepares it.
         tokenizer: the run's, for an objective that takes one.
 
     Raises:
-        ConfigError: nothing says which objective it is, it lacks a setting that was typed, or it
-            is not the loss that the model itself computes.
+        ConfigError: nothing says which objective it is, or it lacks a setting that was typed.
     """
     template = construct(config.objective, "objective", ByModel)
     typed = {key: value for key, value in vars(template).items() if value is not None}
@@ -108,12 +105,7 @@ def fitting_objective(
     # A setting that was typed for another objective is refused, and not left out.
     given = (tokenizer or RunTokenizer(config)).given_to(component, "objective")
     objective = construct(component, "objective", Objective, given=given)
-    chosen = _chosen(config, objective, component, why)
-    if not typed and not chosen.objective.is_of_model:
-        fields = load(chosen.objective)
-        keys = [f"data.{name}" for name in config.data.params]
-        world.on_main(lambda: compare_losses(chosen.objective, option, module, fields, keys))
-    return chosen
+    return replace(_chosen(config, objective, component, why), is_like_models=not typed)
 
 
 def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:

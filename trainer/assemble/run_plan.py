@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
 
-from trainer.assemble.checks import check_parts, try_out
+from trainer.assemble.checks import check_loss, check_parts
 from trainer.assemble.components import Components
-from trainer.assemble.counts import count_run
+from trainer.assemble.counts import count_run, unread_fields
 from trainer.assemble.noise import noise_every
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.stages import later_batches
@@ -112,6 +112,7 @@ def prepare(
         TrainError: a part of the run does not do what it must, or nothing fits in memory.
     """
     check_parts(components)
+    warnings = check_loss(components) if components.world.is_main else []
 
     # What a rank computes, and the memory that it has.
     saved = SavedCut(**main["cut"]) if main else saved or SavedCut()
@@ -141,11 +142,11 @@ def prepare(
     for plan in plans:
         plan.check(components.layout)
     tokens = saved.evaluation_tokens if is_known else max(plan.max_positions for plan in plans)
-    predicted, warnings = tuning and tuning.predicted, list[str]()
+    predicted = tuning and tuning.predicted
     if components.world.is_main:
         if tuning is None:
             predicted = predict_sampled(components, work, counts, plans, warnings)
-        warnings += try_out(components)
+        warnings += unread_fields(components, counts)
     begin_peak(components.world.device)
     return RunPlan(
         # Held-out data have a cap of their own: what training's largest micro-batch fits in.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, final
@@ -72,6 +72,12 @@ def bind(
             raise
 
     return ModelRun(call, written, declares_logits(written))
+
+
+def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """List the fields of which a module's forward does not say that it reads them."""
+    named = inspect.signature(module.forward).parameters.keys() - set(getattr(module, OMITTED, ()))
+    return [name for name in names if name not in named]
 
 
 def _images(fields: Fields) -> list[Tensor]:

@@ -118,7 +118,7 @@ class Objective(Described, ABC):
     with its sample; None where labels mean something else."""
     sums_samples: bool = False
     """Whether it adds samples up whatever the model gives, each label at its own logits: then no
-    start tries it on samples together and apart."""
+    start tries it on a sample and on the same sample twice."""
 
     named_metrics: Sequence[str] = ()
     """Those that `objective.metrics` names, set for a run."""
@@ -142,10 +142,6 @@ class Objective(Described, ABC):
     def label_kind(self) -> LabelKind | None:
         """What its labels are, where its `sums` give the `statistics_of` logits and labels."""
         return None
-
-    def variants(self) -> Sequence[Objective]:
-        """Give the same with other settings, of which one may be meant where this is no sum."""
-        return ()
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Change one sample before it is collated, in the process that loads it.

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.cards import CARDS, USUAL, Card, reported_as
@@ -55,9 +59,12 @@ class ComputeCounts:
     pairs: float  # FLOPs per pair of tokens of one sample
     limits: Limits  # rows of the table that looks token ids up, and classes of the labels
     gives_logits: bool  # whether the output layer's outputs are the logits, and nothing else
+    unread: tuple[str, ...]  # fields, of those watched, that nothing asked for
 
 
-def count_compute(work: Workload, length: int) -> ComputeCounts | None:
+def count_compute(
+    work: Workload, length: int, watched: Collection[str] = ()
+) -> ComputeCounts | None:
     """Count a fake forward and backward of padded samples; None where the model cannot run fake.
 
     Attention is counted by its plain kernel, which has a formula everywhere. Kernels that PyTorch
@@ -76,7 +83,8 @@ def count_compute(work: Workload, length: int) -> ComputeCounts | None:
             fake = None if layer is None else candidate(theirs.model)
             is_last = None if fake is None else watch_last(theirs.model, fake)
             limits = _watch_limits(theirs, fields)
-            with sdpa_kernel(SDPBackend.MATH), counter:
+            reads = _Reads({id(fields[name]): name for name in watched})
+            with sdpa_kernel(SDPBackend.MATH), counter, reads if watched else nullcontext():
                 theirs.backward(fields)
     except CannotRunFake:
         return None
@@ -89,6 +97,7 @@ def count_compute(work: Workload, length: int) -> ComputeCounts | None:
         pairs=counter.pairs / (PAIR * length**2),
         limits=limits,
         gives_logits=gives_logits,
+        unread=tuple(name for name in watched if name not in reads.seen),
     )
 
 
@@ -148,6 +157,23 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
     card = card_at(device)
     return None if card is None else card.peak(precision)
+
+
+@final
+class _Reads(TorchFunctionMode):
+    """Notes which tensors, by identity, any function or attribute of PyTorch is asked for."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Note the tensors, and call the function."""
+        for value in tree_leaves((args, kwargs)):
+            if id(value) in self._names:
+                self.seen.add(self._names[id(value)])
+        return func(*args, **(kwargs or {}))
 
 
 @final

@@ -59,8 +59,9 @@ NORMALISES = Reason(
 )
 
 FIELD = Reason(
-    "a sample's value of this field changes with its neighbours in the micro-batch: it is "
-    "drawn or computed in `collate`, or padded on the left"
+    "a sample's value of this field changes with its neighbours in the micro-batch: it is drawn or "
+    "computed in `collate`, or padded on the left; or it changes from read to read, drawn by a "
+    "generator that no seed governs: draw with torch, np.random or random"
 )
 
 CAUSES = {

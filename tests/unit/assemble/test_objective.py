@@ -9,7 +9,6 @@ from tests.lib.heads import Examples, Head
 from trainer.assemble.objective import fitting_objective
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import sums_of, weights_of
@@ -61,7 +60,7 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
     module, fields = head.build().double().eval(), fields_of(head.data)
     if head.values == {"num_labels": 1}:
         fields["labels"] = fields["labels"].double()
-    chosen = fitting_objective(checked({}), World(), module, lambda _: fields)
+    chosen = fitting_objective(checked({}), module, lambda _: fields)
     assert chosen.text.partition(",")[0] == text
     weights, call = weights_of(chosen.objective, fields), bind(module)
     sums = sums_of(chosen.objective, call, fields, weights).losses
@@ -71,12 +70,6 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
         apart = [call(fields_of("span", (i,))).loss for i in range(4)]
         theirs = float(sum(apart)) / 4
     assert ours == pytest.approx(theirs, rel=1e-6)  # their float32
-
-
-def test_a_model_whose_own_loss_is_another_one_is_refused_with_what_to_type():
-    module = Head("BartForCausalLM", "BartConfig", "causal").build()
-    with pytest.raises(ConfigError, match="type objective=model_loss for the model's own, or"):
-        fitting_objective(checked({}), World(), module, lambda _: fields_of("causal"))
 
 
 class Tagger(nn.Module):
@@ -96,7 +89,7 @@ class Declared(Tagger):
 
 def test_a_model_that_says_nothing_is_judged_by_its_labels():
     def text(kind: str, module: nn.Module) -> str:
-        return fitting_objective(checked({}), World(), module, lambda _: fields_of(kind)).text
+        return fitting_objective(checked({}), module, lambda _: fields_of(kind)).text
 
     assert text("causal", Tagger()) == "next_token, as the labels are the tokens themselves"
     assert text("class", Tagger()) == "classify, as the data give one label per sample"
@@ -110,7 +103,7 @@ def test_a_model_that_says_nothing_is_judged_by_its_labels():
 def test_settings_reach_the_objective_that_is_chosen_or_are_refused():
     fields = fields_of("class")
     config = checked({"objective.label_smoothing": 0.1})
-    chosen = fitting_objective(config, World(), Tagger(), lambda _: fields)
+    chosen = fitting_objective(config, Tagger(), lambda _: fields)
     assert chosen.component.params["label_smoothing"] == 0.1
     with pytest.raises(ConfigError, match=r"^objective\.z_loss: Classify takes no such argument"):
-        fitting_objective(checked({"objective.z_loss": 0.1}), World(), Tagger(), lambda _: fields)
+        fitting_objective(checked({"objective.z_loss": 0.1}), Tagger(), lambda _: fields)

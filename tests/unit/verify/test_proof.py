@@ -32,6 +32,7 @@ from trainer.plan.cuts import Auto, Budget, Fixed
 
 SORTED = Budget(max_tokens=60)
 WIDTH = 8
+GENERATOR = np.random.default_rng(0)  # at no attribute of a data set: no seed governs it
 
 
 def named(bench: Bench, *, whole_fits: bool = True) -> dict[str, str]:
@@ -225,6 +226,15 @@ class MaskedInCollate(RaggedText):
         return {"input_ids": ids.where(torch.rand(ids.shape) > 0.5, 0), "labels": labels}
 
 
+class DrawnAnew(RaggedText):
+    """Draws from a generator that no seed governs."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        ids = torch.from_numpy(GENERATOR.integers(0, 2, len(sample["input_ids"])))
+        return {**sample, "input_ids": ids}
+
+
 class Clipped(torch.autograd.Function):
     """Backward normalises over the micro-batch; forward is the identity."""
 
@@ -287,6 +297,7 @@ def norms() -> nn.Module:
         ("norm", "when its padding changes", Fixed(micro=3), SOUNDS),
         ("objective Noisy", "", SORTED, {"objective": Noisy()}),
         ("data field input_ids", "", SORTED, {"dataset": MaskedInCollate()}),
+        ("data field input_ids", "", SORTED, {"dataset": DrawnAnew()}),
         ("batch.normalizer=micro_batches", "", Fixed(micro=3), {"normalizer": "micro_batches"}),
     ],
 )

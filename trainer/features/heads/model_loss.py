@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, final, get_args
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ class ModelLoss(Objective):
 
     Under `sum` the model is asked for a sum, by the count 1 for the `num_items_in_batch` that
     heads for causal models take. A head that drops it returns a mean, and is refused before the
-    first step, with what to type where it is known what the mean runs over. Under `mean` the
-    model's mean is multiplied by the weight of the micro-batch, and is exact where it runs over
-    just that: for labels a mean over those that are not -100, for spans a mean over samples.
+    first step, with what to type. Under `mean` the model's mean is multiplied by the weight of the
+    micro-batch, and is exact where it runs over just that, which `train verify` shows: for labels
+    a mean over those that are not -100, for spans a mean over samples.
 
     The weight is the number of labels that are not -100. A causal model shifts them, so that the
     first of each row predicts nothing; under `sum` that only scales the step, under `mean` it
@@ -42,11 +41,6 @@ class ModelLoss(Objective):
     # Whether the model shifts the labels of a sequence. Labels of one number per sample, and real
     # numbers, are never shifted.
     causal: bool = True
-
-    def variants(self) -> Sequence[ModelLoss]:
-        """See the base class."""
-        pairs = product(get_args(LossReduction), (self.causal, not self.causal))
-        return [ModelLoss(reduction=reduction, causal=causal) for reduction, causal in pairs]
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels that are loss terms, or the samples where there are none."""

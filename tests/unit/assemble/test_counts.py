@@ -1,20 +1,15 @@
-"""What a run reads of its samples, and whether they change, shows before the first step."""
+"""What a fake run of a few samples shows: the fields that nothing reads."""
 
-import re
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.reliability import lab
 from trainer.assemble.components import assemble
-from trainer.assemble.reads import check_reads
-from trainer.core.errors import DataError
+from trainer.assemble.counts import count_run, unread_fields
+from trainer.assemble.tuning import workload_of
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums
-
-GENERATOR = np.random.default_rng(0)
 
 
 class Masked:
@@ -78,9 +73,10 @@ class MaskedLoss(Objective):
 
 
 def warnings_of(data, model, *more):
-    own = [f"{k}._target_=tests.unit.assemble.test_reads.{v}" for k, v in (("data", data), model)]
+    own = [f"{k}._target_=tests.unit.assemble.test_counts.{v}" for k, v in (("data", data), model)]
     config = lab.config(*own, "command=plan", *more)
-    return check_reads(assemble(config, World()))
+    components = assemble(config, World())
+    return unread_fields(components, count_run(components, workload_of(components)))
 
 
 @pytest.mark.parametrize("model", ["Net", "Swallowing"])
@@ -91,49 +87,7 @@ def test_a_field_that_nothing_reads_is_named(data, model):
 
 
 def test_a_field_that_model_or_objective_reads_is_not_named():
-    objective = "objective._target_=tests.unit.assemble.test_reads.MaskedLoss"
+    objective = "objective._target_=tests.unit.assemble.test_counts.MaskedLoss"
     assert warnings_of("Masked", ("model", "Weighing")) == []
     assert warnings_of("Masked", ("model", "Swallowing"), objective) == []
     assert len(warnings_of("Masked", ("model", "Net"), "model.norm=true", "batchnorm=micro")) == 1
-
-
-class Plain(Masked):
-    """Draws from a generator that is at none of its attributes."""
-
-    def __getitem__(self, i):
-        ids = torch.from_numpy(GENERATOR.integers(0, 9, 3 + i % 4))
-        return {"input_ids": ids, "labels": ids}
-
-
-class Denying(Plain):
-    draws_randomness = False
-
-    def __getitem__(self, i):
-        ids = torch.randint(9, (3 + i % 4,))
-        return {"input_ids": ids, "labels": ids}
-
-
-class Tied(Plain):
-    def __init__(self):
-        self.transforms = [{"rng": np.random.default_rng(0)}]
-
-    def __getitem__(self, i):
-        ids = torch.from_numpy(self.transforms[0]["rng"].integers(0, 9, 3 + i % 4))
-        return {"input_ids": ids, "labels": ids}
-
-
-class Growing(Plain):
-    def __getitem__(self, i):
-        ids = torch.arange(int(torch.randint(3, 9, ())))
-        return {"input_ids": ids, "labels": ids}
-
-
-def test_draws_that_no_seed_governs_are_named_once_with_what_to_do():
-    (line,) = warnings_of("Plain", ("model", "Net"))
-    assert re.search(r"sample \d of Plain differs between two reads with the same seed \(", line)
-    assert "keep its generator as an attribute" in line
-    (line,) = warnings_of("Denying", ("model", "Net"))
-    assert line.endswith("leave out draws_randomness=False")
-    assert warnings_of("Tied", ("model", "Net")) == []
-    with pytest.raises(DataError, match=r"of Growing has . tokens, but had . when it was measured"):
-        warnings_of("Growing", ("model", "Net"))
