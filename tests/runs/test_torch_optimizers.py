@@ -1,5 +1,6 @@
 """`optimizer=NAME` for the optimizers of PyTorch: the same as by `_target_`, and mistakes."""
 
+import inspect
 import shlex
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
 from tests.lib.run_toys import VOCABULARY, Net
 from tests.reliability.rank_work import run_as_rank
-from trainer.config.torch_optimizers import names
+from trainer.config.option_files import options_of
 
 TORCH = {"adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam"}
 TORCH |= {"adamax": "Adamax", "asgd": "ASGD", "nadam": "NAdam", "radam": "RAdam"}
@@ -27,7 +28,14 @@ def test_every_optimizer_of_torch_is_an_option_or_is_refused():
     unfit = {"lbfgs", "optimizer", "sparseadam"}
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
     there = {kind.__name__.lower() for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
-    assert {*names()} == there - unfit == TORCH.keys() | OURS
+    options = options_of("optimizer")
+    assert options.keys() == there - unfit == TORCH.keys() | OURS
+    for name, kind in TORCH.items():
+        usual = inspect.signature(getattr(torch.optim, kind)).parameters
+        for argument in options[name].keys() - {"_target_", "groups", "layer_decay"}:
+            default = usual[argument].default
+            shown = [*default] if isinstance(default, tuple) else default
+            assert options[name][argument] == shown, f"{name}: {argument}"
 
 
 @pytest.mark.parametrize("name", ["adafactor", *map(nightly, sorted(TORCH.keys() - {"adafactor"}))])

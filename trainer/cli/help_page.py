@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.argv import COMMAND_HELP
-from trainer.config import torch_optimizers, trackers
+from trainer.config import trackers
 from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.messages import show as show_value
@@ -74,8 +74,7 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
     groups = {RECIPE_GROUP: [*available(), "path/to/file.yaml"]}
     for group in GROUPS:
         files = [f for folder in folders for f in (folder / group.replace(".", "/")).glob("*.yaml")]
-        more = torch_optimizers.names() if group == torch_optimizers.GROUP else ()
-        names = sorted({*(file.stem for file in files), *more} - {OWN})
+        names = sorted({file.stem for file in files} - {OWN})
         groups[group] = sorted(names, key=lambda name: name != defaults.get(group))
     groups[f"{trackers.TRACKER_GROUP}=[...]"] = sorted(trackers.options(str(folders[-1])))
     yield "groups  (the default first)", ((name, "  ".join(row)) for name, row in groups.items())

@@ -19,11 +19,12 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.errors import HydraException
 
 from trainer.cli.exit_messages import print_notes
-from trainer.config import recipes, torch_optimizers
+from trainer.config import recipes
 from trainer.config.components import COMPONENTS
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
 from trainer.config.option_files import OWN
+from trainer.config.other_trainers import REFUSED_CLASSES
 from trainer.config.validate import secret_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
@@ -268,7 +269,7 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
 
 def no_such_option(group: str, name: str, options: Sequence[str]) -> str:
     """Say in a line which options there are."""
-    if group == torch_optimizers.GROUP and (why := torch_optimizers.why_unfit(name)):
+    if group == "optimizer" and (why := REFUSED_CLASSES.get(f"torch.optim.{name}".lower())):
         return clip(f"{group}={name}: {why}")
     near = did_you_mean(name, options)
     if "." in name and group in COMPONENTS:

@@ -19,3 +19,6 @@ NONE_HERE: Mapping[str, str] = _WORDS["none"]
 
 REFUSED: Mapping[str, str] = _WORDS["refused"]
 """Settings that are refused as arguments of a class of this program, too."""
+
+REFUSED_CLASSES: Mapping[str, str] = _WORDS["classes"]
+"""Classes of PyTorch that take no step here, in small letters, and what to type instead."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -26,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import InvalidVersion, Version
 
-from trainer.config import torch_optimizers, trackers
+from trainer.config import trackers
 from trainer.config.components import COMPONENTS, GROUPS, SENDS
 from trainer.config.messages import ancestors, clip, flat, lookup, show
 from trainer.config.option_files import OWN, data_dir
@@ -100,7 +99,6 @@ def register(own_folder: Path | None = None) -> None:
     """Make Hydra read recipes, the user's options, and `${or:a,b}` and `${unless:a,b}` in ours."""
     OptionFolders.own_folder = own_folder
     Plugins.instance().register(RecipeSource)
-    Plugins.instance().register(TorchOptimizers)
     Plugins.instance().register(OptionFolders)
     OmegaConf.register_new_resolver("or", lambda a, b: b if a is None else a, replace=True)
     OmegaConf.register_new_resolver("unless", lambda a, b: b if a is None else None, replace=True)
@@ -254,34 +252,23 @@ def consent_faults(
                 yield clip(f"{text}; type it yourself: {why}")
 
 
-class OptionSource(ConfigSource, ABC):
-    """Shows one config group to Hydra, whose options are no files of a folder of its name."""
-
-    group: ClassVar[str]
-    package: ClassVar[str | None] = None  # that its values are of, whatever an option says
-
-    @staticmethod
-    @abstractmethod
-    def names() -> list[str]:
-        """List the options."""
-
-    @staticmethod
-    @abstractmethod
-    def option(name: str) -> dict[str, Any]:
-        """Give the values of an option."""
+@final
+class RecipeSource(ConfigSource):
+    """Shows Hydra the recipes of all folders as the options of one group."""
 
     @classmethod
     def scheme(cls) -> str:
         """See the base class."""
-        return cls.group
+        return RECIPE_GROUP
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """See the base class."""
+        """See the base class, and `read_recipe`, which refuses what is more than values."""
+        path = path_of(config_path.removeprefix(f"{RECIPE_GROUP}/")) or Path()
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),
-            config=OmegaConf.create(self.option(config_path.removeprefix(f"{self.group}/"))),
-            header={"package": self.package},
+            config=OmegaConf.create(read_recipe(path)),
+            header={"package": "_global_"},  # whatever a recipe says
         )
 
     def available(self) -> bool:
@@ -290,49 +277,24 @@ class OptionSource(ConfigSource, ABC):
 
     def is_group(self, config_path: str) -> bool:
         """See the base class."""
-        return config_path in ("", self.group)
-
-    def is_config(self, config_path: str) -> bool:
-        """See the base class."""
-        group, _, name = config_path.partition("/")
-        return group == self.group and name in self.names()
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """See the base class."""
-        if config_path == "":
-            return [] if results_filter == ObjectType.CONFIG else [self.group]
-        is_asked = config_path == self.group and results_filter != ObjectType.GROUP
-        return self.names() if is_asked else []
-
-
-@final
-class RecipeSource(OptionSource):
-    """Shows the folders of recipes."""
-
-    group, package, names = RECIPE_GROUP, "_global_", staticmethod(available)
-
-    @staticmethod
-    def option(name: str) -> dict[str, Any]:
-        """See the base class, and `read_recipe`, which refuses what is more than values."""
-        return read_recipe(path_of(name) or Path())
+        return config_path in ("", RECIPE_GROUP)
 
     def is_config(self, config_path: str) -> bool:
         """See the base class; `recipe//absolute/path.yaml` is one, too (see `locate`)."""
         group, _, name = config_path.partition("/")
         return group == RECIPE_GROUP and path_of(name) is not None
 
-
-@final
-class TorchOptimizers(OptionSource):
-    """Shows the optimizers of PyTorch; those of files come first."""
-
-    group = torch_optimizers.GROUP
-    names, option = staticmethod(torch_optimizers.names), staticmethod(torch_optimizers.option)
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """See the base class."""
+        if config_path == "":
+            return [] if results_filter == ObjectType.CONFIG else [RECIPE_GROUP]
+        is_asked = config_path == RECIPE_GROUP and results_filter != ObjectType.GROUP
+        return available() if is_asked else []
 
 
 @final
 class OptionFolders(SearchPathPlugin):
-    """Puts recipes, PyTorch's optimizers and the user's `--config-dir` on Hydra's search path."""
+    """Puts recipes and the user's `--config-dir` on Hydra's search path."""
 
     own_folder: ClassVar[Path | None] = None
 
@@ -340,6 +302,5 @@ class OptionFolders(SearchPathPlugin):
         """See the base class."""
         places = os.pathsep.join(map(str, folders()))  # for those who ask Hydra for them
         search_path.append("recipes", f"{RECIPE_GROUP}://{places}")
-        search_path.append(torch_optimizers.LIBRARY, f"{torch_optimizers.GROUP}://")
         if self.own_folder is not None:
             search_path.append("command-line", f"file://{self.own_folder}")

@@ -20,12 +20,11 @@ from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import Tree
-from trainer.config.option_files import OWN, options_of
-from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED
+from trainer.config.option_files import OWN, data_dir, default_options, options_of
+from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED, REFUSED_CLASSES
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FullConfig, RunConfig
 from trainer.config.secrets import is_secret, leaked
-from trainer.config.torch_optimizers import why_unfit
 from trainer.core.errors import ConfigError
 
 # Keys whose values the start of a run shows as defaults where nobody set them.
@@ -69,7 +68,8 @@ def validate(
     faults += rule_faults(tree, named)
     for name in known.keys() & trackers.names_in(tree):
         faults += _section_faults(name, tree[name], known[name], base, named)
-    if why := why_unfit(kind := str(messages.lookup(tree, "optimizer._target_"))):
+    kind = str(messages.lookup(tree, "optimizer._target_"))
+    if why := REFUSED_CLASSES.get(kind.lower()):
         faults.append(messages.line("optimizer._target_", kind, why))
 
     def is_default(key: str) -> bool:  # nobody set it, or the other way to state it
@@ -273,7 +273,9 @@ def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
         return messages.line(key, value, REFUSED[name])
     options = options_of(owner) if owner else {}
     others = [o for o, keys in options.items() if name in keys or _is_open(keys)]
-    others.sort(key="auto".__eq__)  # which leaves more open than the rest
+    # `auto` leaves more open than the rest, and the default is known best.
+    usual = default_options(data_dir("conf")).get(owner or "")
+    others.sort(key=lambda option: (option == "auto", option != usual))
     if owner and others and key != owner:
         better = f"{owner}={others[0]} {key}={messages.show(value)}"
         return messages.line(

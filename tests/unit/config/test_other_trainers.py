@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.config import recipes, torch_optimizers, trackers
+from trainer.config import recipes, trackers
 from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.messages import flat
@@ -18,7 +18,6 @@ PAGES = {
     if path.stem != "index"
 }
 OPTIONS = {group: {*options_of(group)} for group in GROUPS}
-OPTIONS["optimizer"] |= {*torch_optimizers.names()}
 OWN = {f"{group}.{key}" for group in GROUPS for keys in options_of(group).values() for key in keys}
 KNOWN = {*KEYS, *GROUPS, *OWN, *flat(trackers.options()), "scheduler._target_"}
 
