@@ -321,10 +321,13 @@ def _fitting_sizes(
 def _cut(config: RunConfig) -> Cut:
     """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
     cut = construct(config.accum, "accum", Cut, config.trust)
+    if config.activation_checkpointing == "auto" and not cut.is_tunable:
+        raise ConfigError("activation_checkpointing=auto: needs accum=auto")
     if config.deterministic != "layout":
         return cut
     if (same := cut.for_any_ranks) is None:
-        raise ConfigError("deterministic=layout: needs accum=fixed accum.micro=N")
+        text = "needs fixed micro-batches; type accum=fixed accum.micro=8"
+        raise ConfigError(f"deterministic=layout: {text}")
     return same
 
 

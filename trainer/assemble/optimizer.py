@@ -81,8 +81,7 @@ def with_half_lives(
     if not schedule.keep_half_life:
         return chosen
     key, batch = "scheduler.keep_half_life=true", schedule.reference_batch
-    if batch is None:
-        raise ConfigError(f"{key}: needs scheduler.reference_batch")
+    assert batch is not None, "which the schedule refuses"
     if isinstance(sizes, Stateful):
         raise ConfigError(f"{key}: needs sizes that are known before the run; leave it out")
     # Where sizes change, the optimizer is built for the reference batch, and set in each step.

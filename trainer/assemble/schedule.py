@@ -24,14 +24,13 @@ AMOUNT_TOLERANCE = 1e-6  # of an amount: shares of an epoch do not add up to the
 
 
 def typed_schedule(config: RunConfig) -> Schedule:
-    """Build the schedule of a config.
-
-    Raises:
-        ConfigError: an argument does not fit.
-    """
+    """Build the schedule of a config, and refuse one that does not fit into its steps."""
     kind = look_up(config.scheduler, "scheduler", config.trust)
     if not (inspect.isclass(kind) and issubclass(kind, LRScheduler)):
-        return construct(config.scheduler, "scheduler", Schedule, config.trust)
+        schedule = construct(config.scheduler, "scheduler", Schedule, config.trust)
+        if config.steps is not None:  # else they are counted once data are read
+            schedule.check(config.steps)
+        return schedule
     options = arguments_of(config.scheduler, "scheduler", config.trust)
     shared = {name: options.pop(name) for name in SHARED["scheduler"] if name in options}
     return OwnScheduler(kind=kind, options=options, **shared)
@@ -65,6 +64,7 @@ def with_length_steps(
                 shown = f"{most:.4g} epochs" if unit.startswith("epoch") else f"{most:.0f} {unit}"
                 text = f"exceeds the {shown} of the run's {total_steps} steps"
                 raise ConfigError(line(f"scheduler.{name}", value, text))
+    schedule.check(total_steps)
     return schedule
 
 

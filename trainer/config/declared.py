@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -19,16 +18,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import ValidationError
-
 from trainer.config import components
-from trainer.config.components import Number, PlainText, Whole, convert
+from trainer.config.components import Number, PlainText, Whole
 
-CHECK = "settings_fault"
-"""Class attribute: `staticmethod` of a function of `trainer.config.rules`, which says what is wrong
-with settings that are each valid, or gives None. It is called with those that it names."""
-
-_RULES, _TYPES = "trainer.config.rules", components.__name__
+_TYPES = components.__name__
 _PLAIN: Mapping[str, Any] = {
     **{"bool": bool, "int": Whole, "float": Number, "str": PlainText},
     "dict[str, Any]": dict[str, Any],
@@ -42,7 +35,6 @@ class Declared:
 
     types: Mapping[str, Any]
     flags: Mapping[str, bool]  # class attributes that are true or false
-    check: str | None = None  # name of a function of `trainer.config.rules`
     takes_more: bool = False  # whether it takes further names, as `**others`
 
 
@@ -82,15 +74,10 @@ def declared(target: str) -> Declared:
     flags = {name: value for base in bases for name, value in base.flags.items()}
     constants = {n: v.value for n, v in attributes.items() if isinstance(v, ast.Constant)}
     flags |= {name: value for name, value in constants.items() if isinstance(value, bool)}
-    check = next((base.check for base in bases if base.check), None)
-    match attributes.get(CHECK):
-        case ast.Call(args=[given]):  # of `staticmethod`
-            owner, _, found = module.full_name(given).rpartition(".")
-            check = found if owner == _RULES else check
     takes_more = any(base.takes_more for base in bases)
     if isinstance(init, ast.FunctionDef):
         takes_more = init.args.kwarg is not None
-    return Declared(types, flags, check, takes_more)
+    return Declared(types, flags, takes_more)
 
 
 def _types(module: _Module, arguments: Iterator[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
@@ -171,20 +158,4 @@ def _file_of(name: str) -> Path | None:
         files = [f for p in places for f in (p.with_name(f"{p.name}.py"), p / "__init__.py")]
         files += [Path(spec.origin)] if spec.origin and not parts else []
         return next((file for file in files if file.is_file()), None)
-    return None
-
-
-def settings_fault(target: str, settings: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with settings of a class together, where it declares a check of them.
-
-    The check runs where all that it names are there, of the types that are declared.
-    """
-    found = declared(target)
-    if found.check is None:
-        return None
-    check: Callable[..., str | None] = getattr(importlib.import_module(_RULES), found.check)
-    with suppress(ValidationError, KeyError):
-        names = inspect.signature(check).parameters
-        values = {n: convert(found.types.get(n, Any), settings[n]) for n in names}
-        return check(**values)
     return None

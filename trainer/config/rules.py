@@ -6,19 +6,16 @@ Plain Python: it runs while the command line is checked, before numpy or torch a
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, final
 
-from trainer.config.cadence import warmup_steps
 from trainer.config.cards import CARDS
-from trainer.config.components import COMPONENTS, EVAL_SETS, FEATURES
-from trainer.config.declared import declared, settings_fault
+from trainer.config.components import COMPONENTS, EVAL_SETS
+from trainer.config.declared import declared
 from trainer.config.mesh import num_replicas
-from trainer.config.messages import Tree, clip, flat, line, lookup, refusals
+from trainer.config.messages import Tree, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
 
@@ -33,16 +30,9 @@ NO_MEMORY = (
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
-_CHOOSES = "accum.chooses_sizes"
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
-_FIXED = "type accum=fixed accum.micro=8"
-_BY_SIZE = f"depends on the micro-batch size; {_FIXED}"
-_N = "type accum=fixed accum.micro=N, where N is batch.global for the whole step at once"
 _HSDP = "has an effect only with parallel=hsdp"
-_MOMENTUM = "needs a momentum; type optimizer.momentum=0.9"
-_REFERENCE = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
 _WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
-_TF32 = "needs a GPU; type precision=fp32"
 _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
@@ -52,20 +42,12 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
-    ("batch.normalizer", ("micro_batches",), _CHOOSES, (True,), _BY_SIZE),
-    ("deterministic", ("layout",), _CHOOSES, (True,), f"needs fixed micro-batches; {_FIXED}"),
-    ("deterministic", ("layout",), "accum.micro", (None,), f"needs a fixed size; {_FIXED}"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
-    ("activation_checkpointing", ("auto",), "accum.is_tunable", (False,), "needs accum=auto"),
-    ("precision", ("tf32",), "device", ("cpu",), _TF32),
     ("sync", ("overlapped",), "parallel.mode", ("fsdp", "hsdp"), _WHOLE),
     ("sync", ("overlapped",), "deterministic", ("layout",), _WHOLE),
     ("batch.global", ..., "batch.gives_sizes", (True,), "batch.stages has the sizes; leave it out"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
-    ("optimizer.nesterov", (True,), "optimizer.momentum", (0,), _MOMENTUM),
-    ("scheduler.scale", ("linear", "sqrt"), "scheduler.reference_batch", (None,), _REFERENCE),
-    ("scheduler.keep_half_life", (True,), "scheduler.reference_batch", (None,), _REFERENCE),
     ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),
@@ -102,19 +84,10 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     for key, values, other, others, text in _CONFLICTS:
         if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
-    for key in FEATURES:
-        if view[f"{key}.accepts_cut"] and view[_CHOOSES]:
-            remedy = "add accum=fixed" if _is_count(view["accum.micro"]) else _N
-            yield line(key, view[key], f"depends on the micro-batch size; {remedy}")
     yield from _weight_faults(view)
     yield from _place_faults(view)
     yield from metric_faults(view)
     yield from _size_faults(view)
-    run = {"steps": view["steps"], "ranks": _known_ranks(view), "global_batch": view[_SIZES[0]]}
-    for path in COMPONENTS:
-        section = {**run, **lookup(tree, path)}
-        if fault := settings_fault(targets[path], section):
-            yield clip(fault)
 
 
 def _is_count(value: object) -> bool:
@@ -237,91 +210,6 @@ def give_way(tree: dict[str, Any], typed: Collection[str], default_global: int) 
     elif has_global or has_micro or has_steps:
         other = "micro" if has_steps and not has_micro else "steps"
         tree["accum"] = {**tree["accum"], other: None}
-
-
-def heads_fault(width: int, num_heads: int, positions: str) -> str | None:
-    """Say why a width cannot be shared by so many heads, and name the nearest sizes that can.
-
-    Rotary positions turn pairs of channels, so that a head has an even number of them.
-    """
-    is_rotary = positions == "rotary"
-    step = 2 if is_rotary else 1
-    if width % (num_heads * step) == 0:
-        return None
-    # One head does, if any number, so the nearest is less than twice as many; the smaller of two.
-    fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
-    near = min(fits, key=lambda n: abs(n - num_heads), default=None)
-    return (
-        f"model.width, model.num_heads: width {width} cannot be split over {num_heads} heads"
-        f"{' of even size, as rotary positions need' if is_rotary else ''}; nearest: "
-        f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
-        f"{f' or model.num_heads={near}' if near else ''}"
-    )
-
-
-def patches_fault(width: int, num_heads: int) -> str | None:
-    """Say why a width cannot be shared by heads, or hold positions of rows and of columns."""
-    each = math.lcm(4, num_heads)  # a sine and a cosine of both
-    if width % each == 0:
-        return None
-    near = max(1, round(width / each)) * each
-    return (
-        f"model.width={width}: must be a multiple of 4 and of model.num_heads={num_heads}; "
-        f"nearest: model.width={near}"
-    )
-
-
-def schedule_steps(total_steps: int, warmup: float, decay: float = 0.0) -> tuple[int, int]:
-    """Resolve a warm-up, and the share of a run that decays at its end, to steps.
-
-    If they are more than the run has, a `ConfigError` names the largest value that fits.
-    """
-    # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999.
-    begin, end = warmup_steps(warmup, total_steps), warmup_steps(decay, total_steps)
-    if begin > total_steps:
-        text = f"exceeds the run's {total_steps} steps; the largest valid value is {total_steps}"
-        raise ConfigError(line("scheduler.warmup", warmup, text))
-    if begin + end > total_steps:
-        text = f"{end} steps of decay and {begin} of warm-up exceed the run's {total_steps} steps"
-        most = total_steps - begin
-        fits = f"the largest valid value is {most if decay >= 1 else most / total_steps:.3g}"
-        raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
-    return begin, end
-
-
-def warmup_fault(steps: object, warmup: float) -> str | None:
-    """Say why a warm-up does not fit into a run of so many steps, where they are known."""
-    return schedule_fault(steps, warmup, 0.0)
-
-
-def schedule_fault(steps: object, warmup: float, decay: float | str) -> str | None:
-    """Say the same of a warm-up and the steps, or the share, that decay at the end of a run."""
-    decay = 0.0 if isinstance(decay, str) else decay  # of samples: checked once they are counted
-    faults = refusals(schedule_steps, steps, warmup, decay) if _is_count(steps) else []
-    return next(iter(faults), None)
-
-
-def stages_fault(stages: Mapping[float, int], at: str, unit: str, ranks: int | None) -> str | None:
-    """Say why sizes by where they begin are no ramp."""
-    begins, fewest, text = [*stages], min(stages.values()), None
-    pairs = [*itertools.pairwise(begins)]
-    if begins[0] != 0:
-        text = f"the first stage has to begin at 0: {{0: {stages[begins[0]]}, ...}}"
-    elif late := [b for a, b in pairs if b < a]:
-        text = f"{late[0]} stands behind a later beginning; write stages in their order"
-    elif same := [b for a, b in pairs if stages[a] == stages[b]]:
-        text = f"the stage at {same[0]} has the size of that before; leave it out"
-    elif at != "epochs" and (odd := [b for b in begins if b % 1]):
-        text = f"no step begins at {odd[0]} {at}; of epochs: batch.at=epochs"
-    elif unit == "samples" and ranks and fewest < ranks:
-        text = f"a stage of {fewest} leaves some of {ranks} ranks without a sample; {ranks} or more"
-    return text and line("batch.stages", stages, text)
-
-
-def noise_ramp_fault(global_batch: int | None, max: int) -> str | None:
-    """Say why the largest batch is no multiple of the first."""
-    text = f"must be a multiple of batch.global={global_batch}"
-    return line("batch.max", max, text) if max % (global_batch or 1) else None
 
 
 def complete_sizes(

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.components import Count, Natural, Positive, Share
-from trainer.config.rules import heads_fault
 from trainer.core.errors import ConfigError
 from trainer.models.attention import Documents, causal_attention, computed_in, has_varlen_kernel
 
@@ -58,8 +57,6 @@ class GPT(nn.Module):
     logits_from_output_layer: ClassVar[bool] = True
     """Whether `forward` gives what `get_output_embeddings` gives, and nothing else."""
 
-    settings_fault = staticmethod(heads_fault)  # before torch is imported
-
     def __init__(  # noqa: PLR0913 - the shape of a transformer has this many numbers
         self,
         vocab_size: Count = 258,
@@ -78,8 +75,7 @@ class GPT(nn.Module):
         init_std: Positive | None = None,
     ) -> None:
         super().__init__()
-        if fault := heads_fault(width, num_heads, positions):
-            raise ConfigError(fault)
+        _refuse_uneven_heads(width, num_heads, is_rotary=positions == "rotary")
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.head_dim = width // num_heads
@@ -319,3 +315,22 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """
     cos, sin = rotation[0].to(x.dtype), rotation[1].to(x.dtype)
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def _refuse_uneven_heads(width: int, num_heads: int, *, is_rotary: bool) -> None:
+    """Refuse a width that heads cannot share, and name the nearest sizes that they can.
+
+    Rotary positions turn pairs of channels, so that a head has an even number of them.
+    """
+    step = 2 if is_rotary else 1
+    if width % (num_heads * step) == 0:
+        return
+    # One head does, if any number, so the nearest is less than twice as many; the smaller of two.
+    fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
+    near = min(fits, key=lambda n: abs(n - num_heads), default=None)
+    raise ConfigError(
+        f"model.width, model.num_heads: width {width} cannot be split over {num_heads} heads"
+        f"{' of even size, as rotary positions need' if is_rotary else ''}; nearest: "
+        f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
+        f"{f' or model.num_heads={near}' if near else ''}"
+    )

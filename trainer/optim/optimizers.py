@@ -158,6 +158,13 @@ class SGD(OptimizerSpec):
     momentum: NonNegative = 0.9  # share of the last update that is kept
     nesterov: bool = False  # looks ahead by the momentum
 
+    def __post_init__(self) -> None:
+        """Refuse to look ahead by no momentum."""
+        if self.nesterov and not self.momentum:
+            raise ConfigError(
+                "optimizer.nesterov=true: needs a momentum; type optimizer.momentum=0.9"
+            )
+
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
         # PyTorch's fused SGD, unlike its AdamW, does not know sharded parameters.

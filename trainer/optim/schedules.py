@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.config.cadence import cadence_steps
+from trainer.config.cadence import cadence_steps, warmup_steps
 from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
-from trainer.config.rules import schedule_fault, schedule_steps, warmup_fault
+from trainer.config.messages import line
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
 from trainer.optim.optimizers import without_compiler
@@ -47,8 +47,25 @@ class Schedule(Described, ABC):
 
     lengths: ClassVar[Mapping[str, Span]] = {"warmup": "first"}
     """Fields that count steps, and may be typed in samples or tokens: those of which steps."""
-    # Before torch is imported
-    settings_fault: ClassVar[Callable[..., str | None]] = staticmethod(warmup_fault)
+
+    def __post_init__(self) -> None:
+        """Refuse to follow a batch away from none."""
+        if self.reference_batch is not None or (self.scale == "none" and not self.keep_half_life):
+            return
+        key = "keep_half_life=true" if self.keep_half_life else f"scale={self.scale}"
+        text = "needs scheduler.reference_batch, the global batch that optimizer.lr was tuned for"
+        raise ConfigError(f"scheduler.{key}: {text}")
+
+    def check(self, total_steps: int) -> None:
+        """Refuse a schedule that does not fit into a run; a length may still be an amount of data.
+
+        Args:
+            total_steps: steps of the whole run, at least 1.
+
+        Raises:
+            ConfigError: naming the length, and the largest that fits.
+        """
+        _phases(total_steps, self.warmup)
 
     def factor(self, step: int, total_steps: int) -> float:
         """Give the share of the base learning rate, that of the warm-up included.
@@ -62,7 +79,7 @@ class Schedule(Described, ABC):
         Raises:
             ConfigError: the schedule does not fit into `total_steps`.
         """
-        warmup, _ = schedule_steps(total_steps, self.warmup)
+        warmup, _ = _phases(total_steps, self.warmup)
         if step < warmup:
             return (step + 1) / warmup
         return self.after_warmup(step, warmup, total_steps)
@@ -89,10 +106,8 @@ class Schedule(Described, ABC):
         Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
         keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
         """
-        if self.scale == "none":
+        if self.scale == "none" or self.reference_batch is None:
             return 1.0
-        if self.reference_batch is None:
-            raise ConfigError(f"scheduler.scale={self.scale}: needs scheduler.reference_batch")
         ratio = global_batch / self.reference_batch
         return ratio if self.scale == "linear" else math.sqrt(ratio)
 
@@ -180,19 +195,42 @@ class InverseSqrt(Schedule):
 class WSD(Schedule):
     """Warm-up, stable, decay: constant, then linear to `floor` (Hu et al. 2024, 2404.06395)."""
 
-    settings_fault = staticmethod(schedule_fault)
     lengths = MappingProxyType({"warmup": "first", "decay": "last"})
 
     decay: Warmup | Amount = 0.2  # steps at the end that decay, or their share of the run below 1
     floor: Part = 0.0  # what it falls towards; the last step is just above it
 
+    def check(self, total_steps: int) -> None:
+        """See the base class."""
+        _phases(total_steps, self.warmup, self.decay)
+
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        assert not isinstance(self.decay, str)  # `with_length_steps` has counted them
-        _, decay_steps = schedule_steps(total_steps, self.warmup, self.decay)
+        _, decay_steps = _phases(total_steps, self.warmup, self.decay)
         # As the warm-up reaches 1 with its last step, the decay leaves it with its first.
         share = min(1.0, (total_steps - step) / (decay_steps + 1))
         return self.floor + (1.0 - self.floor) * share
+
+
+def _phases(total_steps: int, warmup: float | str, decay: float | str = 0.0) -> tuple[int, int]:
+    """Resolve a warm-up, and the share of a run that decays at its end, to steps.
+
+    Amounts of data, which are not counted yet, have none. A `ConfigError` names the largest value
+    that fits.
+    """
+    # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999
+    begin = 0 if isinstance(warmup, str) else warmup_steps(warmup, total_steps)
+    end = 0 if isinstance(decay, str) else warmup_steps(decay, total_steps)
+    if begin > total_steps:
+        text = f"exceeds the run's {total_steps} steps; the largest valid value is {total_steps}"
+        raise ConfigError(line("scheduler.warmup", warmup, text))
+    if begin + end > total_steps:
+        text = f"{end} steps of decay and {begin} of warm-up exceed the run's {total_steps} steps"
+        most = total_steps - begin
+        is_share = isinstance(decay, float) and decay < 1
+        fits = f"the largest valid value is {most / total_steps if is_share else most:.3g}"
+        raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
+    return begin, end
 
 
 def apply_factor(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:

@@ -6,12 +6,14 @@ al. 2025 (2505.23971) begin small and grow, since what a batch may be grows fast
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
 from trainer.config.components import Stages
-from trainer.config.rules import stages_fault
+from trainer.config.messages import line
+from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, RunFacts
 from trainer.plan.batch_size import BatchSize, Position
 
@@ -25,10 +27,24 @@ class Ramp(BatchSize):
     """
 
     gives_sizes = True
-    settings_fault = staticmethod(stages_fault)
 
     stages: Stages  # size by where it begins
     at: Literal["samples", "tokens", "epochs"] = "samples"  # what counts that
+
+    def __post_init__(self) -> None:
+        """Refuse sizes by where they begin that are no ramp."""
+        begins, text = [*self.stages], None
+        pairs = [*itertools.pairwise(begins)]
+        if begins[0] != 0:
+            text = f"the first stage has to begin at 0: {{0: {self.stages[begins[0]]}, ...}}"
+        elif late := [b for a, b in pairs if b < a]:
+            text = f"{late[0]} stands behind a later beginning; write stages in their order"
+        elif same := [b for a, b in pairs if self.stages[a] == self.stages[b]]:
+            text = f"the stage at {same[0]} has the size of that before; leave it out"
+        elif self.at != "epochs" and (odd := [b for b in begins if b % 1]):
+            text = f"no step begins at {odd[0]} {self.at}; of epochs: batch.at=epochs"
+        if text:
+            raise ConfigError(line("batch.stages", self.stages, text))
 
     @property
     def reads_tokens(self) -> bool:  # type: ignore[override] # by the settings, not the class

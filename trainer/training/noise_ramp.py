@@ -14,7 +14,7 @@ from typing import Literal, final
 from torch import nn
 
 from trainer.config.components import Count
-from trainer.config.rules import noise_ramp_fault
+from trainer.config.messages import line
 from trainer.core.errors import ConfigError
 from trainer.core.format import number
 from trainer.core.rows import Row, RunFacts, row
@@ -32,7 +32,6 @@ class NoiseRamp(BatchSize):
     """
 
     measures_noise = True
-    settings_fault = staticmethod(noise_ramp_fault)
 
     max: Count  # a multiple of `batch.global`
     every: Count = 50  # steps between decisions
@@ -40,6 +39,12 @@ class NoiseRamp(BatchSize):
 
     # The steps behind which a larger size begins to count, each with that size
     _growth: list[list[int]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Refuse a largest batch that is no multiple of the first."""
+        if self.max % self.smallest:
+            text = f"must be a multiple of batch.global={self.smallest}"
+            raise ConfigError(line("batch.max", self.max, text))
 
     @cached_property
     def _noise(self) -> NoiseScale:

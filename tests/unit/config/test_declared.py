@@ -5,21 +5,19 @@ import sys
 import pytest
 
 from trainer.config import components
-from trainer.config.declared import declared, settings_fault
+from trainer.config.declared import declared
 
 OWN = """
 import no_such_module
 from trainer.config import components
 from trainer.config.components import Count as N, Share
-from trainer.config.rules import heads_fault
 from trainer.optim.schedules import Schedule
 
 class Base:
     def __init__(self, width: N, num_heads: N = 1, rate: Share | None = None, kind: "x" = 0,
                  positions: str = "rotary", *, mode: Literal["a", "b"] = "a") -> None: ...
 
-class Net(Base):
-    settings_fault = staticmethod(heads_fault)
+class Net(Base): ...
 
 class Slow(Schedule):
     floor: components.Share = 0.0
@@ -39,11 +37,7 @@ def test_a_class_of_one_s_own_declares_its_arguments_as_ours_do(tmp_path):
     slow = declared("my_net_of_tests.Slow")
     assert slow.types["floor"] is components.Share, "by its module"
     assert "warmup" in slow.types
-    assert slow.check == "warmup_fault", "the base's"
     assert "my_net_of_tests" not in sys.modules
-    settings = {"width": 10, "num_heads": 4, "positions": "rotary"}
-    assert "cannot be split" in (settings_fault("my_net_of_tests.Net", settings) or "")
-    assert settings_fault("my_net_of_tests.Net", {**settings, "num_heads": "x"}) is None
     assert declared("my_net_of_tests.make").types == {"width": components.Count}
     assert not declared("my_net_of_tests.missing").types
     assert not declared("torch.nn.Linear").types

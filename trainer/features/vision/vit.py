@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config.components import Count
-from trainer.config.rules import patches_fault
 from trainer.core.errors import ConfigError
 from trainer.models.check import required
 
@@ -37,7 +36,6 @@ class ViT(nn.Module):
     """
 
     task = "image_classification"
-    settings_fault = staticmethod(patches_fault)  # before torch is imported
 
     def __init__(
         self,
@@ -49,8 +47,12 @@ class ViT(nn.Module):
         num_heads: Count = 4,
     ) -> None:
         super().__init__()
-        if fault := patches_fault(width, num_heads):
-            raise ConfigError(fault)
+        each = math.lcm(4, num_heads)  # a position has a sine and a cosine of row and of column
+        if width % each:
+            raise ConfigError(
+                f"model.width={width}: must be a multiple of 4 and of model.num_heads={num_heads}; "
+                f"nearest: model.width={max(1, round(width / each)) * each}"
+            )
         self.patches = nn.Conv2d(required("channels", channels), width, patch_size, patch_size)
         self.blocks = nn.ModuleList(EncoderBlock(width, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
