@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
@@ -18,15 +18,6 @@ from trainer.config.mesh import num_replicas
 from trainer.config.messages import Tree, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
-
-NO_GPU = (
-    "device=cuda: no GPU is usable here; use device=cpu or device=auto, or plan for one that is "
-    "not here: train plan device=h100"
-)
-NO_MEMORY = (
-    "device=cuda: no GPU is here, so its memory is not known; name a card to plan for, e.g. "
-    "device=h100, or type accum.memory=80GiB"
-)
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
 
@@ -122,7 +113,9 @@ def _place_faults(view: Tree) -> Iterator[str]:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
     if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
         yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
-    yield from _device_faults(view)
+    if view["device"] in CARDS and view["command"] != "plan":
+        text = "names a card for train plan; a run takes device=cuda or auto"
+        yield line("device", view["device"], text)
     if view["data.eval_path"] is not None and view["data.path"] is None:
         text = "takes the place of data.path, which these data lack; see eval.sets"
         yield line("data.eval_path", view["data.eval_path"], text)
@@ -134,19 +127,6 @@ def _place_faults(view: Tree) -> Iterator[str]:
         yield line("outputs", outputs, "must not lead upwards with .., or begin with ~")
 
 
-def _device_faults(view: Tree) -> Iterator[str]:
-    """Name a device that is not here; a plan needs no more of it than the size of its memory."""
-    device, command = view["device"], view["command"]
-    if device in CARDS and command != "plan":
-        yield line("device", device, "names a card for train plan; a run takes device=cuda or auto")
-    if device != "cuda" or command == "export" or _may_have_gpu():
-        return
-    if command != "plan":
-        yield NO_GPU
-    elif view.get("accum.memory", True) is None:
-        yield NO_MEMORY
-
-
 def _known_ranks(view: Tree) -> int | None:
     """Tell how many ranks there will be, where that is known before torch is imported."""
     ranks, mode = view["parallel.ranks"], view["parallel.mode"]
@@ -154,13 +134,7 @@ def _known_ranks(view: Tree) -> int | None:
         return int(os.environ["WORLD_SIZE"])
     if _is_count(ranks):
         return int(ranks)
-    return 1 if view["device"] == "cpu" or mode == "none" or not _may_have_gpu() else None
-
-
-def _may_have_gpu() -> bool:
-    """Whether the system shows a device that torch might use."""
-    names = ("nvidia", "kfd", "dxg")
-    return any(device.name.startswith(names) for device in Path("/dev").glob("*"))
+    return 1 if view["device"] == "cpu" or mode == "none" else None
 
 
 def _size_faults(view: Tree) -> Iterator[str]:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from trainer.commands import COMMANDS
-from trainer.config.rules import NO_GPU, NO_MEMORY
 from trainer.config.run_config import READING, RunConfig
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
@@ -52,7 +51,16 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
         # A plan for a machine that is not here computes nothing: shapes run fake.
         is_fake = is_planned and config.accum.params.get("memory", True)
         if config.device == "cuda" and not (is_fake or is_export):
-            raise ConfigError(NO_MEMORY if is_planned else NO_GPU)
+            text = (
+                "no GPU is usable here; use device=cpu or device=auto, or plan for one that is not "
+                "here: train plan device=h100"
+            )
+            if is_planned:
+                text = (
+                    "no GPU is here, so its memory is not known; name a card to plan for, e.g. "
+                    "device=h100, or type accum.memory=80GiB"
+                )
+            raise ConfigError(f"device=cuda: {text}")
         return torch.device("cpu")
     if local_rank >= found:
         raise ConfigError(
