@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.config.cards import card_of
-from trainer.config.mesh import num_replicas
+from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core import gpu
 from trainer.core.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.assemble.instantiate import arguments_of, construct, look_up
-from trainer.config.cadence import warmup_steps
+from trainer.config.amounts import warmup_steps
 from trainer.config.components import AMOUNT, SHARED
 from trainer.config.messages import line
 from trainer.config.run_config import RunConfig

@@ -15,7 +15,7 @@ from trainer.assemble.stages import stage_rows, stage_warnings
 from trainer.assemble.summary_data import data_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
 from trainer.assemble.summary_rates import by_job_row, defaults_row, group_rows, half_life_row
-from trainer.config.cadence import cadence_steps, warmup_steps
+from trainer.config.amounts import cadence_steps, warmup_steps
 from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
 from trainer.core.format import duration, number, percent, plural, size

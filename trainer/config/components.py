@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, whole
 from trainer.config.option_files import data_dir, default_options
-from trainer.config.parse import parse_bytes, parse_count, whole
 
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
 """Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
@@ -52,8 +52,7 @@ Time = Annotated[  # above 0
     ),
 ]
 Warmup = Annotated[Natural, _NOT_1_0, _STEPS] | Share
-_ABOVE_0 = r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?"
-AMOUNT = re.compile(_ABOVE_0 + "([kMG])?(samples|tokens|epochs?)")
+AMOUNT = re.compile(ABOVE_0 + "([kMG])?(samples|tokens|epochs?)")
 Amount = Annotated[
     str,
     Field(
@@ -61,7 +60,6 @@ Amount = Annotated[
         description="an amount such as 2000samples, 1Mtokens or 1epoch",
     ),
 ]
-EPOCHS = re.compile(f"{_ABOVE_0}epochs?")
 Epochs = Annotated[str, Field(pattern=f"^{EPOCHS.pattern}$", description="epochs such as 1epoch")]
 Stages = Annotated[
     dict[

@@ -14,7 +14,6 @@ from typing import Any, final
 from trainer.config.cards import CARDS
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared
-from trainer.config.mesh import num_replicas
 from trainer.config.messages import Tree, flat, line, lookup, refusals
 from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
@@ -219,4 +218,23 @@ def complete_sizes(
         f"{'s' * (world_size > 1)} {share} samples, which are not {steps} micro-batches"
         f"{'' if micro is None else f' of accum.micro={micro}'}. The nearest sizes that agree: "
         f"{', or '.join(fixes)}"
+    )
+
+
+def num_replicas(world_size: int, local_size: int, shard: object, replicate: object) -> int:
+    """Give the copies of the model under `parallel=hsdp`; by default a machine holds one.
+
+    A machine has `local_size` ranks. Sizes that do not give the number of ranks are a
+    `ConfigError`, which names the nearest that do.
+    """
+    whole = max(1, world_size // replicate) if isinstance(replicate, int) else local_size
+    part = shard if isinstance(shard, int) else whole
+    copies = replicate if isinstance(replicate, int) else max(1, world_size // part)
+    if copies * part == world_size:
+        return copies
+    divisors = (n for n in range(1, world_size + 1) if world_size % n == 0)
+    fitting = min(divisors, key=lambda n: abs(n - part))
+    raise ConfigError(
+        f"parallel.shard={part}: times parallel.replicate={copies} must be the {world_size} ranks "
+        f"of the run; e.g. parallel.shard={fitting} parallel.replicate={world_size // fitting}"
     )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import yaml
 from pydantic import Field, create_model
 
-from trainer.config.cadence import parse_time
+from trainer.config.amounts import parse_time
 from trainer.config.cards import CardName
 from trainer.config.components import (
     AUTO_OBJECTIVE,

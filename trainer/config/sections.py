@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.cadence import parse_time
+from trainer.config.amounts import parse_time
 from trainer.config.components import (
     AutoWord,
     Cadence,

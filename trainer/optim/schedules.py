@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.config.cadence import cadence_steps, warmup_steps
+from trainer.config.amounts import cadence_steps, warmup_steps
 from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
 from trainer.config.messages import line
 from trainer.core.errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from trainer.config.cadence import is_due
+from trainer.config.amounts import is_due
 from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempted, TrainError
 from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes

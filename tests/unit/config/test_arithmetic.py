@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.cadence import cadence_steps
-from trainer.config.mesh import num_replicas
-from trainer.config.rules import complete_sizes
+from trainer.config.amounts import cadence_steps
+from trainer.config.rules import complete_sizes, num_replicas
 from trainer.core.errors import ConfigError
 
 SIZES, RANKS = st.integers(1, 600), st.integers(1, 9)

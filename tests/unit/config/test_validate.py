@@ -7,7 +7,7 @@ import pytest
 
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import checked, options, put
-from trainer.config.components import parse_bytes
+from trainer.config.amounts import parse_bytes
 from trainer.config.messages import lookup
 from trainer.config.run_config import to_plain
 from trainer.config.validate import from_plain, validate

@@ -1,4 +1,4 @@
-"""Read how long or how often: in steps, shares of a run, epochs or seconds.
+"""Read how much, how long and how often: `20k`, `80GiB`, `10min`, `1epoch`, a share of a run.
 
 Plain Python: it runs while the command line is checked, before numpy or torch are imported.
 """
@@ -8,10 +8,36 @@ from __future__ import annotations
 import math
 import re
 
-from trainer.config.components import EPOCHS
+ABOVE_0 = r"(\d*[1-9]\d*(?:\.\d+)?|\d+\.\d*[1-9]\d*) ?"
+EPOCHS = re.compile(f"{ABOVE_0}epochs?")
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
+_LEAST_BYTES = 1024  # no memory is smaller: such a number lacks its unit
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
+
+
+def whole(value: object) -> object:
+    """Turn a float without a fraction, such as 1e3, into the int it is; leave all else alone."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def parse_bytes(value: object) -> object:
+    """Turn `"80GiB"`, `"512 MB"` or `"100B"` into bytes; refuse a number typed for so many GiB."""
+    if isinstance(number := whole(value), int) and number < _LEAST_BYTES:
+        raise ValueError("a size needs a unit")
+    match = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return whole(value)
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+
+
+def parse_count(value: object) -> object:
+    """Turn `"20k"` or `"1.5M"` into the number it is; leave all else alone."""
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return whole(float(match[1]) * 1000 ** " kMG".index(match[2]) if match else value)
 
 
 def parse_time(text: str) -> float | None:
