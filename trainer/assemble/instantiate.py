@@ -49,14 +49,8 @@ def look_up(
 ) -> Callable[..., Any]:
     """Find the class that a component, under a config key, names.
 
-    Args:
-        component: the class by its import path, and whether the user typed it.
-        key: dotted key of the component, which says what base a library's class must have.
-        trusted: packages that a name nobody typed may come from, beside this one.
-        inner: whether it is for an argument, where a class of our own is a stranger's choice too.
-
-    Raises:
-        ConfigError: the name is not trusted, does not exist, or is not a class of its module.
+    A name that nobody typed is of this program, but not where it is for an argument (`inner`), of
+    a model library, which then must have the base that the key asks for, or of a `trusted` package.
     """
     typed = f"{key}._target_={component.target}"
     module_name, root = component.target.rpartition(".")[0], component.target.partition(".")[0]
@@ -138,18 +132,8 @@ def construct(
 ) -> Built:
     """Build a component, and check that it is an instance of what its place needs.
 
-    Args:
-        component: the class, and its arguments from the config.
-        key: dotted key of the component, for messages.
-        expected: base of what its place needs.
-        trusted: packages that a name nobody typed may come from, beside this one.
-        given: arguments that come from elsewhere; each is passed where the constructor takes it
-            and the config leaves it out or null.
-
-    Raises:
-        ConfigError: an argument does not exist, is missing or is refused by the constructor, or
-            the result is of another kind.
-        TrainError: as raised by the constructor.
+    Arguments that come from elsewhere, `given`, are passed where the constructor takes them and
+    the config leaves them out or null. A `TrainError` of the constructor passes.
     """
     target, wrong = look_up(component, key, trusted), f"not of class {expected.__name__}"
     if inspect.isclass(target) and not component.typed_target and not issubclass(target, expected):
@@ -164,8 +148,7 @@ def construct(
 def check_components(config: RunConfig) -> None:
     """Look the classes of a run up, and the names of their arguments, at any depth; build nothing.
 
-    Raises:
-        ConfigError: one line per fault of all of them.
+    One `ConfigError` has a line for each fault of all of them.
     """
     faults: list[str] = []
     waiting = [(path, attrgetter(path)(config), False) for path in components.COMPONENTS]
@@ -274,16 +257,7 @@ def _by_settings(
 
 
 def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] | None) -> None:
-    """Refuse arguments that were typed and do nothing, as what was built from them says.
-
-    Args:
-        key: dotted key of the component whose arguments these are.
-        typed: the arguments by name.
-        unused: of those that do nothing, why.
-
-    Raises:
-        ConfigError: one line each.
-    """
+    """Refuse arguments that were typed and do nothing; what was built says of `unused` ones why."""
     found = {n: why for n, why in (unused or {}).items() if typed.get(n) is not None}
     if found:
         lines = (f"{key}.{n}={show(typed[n])}: {why}; leave it out" for n, why in found.items())
@@ -291,22 +265,10 @@ def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] 
 
 
 def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:
-    """Name every argument that a constructor does not take, with the nearest it does.
-
-    Args:
-        target: a class, or a function that makes its instances.
-        key: dotted key of the component whose arguments these are.
-        names: of the arguments.
-
-    Raises:
-        ConfigError: one line each.
-    """
+    """Name every argument that a constructor does not take, with the nearest it does."""
     parameters: Mapping[str, Parameter] = inspect.signature(target).parameters
-    faults = list[str]()
     if getattr(target, "__init__", None) is torch.nn.Module.__init__:
-        parameters = inspect.signature(
-            lambda: None
-        ).parameters  # it refuses what its `**kwargs` take
+        parameters = {}  # it refuses what its `**kwargs` take
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         if (receiver := getattr(target, PASSES_ON, None)) is None:
             return
@@ -315,6 +277,7 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
             parameters = {**own, **inspect.signature(_find(receiver)).parameters}
         except ImportError as error:
             raise ConfigError(f"{key}: {target.__name__} needs it: {_cause(error)}") from error
+    faults = list[str]()
     for name in names:
         if name not in parameters:
             near = difflib.get_close_matches(name, parameters, n=1)

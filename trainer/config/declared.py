@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, reduce
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -45,8 +45,7 @@ class _Module:
 
     name: str
     imports: Mapping[str, str]  # dotted names by what they are called here
-    classes: Mapping[str, ast.ClassDef]
-    functions: Mapping[str, ast.FunctionDef]
+    definitions: Mapping[str, ast.stmt]  # classes and functions
 
     def full_name(self, node: ast.expr) -> str:
         """Give the import path of what a name of this module stands for."""
@@ -59,56 +58,55 @@ def declared(target: str) -> Declared:
     """Give what a class by its import path declares, its bases included, or a function."""
     module_name, _, name = target.rpartition(".")
     module = _read(module_name)
-    if module is None or name not in {*module.classes, *module.functions}:
+    definition = module.definitions.get(name) if module else None
+    if module is None or definition is None:
         return Declared({}, {})
-    if name in module.functions:
-        function = module.functions[name]
-        takes_more = function.args.kwarg is not None
-        return Declared(dict(_types(module, _arguments([], function))), {}, takes_more=takes_more)
-    node = module.classes[name]
-    attributes = dict(_attributes(node.body))
-    init = next((s for s in node.body if getattr(s, "name", "") == "__init__"), None)
-    bases = [] if init else [declared(module.full_name(base)) for base in reversed(node.bases)]
-    types = {name: kind for base in bases for name, kind in base.types.items()}
-    types |= dict(_types(module, _arguments(node.body, init)))
-    flags = {name: value for base in bases for name, value in base.flags.items()}
-    constants = {n: v.value for n, v in attributes.items() if isinstance(v, ast.Constant)}
-    flags |= {name: value for name, value in constants.items() if isinstance(value, bool)}
-    takes_more = any(base.takes_more for base in bases)
-    if isinstance(init, ast.FunctionDef):
-        takes_more = init.args.kwarg is not None
-    return Declared(types, flags, takes_more)
+    if isinstance(definition, ast.FunctionDef):
+        return _of_call(module, definition)
+    assert isinstance(definition, ast.ClassDef)
+    for each in definition.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return replace(_of_call(module, each), flags=_flags(definition))
+    # No constructor of its own: the fields of a dataclass, or a constructor of its bases.
+    arguments = [
+        (each.target.id, each.annotation)
+        for each in definition.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    ]
+    bases = [declared(module.full_name(base)) for base in definition.bases]
+    types, flags = dict(_types(module, arguments)), _flags(definition)
+    for base in bases:
+        types, flags = {**base.types, **types}, {**base.flags, **flags}
+    return Declared(types, flags, any(base.takes_more for base in bases))
 
 
-def _types(module: _Module, arguments: Iterator[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
+def _of_call(module: _Module, function: ast.FunctionDef) -> Declared:
+    """Read the arguments of a function, or of a constructor."""
+    names = function.args
+    each = (*names.posonlyargs, *names.args, *names.kwonlyargs)
+    arguments = [(a.arg, a.annotation) for a in each if a.annotation is not None]
+    return Declared(dict(_types(module, arguments)), {}, takes_more=names.kwarg is not None)
+
+
+def _flags(definition: ast.ClassDef) -> dict[str, bool]:
+    """Give the attributes of a class that its body sets to true or false."""
+    flags = {}
+    for each in definition.body:
+        match each:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=bool() as flag))
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=bool() as flag))
+            ):
+                flags[name] = flag
+    return flags
+
+
+def _types(module: _Module, arguments: Iterable[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
     """Give the types of arguments that are known here; none of a module that imports none."""
     if any(f"{each}.".startswith(f"{_TYPES}.") for each in module.imports.values()):
         for argument, annotation in arguments:
             with suppress(LookupError):
                 yield argument, _type(module, annotation)
-
-
-def _arguments(body: Sequence[ast.stmt], init: ast.stmt | None) -> Iterator[tuple[str, ast.expr]]:
-    """List annotated arguments: of a function such as `__init__`, or the fields of a dataclass."""
-    if isinstance(init, ast.FunctionDef):
-        for each in (*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs):
-            if each.annotation is not None:
-                yield each.arg, each.annotation
-    else:
-        for statement in body:
-            if isinstance(statement, ast.AnnAssign):
-                yield ast.unparse(statement.target), statement.annotation
-
-
-def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
-    """Give the class attributes that statements set."""
-    for statement in body:
-        match statement:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                yield name, value
 
 
 def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, which has no type of its own
@@ -139,12 +137,13 @@ def _read(name: str) -> _Module | None:
 
 def _module(name: str, tree: ast.Module) -> _Module:
     imports = dict[str, str]()
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return _Module(name, imports, classes, functions)
+    definitions = {
+        node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    return _Module(name, imports, definitions)
 
 
 def _file_of(name: str) -> Path | None:
