@@ -180,6 +180,7 @@ def assemble(
     tokenizer = RunTokenizer(config)
     typed, spec = typed_objective(config, tokenizer), typed_optimizer(config)
     schedule, cut, features = typed_schedule(config), _cut(config), Features.of(config)
+    features.check_cut(config, cut)
     sizes = _sizes(config)
 
     # The data, and which of them each step takes.

@@ -15,10 +15,12 @@ from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
+from trainer.plan.cut import Cut
 from trainer.training.batches import Feed
 
 if TYPE_CHECKING:
@@ -110,6 +112,17 @@ class Features:
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_key.values())
+
+    def check_cut(self, config: RunConfig, cut: Cut) -> None:
+        """Refuse one that makes the cut a part of the step, where the cut chooses sizes itself."""
+        for key, feature in self.by_key.items():
+            if feature.accepts_cut and cut.chooses_sizes:
+                remedy = "add accum=fixed"
+                if config.accum.params.get("micro") is None:
+                    remedy = "type accum=fixed accum.micro=N, where N is batch.global for the "
+                    remedy += "whole step at once"
+                name = config.features[key].name or config.features[key].target
+                raise ConfigError(f"{key}={name}: depends on the micro-batch size; {remedy}")
 
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Have all of them change how a model computes."""

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from trainer.features.batch_norm.mode import BatchNormMode
 
 
-def check_cut(mode: BatchNormMode, components: Components) -> None:
-    """Refuse a mode that depends on micro-batches where the cut chooses their sizes."""
-    if mode.accepts_cut and components.cut.chooses_sizes:
-        remedy = (
-            "type accum=fixed accum.micro=N, where N is batch.global for the whole step at once"
-        )
-        if components.config.accum.params.get("micro"):
-            remedy = "add accum=fixed"
-        name = typed_name(components)
-        raise ConfigError(f"batchnorm={name}: depends on the micro-batch size; {remedy}")
-
-
 def check_layers(mode: BatchNormMode, components: Components) -> None:
     """Refuse a mode that does not fit the model, or the sizes of the steps."""
     config, module = components.config, components.module

@@ -85,7 +85,6 @@ class BatchNormMode(Feature, ABC):
 
     def check(self, components: Components) -> None:
         """See the base class."""
-        checks.check_cut(self, components)
         checks.check_layers(self, components)
         checks.check_lone_samples(components)
 
