@@ -15,10 +15,8 @@ from tests.lib.run_toys import VOCABULARY, Net
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.option_files import options_of
 
-TORCH = {"adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam"}
-TORCH |= {"adamax": "Adamax", "asgd": "ASGD", "nadam": "NAdam", "radam": "RAdam"}
-TORCH |= {"rmsprop": "RMSprop", "rprop": "Rprop"}
-OURS = {"adamw", "sgd", "muon"}  # files of conf/ come first
+NAMES = "Adadelta Adafactor Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Rprop"
+TORCH = {name.lower(): name for name in NAMES.split()}
 GROUPS = "'optimizer.groups={*bias: {lr: 0.03}}'"
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -29,7 +27,7 @@ def test_every_optimizer_of_torch_is_an_option_or_is_refused():
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
     there = {kind.__name__.lower() for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
     options = options_of("optimizer")
-    assert options.keys() == there - unfit == TORCH.keys() | OURS
+    assert options.keys() == there - unfit == TORCH.keys() | {"adamw", "sgd", "muon"}
     for name, kind in TORCH.items():
         usual = inspect.signature(getattr(torch.optim, kind)).parameters
         for argument in options[name].keys() - {"_target_", "groups", "layer_decay"}:
