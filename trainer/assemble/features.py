@@ -1,19 +1,21 @@
 """Define what a feature adds to a run: the engine asks each one, and knows none by name.
 
-A feature is a group of `conf/` whose classes derive from `Feature`. Its code lives in one folder of
-`trainer/features`, or in a user's own module.
+A feature is a group of `conf/` whose classes derive from `Feature`, or an entry of
+`conf/features.yaml`. Its code lives in one folder of `trainer/features`, or in a user's own module.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from torch import nn
 
 from trainer.assemble.instantiate import construct
+from trainer.config.option_files import data_dir, load_yaml
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row
@@ -26,6 +28,7 @@ from trainer.training.batches import Feed
 if TYPE_CHECKING:
     from trainer.assemble.components import Components
     from trainer.assemble.run_plan import RunPlan
+    from trainer.training.run import Run
 
 
 @final
@@ -46,6 +49,11 @@ class Feature:
 
     accepts_cut: ClassVar[bool] = False
     """Whether whoever types it says that micro-batches are a part of the step."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Build it by the settings of a run, where `conf/features.yaml` names the class."""
+        return cls()
 
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Change how a model computes, in place, and none of its weights.
@@ -92,6 +100,12 @@ class Feature:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
 
+    def after_evaluation(self, run: Run) -> None:
+        """Look further at a model in training that was evaluated, within `evaluating`. Collective.
+
+        `Preempted`, where a signal asked a rank to stop, has the run saved and ended.
+        """
+
 
 @final
 @dataclass(frozen=True)
@@ -102,13 +116,13 @@ class Features:
 
     @classmethod
     def of(cls, config: RunConfig) -> Features:
-        """Build those that a config names."""
-        return cls(
-            {
-                key: construct(component, key, Feature, config.trust)
-                for key, component in config.features.items()
-            }
-        )
+        """Build those of every run, and those that a config names."""
+        found = dict[str, Feature]()
+        for name, entry in load_yaml(data_dir("conf") / "features.yaml").items():
+            found[name] = pkgutil.resolve_name(entry["_target_"]).of(config)
+        for key, component in config.features.items():
+            found[key] = construct(component, key, Feature, config.trust)
+        return cls(found)
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_key.values())
@@ -136,3 +150,8 @@ class Features:
             for feature in self:
                 opened.enter_context(feature.evaluating(model, feed))
             yield
+
+    def after_evaluation(self, run: Run) -> None:
+        """Have all of them look at a model that was evaluated. Collective."""
+        for feature in self:
+            feature.after_evaluation(run)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assemble.parts import SIZES, may_begin_anew, refuse_unsavable
-from trainer.assemble.prompts import prompts_of
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.saved import Saved, Terms
@@ -81,8 +80,7 @@ def open_run(
         restore(saved.loaded, live, may_lack=may_begin_anew(config, own))
 
     # What is written: records, and checkpoints of all that is live, with what those go on by.
-    prompts, cut = prompts_of(components), run_plan.saved_cut.following(feed)
-    model = ModelPart.of(module, saved.stored)
+    model, cut = ModelPart.of(module, saved.stored), run_plan.saved_cut.following(feed)
     reporter = open_reporter(components, plan, folder, saved.loaded)
     with closing(reporter), ExitStack() as opened:
         checkpointer = Checkpointer(
@@ -107,7 +105,7 @@ def open_run(
             flops=run_plan.flops,
             progress=progress,
             evaluating=components.features.evaluating,
-            prompts=prompts,
+            after_evaluation=components.features.after_evaluation,
             own=own,
         )
         _recall(run, folder, is_saved=saved.loaded is not None)

@@ -132,7 +132,7 @@ def fork(run: RunFolder, step: int, folder: Path) -> None:
     checkpoint, target = run.checkpoint(step), RunFolder(folder).checkpoint(step)
     with durable.as_save_error(target):
         durable.make_folders(target.parent)
-        for name in (RunFolder.METRICS, RunFolder.SAMPLES, RunFolder.TEXTS):
+        for name in RunFolder.JOURNALS:
             if (run.path / name).is_file():
                 shutil.copyfile(run.path / name, folder / name)
                 truncate_after(folder / name, step)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assemble.noise import advice_rows
-from trainer.assemble.prompts import prompts_of
 from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
@@ -33,7 +32,6 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         components, saved = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(components, saved.cut)
     components = run_plan.components
-    prompts_of(components)  # which may be refused
     advice = advice_rows(components, saved.loaded)
     rows = [*describe_run(run_plan), *advice, *shown_samples(components, folder)]
     plan = record_of(rows)

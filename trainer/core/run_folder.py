@@ -56,6 +56,7 @@ class RunFolder:
     CONFIG = "config.yaml"
     PLAN, SPLITS, STATUS, RESULT = "plan.json", "splits.json", "status.json", "result.json"
     METRICS, SAMPLES, TEXTS = "metrics.jsonl", "samples.jsonl", "generated.jsonl"
+    JOURNALS = (METRICS, SAMPLES, TEXTS)  # an entry has its step; a run that goes on cuts them
     LOG, VERIFY, EVALUATION = "train.log", "verify.json", "evaluate.json"
     CHECKPOINTS, ERRORS, LOCK = "checkpoints", "errors", ".lock"
     BEST = "best.json"  # which of the checkpoints is

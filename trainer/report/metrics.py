@@ -1,4 +1,4 @@
-"""Write metrics.jsonl, the truth about a run, samples.jsonl, its ledger, and generated.jsonl.
+"""Write metrics.jsonl, the truth about a run, samples.jsonl, its ledger, and other journals.
 
 Numbers that JSON does not know (NaN, infinities) are written as null.
 """
@@ -44,11 +44,11 @@ class MetricsLog:
         more_of: Callable[[str, Entry], Mapping[str, float]] = lambda *_: {},
     ) -> None:
         self._more_of = more_of
-        for name in (RunFolder.METRICS, RunFolder.SAMPLES, RunFolder.TEXTS):
+        for name in RunFolder.JOURNALS:
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
         self._metrics = Journal(folder / RunFolder.METRICS, warn)
-        self._texts: Journal | None = None  # until a prompt is continued
+        self._others = dict[str, Journal]()  # by their names, once they have an entry
         self._folder, self._warn = folder, warn
         self._samples = Journal(folder / RunFolder.SAMPLES, warn) if keep_samples else None
         # A step whose numbers, by name, are there once they have been copied.
@@ -84,10 +84,11 @@ class MetricsLog:
         entry |= {f"eval_{name}": float(value) for name, value in named_means(means).items()}
         return self._write("on_eval", entry | {EVAL_SECONDS: round(seconds, 6)})
 
-    def generated(self, step: int, prompt: str, text: str) -> None:
-        """Write how a prompt was continued after a step."""
-        self._texts = self._texts or Journal(self._folder / RunFolder.TEXTS, self._warn)
-        self._texts.write({"step": step, "prompt": prompt, "text": text})
+    def record(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Append what is known of a step to another journal, one of `RunFolder.JOURNALS`."""
+        if name not in self._others:
+            self._others[name] = Journal(self._folder / name, self._warn)
+        self._others[name].write(entry)
 
     def flush(self) -> list[Entry]:
         """Write the step that is on its way, waiting for it; give its entry, or nothing."""
@@ -101,7 +102,7 @@ class MetricsLog:
     def sync(self) -> list[Entry]:
         """Write the step that is on its way, as `flush`, and wait until the disk has everything."""
         written = self.flush()
-        for journal in filter(None, (self._metrics, self._samples, self._texts)):
+        for journal in filter(None, (self._metrics, self._samples, *self._others.values())):
             journal.sync()
         return written
 

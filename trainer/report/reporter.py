@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -64,7 +64,7 @@ class RunReporter:
         self._mirrors = mirrors
         for mirror in mirrors:
             mirror.start()
-        self.line, self.warn = screen.line, screen.warn
+        self.line, self.warn, self.record = screen.line, screen.warn, self._metrics.record
 
     def start(self, rows: Sequence[Row], plan: PlanRecord, *, name: str | None = None) -> None:
         """Show what is about to happen, by the rows of the run, and begin to show progress."""
@@ -113,21 +113,6 @@ class RunReporter:
             text = f"{step_text(step, self._steps)}  {part or 'held out'}: {figures}{time}"
             self._screen.line(text, "bold")
         self._note(step)
-
-    def generated(self, step: int, texts: Callable[[], Sequence[tuple[str, str]]] | None) -> None:
-        """Take how prompts were continued after a step; None where memory ran out."""
-        if texts is None:
-            self.warn("log.generate: out of memory; nothing was continued, and the run goes on")
-            return
-        try:
-            pairs = texts()
-        except Exception as error:  # `decode` is the user's, and the run goes on without
-            why = f"{type(error).__name__}: {error}"
-            self.warn(f"log.generate: what follows cannot be decoded: {why}")
-            return
-        for prompt, text in pairs:
-            self._metrics.generated(step, prompt, text)
-            self._screen.line(f"{step_text(step, self._steps)}  {prompt!r} -> {text!r}")
 
     def flush(self) -> None:
         """Bring every step so far to the disk, before a checkpoint; `SaveError` if it refuses."""
@@ -188,7 +173,7 @@ class SilentReporter:
     def _pass(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
-    start = passed_over = step = evaluation = generated = flush = checkpoint = _pass
+    start = passed_over = step = evaluation = record = flush = checkpoint = _pass
     line = warn = finish = close = _pass
 
 

@@ -47,8 +47,7 @@ def batch_advice(
     ratio = min(max(scale / batch, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
     factor = 2 ** int(abs(math.log2(ratio)))
     if factor == 1:
-        other = 2 * batch
-        return f"{first}, which is a fair one: {_needs(scale, batch, other, unit)}"
+        return f"{first}, which is a fair one: {_needs(scale, batch, 2 * batch, unit)}"
     larger, smaller = max(batch, min(batch * factor, most)), min(batch, max(batch // factor, least))
     other = larger if scale > batch else smaller
     if other == batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 from trainer.config.amounts import is_due
@@ -17,7 +16,6 @@ from trainer.core.stateful import STEP_KEYS, Stateful
 from trainer.training.batches import Feed
 from trainer.training.best_metric import BestMetric
 from trainer.training.evaluation import evaluate_parts
-from trainer.training.generation import generate
 from trainer.training.model_flops import ModelFlops
 from trainer.training.run import Progress, Run
 from trainer.training.step import StepReport, train_step
@@ -147,20 +145,11 @@ def _evaluate(run: Run, progress: Progress) -> None:
                 context.model, context.objective, run.held_out, context.world, run.was_asked
             )
             run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
-            _continue_prompts(run)
+            run.after_evaluation(run)
     except Preempted:
         _end(run, progress, _preempted(progress.step))
     progress.evaluation = named_means(means)
     _take_evaluation(run)
-
-
-def _continue_prompts(run: Run) -> None:
-    """Continue the prompts of `log.generate`, if there are any. Collective."""
-    prompts, context = run.prompts, run.context
-    if prompts is not None:
-        rows = generate(context.model, prompts, context.world, run.was_asked)
-        texts = None if rows is None else partial(prompts.continued, rows)
-        run.reporter.generated(run.progress.step, texts)
 
 
 def _take_evaluation(run: Run, *, is_counted: bool = True) -> None:

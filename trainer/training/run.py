@@ -15,7 +15,6 @@ from trainer.training.batches import Feed
 from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.evaluation import HeldOut
-from trainer.training.generation import Prompts
 from trainer.training.model_flops import ModelFlops
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport
 from trainer.training.window import StepContext
@@ -38,7 +37,7 @@ class Run:
     progress: Progress
     # Lends the model as evaluations are to have it. Collective.
     evaluating: Callable[[Parallel, Feed], AbstractContextManager[None]]
-    prompts: Prompts | None = None  # continued at evaluations
+    after_evaluation: Callable[[Run], None]  # looks further at the model. Collective.
     own: Mapping[str, Stateful] = field(default_factory=dict)  # parts that the config asks for
 
     @property

@@ -1,0 +1,156 @@
+"""Continue the prompts of `log.generate` at evaluations, to show what a model has learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+
+from trainer.assemble.components import Components
+from trainer.assemble.features import Feature
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError, Preempted
+from trainer.core.out_of_memory import AllocationGuard
+from trainer.core.run_folder import RunFolder
+from trainer.data.collate import ATTENTION_MASK
+from trainer.data.samples import INPUT_IDS, faults_of
+from trainer.objectives.base import logits_of
+from trainer.report.console import step_text
+from trainer.training.batches import Source
+from trainer.training.evaluation import inference
+from trainer.training.run import Run
+
+Tokens = list[int]
+
+
+@final
+@dataclass(frozen=True)
+class ContinuedPrompts(Feature):
+    """Shows what a model writes behind some texts."""
+
+    texts: Sequence[str]
+    most: int  # tokens that follow
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """See the base class."""
+        return cls(config.log.generate, config.log.generate_tokens)
+
+    def check(self, components: Components) -> None:
+        """Refuse a model or data that cannot continue text, and a prompt that leaves no room."""
+        if not self.texts or components.config.command not in {"train", "plan"}:
+            return
+        data, objective, fault = components.train_set, components.objective, None
+        if not objective.predicts_next:
+            fault = f"objective={type(objective).__name__} predicts no next token; leave it out"
+        elif data.optional("prompt") is None or data.optional("decode") is None:
+            text = "has no `prompt` and `decode`, which turn text into tokens and back"
+            fault = f"{data.kind} {text}"
+        elif not components.held_out:
+            fault = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
+        if fault is not None:
+            raise ConfigError(f"log.generate: {fault}")
+        limit = _longest(components.source)
+        for text, tokens in zip(self.texts, self._encoded(components.source)[0], strict=True):
+            if not 0 < len(tokens) < limit:
+                raise ConfigError(
+                    f"log.generate: {text!r:.40} has {len(tokens)} tokens; 1 to {limit - 1} leave "
+                    "room for one that follows"
+                )
+
+    def after_evaluation(self, run: Run) -> None:
+        """See the base class: the first rank shows what it is that follows each prompt."""
+        if not self.texts:
+            return
+        prompts, ends = self._encoded(run.feed.source)
+        length = min(max(map(len, prompts)) + self.most, _longest(run.feed.source))
+        rows = _continued(run, prompts, ends, length, self.most)
+        if rows is None:
+            text = "out of memory; nothing was continued, and the run goes on"
+            run.reporter.warn(f"log.generate: {text}")
+        elif run.context.world.is_main:
+            self._show(run, prompts, rows)
+
+    def _encoded(self, source: Source) -> tuple[list[Tokens], set[int]]:
+        """Give the tokens of each prompt, and those behind which nothing follows."""
+        data, prompts, ends = source.loader.dataset, list[Tokens](), set[int]()
+        encode = data.optional("prompt")
+        with faults_of(f"`prompt` of {data.kind}"):
+            for text in self.texts:
+                tokens, last = encode(text)
+                prompts.append([int(token) for token in tokens])
+                ends.update(last)
+        return prompts, ends
+
+    def _show(self, run: Run, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
+        """Decode what follows each prompt, onto the screen and into generated.jsonl."""
+        step, decode = run.progress.step, run.feed.source.loader.dataset.optional("decode")
+        found = list[str]()
+        try:
+            # Of the whole: what stands alone may be decoded without the space before it.
+            for tokens, row in zip(prompts, rows, strict=True):
+                found.append(decode(row)[len(decode(tokens)) :])
+        except Exception as error:  # `decode` is the user's, and the run goes on without
+            why = f"{type(error).__name__}: {error}"
+            run.reporter.warn(f"log.generate: what follows cannot be decoded: {why}")
+            return
+        for prompt, text in zip(self.texts, found, strict=True):
+            run.reporter.record(RunFolder.TEXTS, {"step": step, "prompt": prompt, "text": text})
+            at = step_text(step, run.context.total_steps)
+            run.reporter.line(f"{at}  {prompt!r} -> {text!r}")
+
+
+def _longest(source: Source) -> int:
+    """Give the most tokens of a row: positions beyond the data's have not been learned."""
+    return int(source.loader.dataset.optional("max_length") or source.lengths.max())
+
+
+def _continued(
+    run: Run, prompts: Sequence[Tokens], ends: Collection[int], length: int, most: int
+) -> list[Tokens] | None:
+    """Append the likeliest tokens to each prompt, the same on all ranks. Collective.
+
+    Each token costs a forward of all prompts, padded on the right to one length, so that a compiled
+    or sharded model runs as it does in training; nothing is cached between two. None where memory
+    ran out.
+    """
+    world, model = run.context.world, run.context.model
+    rows, is_open = [list(prompt) for prompt in prompts], [True] * len(prompts)
+    model.gather()
+    try:
+        with inference(model, world):
+            for _ in range(most):
+                with AllocationGuard() as guard:
+                    ids = _likeliest(run, rows, length)
+                ranks = world.collect([guard.failed, run.was_asked(), [] if guard.failed else ids])
+                if any(asked for _, asked, _ in ranks):
+                    raise Preempted("stopped while prompts were continued")
+                if any(failed for failed, *_ in ranks):
+                    return None
+                # The first rank's, since two kinds of devices may differ in what is likeliest.
+                for place, token in enumerate(ranks[0][-1]):
+                    is_open[place] &= len(rows[place]) < length and token not in ends
+                    rows[place] += [token] * is_open[place]
+                if not any(is_open):
+                    break
+    finally:
+        model.release()
+    return rows
+
+
+def _likeliest(run: Run, rows: Sequence[Tokens], length: int) -> Tokens:
+    """Give the likeliest token behind each row, of those that can be decoded."""
+    facts, device = run.feed.source.loader.dataset.facts, run.context.world.device
+    ids = torch.full((len(rows), length), facts.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = torch.tensor(row)
+        mask[place, : len(row)] = 1
+    fields = {INPUT_IDS: ids.to(device), ATTENTION_MASK: mask.to(device)}
+    logits = logits_of(run.context.model.call(fields))
+    last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
+    places = torch.arange(len(rows), device=logits.device)
+    tokens: Tokens = logits[places, last, : facts.vocab_size].argmax(-1).tolist()
+    return tokens
