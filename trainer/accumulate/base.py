@@ -166,7 +166,8 @@ class Pass(ABC):
                 # In float64: of thousands of shares a float32 sum would lose three digits.
                 loss = given.loss.detach()
                 total += loss
-            found.append(replace(given, loss=None))  # whose graph would stay
+            # Without the loss, whose graph would stay.
+            found.append(Computed(metrics=given.metrics, rows=given.rows))
         if is_last and loss is None and micro_batches:
             _refuse(self, "micro_batch", None)
         return Computed(loss=total, metrics=_sums(found), rows=_joined(found))
@@ -233,6 +234,8 @@ def _joined(found: Sequence[Computed]) -> Rows:
 
 def _taken(rows: Rows, places: Sequence[int]) -> Rows:
     """Take the rows of some samples, without a wait for the device."""
+    if not rows:  # as in every step of one pass
+        return {}
     at = torch.tensor(places)
     return {name: of_all[at.to(of_all.device, non_blocking=True)] for name, of_all in rows.items()}
 

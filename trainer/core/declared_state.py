@@ -32,14 +32,20 @@ def parts_of(*roots: object) -> Iterator[object]:
 
 def own_generators(*roots: object) -> Iterator[Any]:
     """Find the random generators among the attributes of modules and of other objects."""
-    attributes = (getattr(part, "__dict__", {}).values() for part in parts_of(*roots))
-    return (each for values in attributes for each in values if is_generator(each.__class__))
+    for part in parts_of(*roots):
+        yield from _generators(part)
+
+
+def _generators(part: object) -> list[Any]:
+    values = getattr(part, "__dict__", {}).values()
+    return [each for each in values if is_generator(each.__class__)]
 
 
 def undo_other_state(*roots: object) -> list[Callable[[], object]]:
     """Remember all declared state but buffers; gives what puts it back."""
-    undo = [undo_of(generator) for generator in own_generators(*roots)]
-    for part in parts_of(*roots):
+    undo: list[Callable[[], object]] = []
+    for part in parts_of(*roots):  # once: it is done in every step
+        undo += map(undo_of, _generators(part))
         if isinstance(part, nn.Module) and type(part).get_extra_state is not NO_EXTRA_STATE:
             undo.append(_undo_extra(part))
     return undo

@@ -320,6 +320,8 @@ class Loader(Dataset[Any]):
     def _prepared(self, ids: Sequence[int], epoch: int) -> list[dict[str, Tensor]]:
         """Read samples, and change them as augmentations and the objective ask."""
         samples = self.dataset.read_each(ids, seed=self.seed, epoch=epoch)
+        if not self._changes:
+            return samples
         return [self._as_prepared(*each, epoch) for each in zip(ids, samples, strict=True)]
 
     def _as_prepared(self, i: int, sample: dict[str, Tensor], epoch: int) -> dict[str, Tensor]:

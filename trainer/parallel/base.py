@@ -333,9 +333,8 @@ def norm_in_double(grads: Sequence[Tensor]) -> Tensor:
     """
     real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads)
     pieces = [piece for grad in real for piece in torch.split(grad.reshape(-1), NORM_PIECE)]
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(piece.double()) for piece in pieces])
-    )
+    norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 

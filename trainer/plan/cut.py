@@ -166,6 +166,7 @@ class Plan:
             return f"cuts tokens off in micro-batch {slot} of rank {rank}"
         size = layout.group_size
         for ids in flat if size > 1 else ():
+            # What it should hold: the whole group of each group's first sample.
             groups = (ids[::size, None] // size * size + np.arange(size)).ravel()
             if not np.array_equal(ids, groups[: len(ids)]):
                 return f"divides a group of {size} samples that must stay together"

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from trainer.plan.cut import IntArray
 from trainer.plan.permutation import DRAWN_WHOLE
 
-LENGTHS_AT_ONCE = (
-    2**14
-)  # samples looked at together; more leave the cache, and cost four times as much
+# Samples looked at together; more leave the processor's cache, and cost four times as much.
+LENGTHS_AT_ONCE = 2**14
 
 IdsOf = Callable[[IntArray], IntArray]
 """Turns places in a part of something into places in all of it."""
@@ -132,7 +131,7 @@ class Lengths:
 
         Of no samples all are 0.
         """
-        if not self._count or self._values.strides == (0,):  # one number
+        if not self._count or self._values.strides == (0,):  # one number, repeated in no memory
             length = int(self._values[0]) if self._count else 0
             return (length, 0), (-length, 0), self._count * length
         low, high, tokens = (1 << 62, 0), (0, 0), 0

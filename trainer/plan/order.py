@@ -100,7 +100,7 @@ class Order:
         self.num_samples, self.seed, self.sizes = num_samples, seed, sizes
         if num_samples < 1:
             raise DataError("data: the training split holds no samples")
-        self.size_of(self.start)
+        self.size_of(self.start)  # refuses a first size out of range before anything is read
         self.keeps_tail = tail == "keep"
         self._tokens = None if lengths is None else Lengths.of(lengths)
         self._lengths = self._tokens if unit == "tokens" else None
@@ -197,6 +197,7 @@ class Order:
         """
         count = self.sizes.largest
         if self._lengths is not None and self.num_samples <= DRAWN_WHOLE:
+            # The shortest samples first, until their tokens fill a step.
             count = int(np.searchsorted(np.cumsum(np.sort(self._lengths[:])), count)) + 1
         elif self._lengths is not None:
             count = -(-count // self._lengths.min())
@@ -247,6 +248,7 @@ class Order:
         if self._lengths is None:
             stop = offset + size
             return min(stop, self.num_samples), stop > self.num_samples
+        # Twice as many lengths are read each time: a step of any size costs at most as much again.
         reached, look = 0, FIRST_LOOK
         while offset < self.num_samples:
             stop = min(offset + look, self.num_samples)
@@ -273,12 +275,14 @@ class Order:
         if not self.sizes.is_constant:
             return self._count_by_steps(cursor)
         if lengths is None or lengths.is_constant:
+            # A step of tokens takes whole samples, so it rounds up.
             each = -(-size // (1 if lengths is None else lengths.max()))
             count, rest = divmod(self.num_samples, each)
             return count + (1 if rest and self.keeps_tail else 0), following
         count = rest = 0
         for start in range(0, self.num_samples, LENGTHS_AT_ONCE):
             ids = self._ids(cursor.epoch, start, min(start + LENGTHS_AT_ONCE, self.num_samples))
+            # Tokens since the last step that ended before this chunk, up to each sample of it.
             sums = rest + np.cumsum(lengths[ids])
             begun = 0
             while True:

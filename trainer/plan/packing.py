@@ -70,6 +70,7 @@ def pack_rows(
     balanced = _balanced(lengths.tolist(), costs.tolist(), cap, max_micro, count)
     packed = [np.array(row, dtype=np.int64) for row in balanced or _halved(rows, count)]
     sizes = np.array([len(row) for row in packed])
+    # Sums of all rows at once: a difference of two of them is what one row costs.
     sums = np.concatenate([[0.0], np.cumsum(costs[np.concatenate(packed)])])
     ends = np.cumsum(sizes)
     dearest_first = np.argsort(sums[ends - sizes] - sums[ends], kind="stable")
@@ -89,6 +90,7 @@ def _best_fit(lengths: Sequence[int], cap: int, max_micro: int) -> list[list[int
         else:
             room, row = cap, len(rows)
             rows.append([index])
+        # A row with no room for the shortest document is never looked at again.
         if room - length >= smallest and len(rows[row]) < max_micro:
             insort(open_rows, (room - length, row))
     return rows
@@ -104,6 +106,7 @@ def _balanced(
     tries, smallest = TRIES_PER_DOCUMENT * len(lengths), lengths[-1] if lengths else 0
     for index, length in enumerate(lengths):
         passed = []
+        # An empty row takes a document of any length, alone.
         while loads and length > rooms[loads[0][1]] and rows[loads[0][1]]:
             passed.append(heapq.heappop(loads))
             tries -= 1

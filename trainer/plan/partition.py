@@ -73,6 +73,7 @@ def samples_of_groups(
         return [list(slots) for slots in ranks]
 
     def samples(groups: IntArray) -> IntArray:
+        # In order, so that the short last group is the last of its micro-batch.
         ids: IntArray = np.sort(groups)[:, None] * group_size + np.arange(group_size)
         return ids[ids < num_samples]
 
@@ -140,10 +141,12 @@ def ladder(lengths: IntArray, max_shapes: int, cost: Cost) -> tuple[int, ...]:
     waste = counts * cost.per_sample(tops)[None, :]
     best, choices = waste[0], []
     for _ in range(max_shapes - 1):
+        # best[j]: the least waste up to top j with as many shapes as rounds so far, j the last.
         before = np.concatenate([[0.0], best[:-1]])
         total = np.where(counts > 0, before[:, None] + waste, np.inf)
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
+    # Walk the choices back from the longest, which is always a shape.
     chosen, top = [len(tops) - 1], len(tops) - 1
     for choice in reversed(choices):
         top = int(choice[top]) - 1
@@ -186,6 +189,7 @@ def _cheapest_ends(costs: FloatArray, most: IntArray, fixed: float) -> list[int]
     reach = np.arange(num_samples) + most
     last_seen = (np.searchsorted(reach, np.arange(num_samples + 1)) - 1).tolist()
     slopes, ascending = costs.tolist(), (-costs).tolist()
+    # Lists, not arrays: each entry is read one by one, which costs ten times as much of an array.
     value, ends = [0.0] * (num_samples + 1), [0] * num_samples
     # turns[x]: the largest i at which candidate queue[x] beats queue[x - 1].
     queue, turns, first = [num_samples], [num_samples], 0
