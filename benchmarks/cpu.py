@@ -26,7 +26,7 @@ import torch
 from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from ragged import fresh_notebook
 
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
@@ -35,8 +35,8 @@ from trainer.config.option_files import data_dir
 from trainer.core.world import World
 from trainer.objectives.base import sums_of
 from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.context import StepContext
 from trainer.training.step import train_step
-from trainer.training.window import StepContext
 
 TABLES = {
     "precision": ("precision=fp32", "precision=bf16"),
@@ -107,8 +107,8 @@ def run_plan_of(options: argparse.Namespace, setting: str) -> RunPlan:
 
 def begin(run_plan: RunPlan) -> tuple[StepContext, Feed]:
     """Begin to take steps."""
-    parts = run_plan.components
-    return step_context(parts), run_plan.components.feed(parts.world)
+    parts = run_plan.run
+    return step_context(parts), run_plan.run.feed(parts.world)
 
 
 def steps(context: StepContext, feed: Feed, plans: list[PlannedBatch]) -> Turn:
@@ -131,10 +131,13 @@ def roofline(context: StepContext, plans: list[PlannedBatch]) -> Turn:
         batch = plans[-1]
         for micro_batch in batch.micro_batches:
             sums = sums_of(
-                context.objective, context.model.call, micro_batch.fields, micro_batch.weights
+                context.model.objective,
+                context.parallel.call,
+                micro_batch.fields,
+                micro_batch.weights,
             )
             (sum(sums.losses.values()) / batch.num_tokens).backward()  # type: ignore[union-attr]
-        context.model.drop_gradients()
+        context.parallel.drop_gradients()
         return batch.num_tokens
 
     return turn

@@ -40,6 +40,7 @@ from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW
 from trainer.optim.schedules import Constant
 from trainer.parallel.base import Replicated
+from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Layout
@@ -47,10 +48,12 @@ from trainer.plan.cuts import Fixed
 from trainer.plan.order import Order
 from trainer.report.console import Screen
 from trainer.report.reporter import RunReporter
-from trainer.training.batches import Feed, Source
+from trainer.training.batches import Feed
+from trainer.training.context import StepContext, StepState
+from trainer.training.data import Data
 from trainer.training.loop import step_record
+from trainer.training.model import Model
 from trainer.training.step import train_step
-from trainer.training.window import StepContext
 
 VOCABULARY, LENGTH, MICRO = 258, 32, 8
 CLIP = 1.0
@@ -128,8 +131,10 @@ def our_loop(
     model, world, objective = make_model(), World(), NextToken()
     order = Order(len(data), 0, ConstantSize(global_batch=num_micro * MICRO), tail="drop")
     loader = Loader(data, num_workers=0, seed=0)
+    samples = Data(order=order, lengths=data.lengths, loader=loader, total_steps=10**9)
     feed = Feed(
-        Source(order=order, lengths=data.lengths, loader=loader, objective=objective),
+        samples,
+        objective,
         cut=Fixed(micro=MICRO),
         layout=Layout(),
         world=world,
@@ -137,21 +142,24 @@ def our_loop(
         cursor=order.start,
     )
     optimizer = OPTIMIZER.build(model)
+    parallel = Replicated(model, bind(model), list(model.parameters()), world)
     context = StepContext(
-        model=Replicated(model, bind(model), list(model.parameters()), world),
-        objective=objective,
-        terms=("accuracy", "cross_entropy"),
-        strategy=Sum(),
-        sync=Deferred(),
-        normalizer="tokens",
-        optimizer=optimizer,
-        lr=OPTIMIZER.lr,
-        base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
-        lr_scale=lambda _: 1.0,
-        schedule=Constant(),
-        total_steps=10**9,
-        clip_norm=CLIP,
+        data=samples,
+        model=Model(
+            module=model,
+            objective=objective,
+            strategy=Sum(),
+            setup=ParallelSetup(mode="none", replicas=1, sync=Deferred()),
+            spec=OPTIMIZER,
+            schedule=Constant(),
+            clip_norm=CLIP,
+        ),
         world=world,
+        parallel=parallel,
+        state=StepState.of(parallel, objective, world),
+        terms=("accuracy", "cross_entropy"),
+        optimizer=optimizer,
+        base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
     )
     if step_alone:
         loaded = itertools.cycle([feed.next() for _ in range(LOADED)])
@@ -159,7 +167,7 @@ def our_loop(
             yield float(train_step(context, next(loaded), feed).loss)
     with (folder / "screen.txt").open("w") as screen:
         shown = Screen(folder, file=screen)
-        shown.begin(0, context.total_steps)
+        shown.begin(0, samples.total_steps)
         reporter = RunReporter(folder, shown, keep_samples=True)
         tokens = 0
         try:

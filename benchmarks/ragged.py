@@ -40,7 +40,8 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from peers import PEERS, Task, hand_loop, summed_loss
 from torch import Tensor, nn
 
-from trainer.assemble.components import Components, assemble, bind_run
+from trainer.assemble.build import assemble
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
@@ -124,13 +125,13 @@ class Setting:
     num_steps: int
 
     @property
-    def parts(self) -> Components:
+    def parts(self) -> Run:
         """What our run is made of."""
-        return self.run_plan.components
+        return self.run_plan.run
 
     def documents(self, step: int) -> list[Sample]:
         """Read the documents of one step, from 0, in the order of their ids."""
-        data, order = self.parts.train_set, self.parts.source.order
+        data, order = self.parts.data.train, self.parts.data.order
         cursor = order.start
         for _ in range(step):
             cursor = order.next(cursor).after
@@ -140,12 +141,12 @@ class Setting:
         self, num_steps: int, dtype: torch.dtype = torch.float32, *, bf16: bool = False
     ) -> Task:
         """Set up a training from the common weights."""
-        model = copy.deepcopy(self.parts.module)
+        model = copy.deepcopy(self.parts.model.module)
         model.load_state_dict(self.weights)
         model.to(dtype)
         return Task(
             model=model,
-            optimizer=self.parts.spec.build(model),
+            optimizer=self.parts.model.spec.build(model),
             documents=[d for step in range(num_steps) for d in self.documents(step)],
             num_steps=num_steps,
             global_batch=GLOBAL,
@@ -157,15 +158,16 @@ class Setting:
 def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
     """Train with the real feed and the real step, under the tuned cut."""
     word, world = "bf16" if task.bf16 else "fp32", setting.parts.world
-    call = bind_run(task.model, word, world)
-    parts = replace(setting.parts, precision=word, module=task.model, call=call)
+    model = replace(setting.parts.model, precision=word, module=task.model)
+    parts = replace(setting.parts, model=model)
     feed = Feed(
-        parts.source,
-        cut=setting.run_plan.components.cut,
+        parts.data,
+        model.objective,
+        cut=setting.run_plan.run.cut,
         layout=replace(parts.layout, packed=packed),
         world=world,
         seed=parts.config.seed,
-        cursor=parts.source.order.start,
+        cursor=parts.data.order.start,
     )
     context = replace(step_context(parts), optimizer=task.optimizer)
     try:
@@ -180,7 +182,7 @@ def train_ours(setting: Setting, task: Task, *, packed: bool = False) -> None:
 
 def train_without_padding(setting: Setting, task: Task) -> None:
     """Train on the tokens of every step in rows of equal length, with nothing around it."""
-    cap = setting.run_plan.components.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
+    cap = setting.run_plan.run.cut.max_tokens  # type: ignore[attr-defined] # the cut is `Auto`
     for step in range(task.num_steps):
         batches = equal_rows(task.documents[step * GLOBAL : (step + 1) * GLOBAL], cap)
         count = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)

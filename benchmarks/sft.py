@@ -40,7 +40,7 @@ from peers import Task, forget_accelerate
 from ragged import GLOBAL, Setting, fresh_notebook, train_ours, watched
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.run_plan import prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
@@ -278,7 +278,7 @@ def set_up(folder: Path, arguments: argparse.Namespace, *, packed: bool) -> Sett
     config = prepare_run(lines, Composer(data_dir("conf"))).config
     with fresh_notebook():
         run_plan = prepare(assemble(config, World(device=torch.device(arguments.device))))
-    weights = run_plan.components.module.state_dict()
+    weights = run_plan.run.model.module.state_dict()
     return Setting(
         length=arguments.length, run_plan=run_plan, weights=weights, num_steps=arguments.steps
     )

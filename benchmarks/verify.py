@@ -43,7 +43,7 @@ from verify_models import KINDS, Model, models
 from verify_truth import truth_of
 
 from trainer import train
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.step import step_context
 from trainer.cli.main import composer_of
 from trainer.cli.prepare import prepare_run
@@ -160,10 +160,10 @@ def _by_command(lines: Sequence[str]) -> Mapping[str, Any]:
 def _by_room(lines: Sequence[str]) -> Mapping[str, Any]:
     """Compose and build the same, and verify it, without a plan and a folder."""
     composer = composer_of({})
-    components = assemble(prepare_run(overrides_of(lines, composer), composer).config, World())
-    with contextlib.closing(components.feed(components.world)) as feed:
+    run = assemble(prepare_run(overrides_of(lines, composer), composer).config, World())
+    with contextlib.closing(run.feed(run.world)) as feed:
         batch = feed.next()
-    return verify(step_context(components), batch, feed, whole_fits=True).to_json()
+    return verify(step_context(run), batch, feed, whole_fits=True).to_json()
 
 
 def _is_named(row: Row, cause: str) -> bool:

@@ -21,7 +21,7 @@ from tests.lib.heads import TINY
 from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
 from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import curve, go, overrides, shell, state
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.core.world import World
 
 pytestmark = [
@@ -114,8 +114,8 @@ MORE = [
 
 def batches(line: str) -> list[dict[str, Tensor]]:
     """Give the samples of each step in one micro-batch, as the data and the masks have them."""
-    components = assemble(prepared(" ".join(overrides(line))).config, World())
-    feed = components.feed(World())
+    run = assemble(prepared(" ".join(overrides(line))).config, World())
+    feed = run.feed(World())
     found = [feed.next().micro_batches[0].fields for _ in range(STEPS)]
     feed.close()
     return [dict(fields) for fields in found]

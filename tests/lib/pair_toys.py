@@ -18,7 +18,8 @@ from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
-from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import evaluate_parts
 from trainer.training.step import train_step
 
 
@@ -133,11 +134,11 @@ def evaluated(
     held_out = HeldOut(
         loader=bench.loader, lengths=lengths, layout=layout, max_tokens=max_tokens, most=most
     )
-    figures = evaluate(bench.context.model, objective, held_out, world)
+    figures = evaluate_parts(bench.context, {"": held_out})[""]
     chosen = held_out.chosen(0, held_out.num_samples).tolist()
     samples = [bench.loader.load(Request((i,), 0, int(lengths[[i]][0]))) for i in chosen]
     with torch.no_grad():
-        rows = [objective.rows(bench.context.model.call, fields) for fields in samples]
+        rows = [objective.rows(bench.context.parallel.call, fields) for fields in samples]
     return figures, {name: plain(torch.cat([row[name] for row in rows])) for name in rows[0]}
 
 
@@ -166,7 +167,7 @@ def by_hand(
     parts = []
     for micro_batch in micro_batches:
         seed_draws(micro_batch.rng_key, torch.device("cpu"))
-        parts.append(dict(objective.rows(bench.context.model.call, micro_batch.fields)))
+        parts.append(dict(objective.rows(bench.context.parallel.call, micro_batch.fields)))
     count = sum(len(micro_batch.ids) for micro_batch in micro_batches)
     for loss in combine(objective, parts):
         (loss / count).backward(retain_graph=True)

@@ -34,7 +34,8 @@ from trainer.parallel.sync import Deferred, Hierarchical, Immediate, Overlapped
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
-from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import evaluate_parts
 from trainer.training.predictions import predict
 from trainer.training.step import train_step
 from trainer.tune.tensors import PeakBytes
@@ -293,7 +294,7 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
 
     if case.averaged:
         bench.context.optimizer.register_step_pre_hook(
-            lambda *_: bench.context.model.scale_gradients(torch.tensor(1 / world.size))
+            lambda *_: bench.context.parallel.scale_gradients(torch.tensor(1 / world.size))
         )
     bench.context.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
@@ -409,16 +410,16 @@ def bytes_around_the_vote(world: World, mode: str) -> tuple[list[int], list[int]
     context, batch = bench.context, bench.feed.next()
     one = dict.fromkeys(context.terms, 1.0)
     parts = StepDivisors(weights=one, whole=one, each=[one] * len(batch.micro_batches))
-    context.model.begin(context.sync)
-    own = (context.model, context.objective, batch.micro_batches)
-    context.strategy.walk(*own, parts, {}, is_last=True)
+    context.parallel.begin(context.model.setup.sync)
+    own = (context.parallel, context.model.objective, batch.micro_batches)
+    context.model.strategy.walk(*own, parts, {}, is_last=True)
     used = [name != "idle" for name, _ in bench.module.named_parameters()]
     if mode == "ddp" and world.rank:
-        context.model.drop_gradients()
+        context.parallel.drop_gradients()
     with Allocations() as before:
-        context.model.make_room()
+        context.parallel.make_room()
     with Allocations() as after:
-        context.model.reduce(used)
+        context.parallel.reduce(used)
     bench.feed.close()
     return before.sizes, after.sizes
 
@@ -499,14 +500,12 @@ def evaluated(
     layout, cut = Layout(world_size=world.size), bench.feed.cut
     objective = bench.objective.with_metrics(["perplexity", "f1", "mcc"])
     lengths, most = bench.dataset.lengths[:num_held_out], 30 if positions == 10**9 else 200
-    held_out = HeldOut(
-        loader=bench.loader,
-        lengths=Lengths.of(lengths),
-        layout=layout,
-        max_tokens=most,
-    )
+    lengths = Lengths.of(lengths)
+    held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=layout, max_tokens=most)
     seen = [i for request in held_out.requests(world.rank) for i in request.ids]
-    metrics, again = (evaluate(bench.context.model, objective, held_out, world) for _ in range(2))
+    model = replace(bench.context.model, objective=objective)
+    context = replace(bench.context, model=model)
+    metrics, again = (evaluate_parts(context, {"": held_out})[""] for _ in range(2))
     train_step(bench.context, bench.feed.next(), bench.feed)
     bench.feed.close()
     return metrics, seen, metrics == again and bench.feed.cut == cut
@@ -517,7 +516,7 @@ def predicted(world: World, mode: str, num_held_out: int) -> list[dict[str, Any]
     bench = bench_of(world, Case(Fixed(micro=4), mode))
     lengths = Lengths.of(bench.dataset.lengths[:num_held_out])
     held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=Layout(), max_tokens=30)
-    found = predict(bench.context.model, bench.objective, held_out, world)
+    found = predict(bench.context.parallel, bench.objective, held_out, world)
     bench.feed.close()
     return found
 

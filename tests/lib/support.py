@@ -18,15 +18,19 @@ from trainer.data.loader import Loader, Request
 from trainer.models.bind import bind
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
+from trainer.optim.optimizers import AdamW
 from trainer.optim.schedules import Constant
 from trainer.parallel.base import Parallel, Replicated
+from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cut, Layout
 from trainer.plan.order import Order
-from trainer.training.batches import Feed, Source
+from trainer.training.batches import Feed
+from trainer.training.context import StepContext, StepState
+from trainer.training.data import Data
+from trainer.training.model import Model
 from trainer.training.step import StepReport, train_step
-from trainer.training.window import StepContext
 from trainer.verify.proof import verify
 from trainer.verify.report import VerifyReport
 
@@ -128,39 +132,38 @@ class Bench:
         lengths = self.dataset.lengths
         order = Order(len(self.dataset), self.seed, ConstantSize(global_batch=self.global_batch))
         self.loader = Loader(self.dataset, num_workers=self.num_workers, seed=self.seed)
-        source = Source(order=order, lengths=lengths, loader=self.loader, objective=self.objective)
-        self.feed = Feed(
-            source,
-            cut=self.cut,
-            layout=layout,
-            world=world,
-            seed=self.seed,
-            cursor=order.start,
-        )
+        data = Data(order=order, lengths=lengths, loader=self.loader, total_steps=100)
+        how = (self.cut, layout, world, self.seed, order.start)
+        self.feed = Feed(data, self.objective, *how)
         example = self.loader.load(Request(ids=(0,), epoch=0, pad_to=int(lengths[0])))
-        model = self.lay_out(module, world)
+        parallel = self.lay_out(module, world)
         optimizer = self.optimizer(module.parameters(), lr=1e-2)
         self.module = module
-        self.context = StepContext(
-            model=model,
+        model = Model(
+            module=module,
+            device=world.device,
             objective=self.objective,
-            terms=tuple(sorted(self.objective.weights(example))),
-            strategy=self.strategy,
-            sync=self.sync,
             normalizer=self.normalizer,  # type: ignore[arg-type]
+            strategy=self.strategy,
             coupling=strictest(
                 model_coupling(module),
                 MEAN_OF_MEANS if self.normalizer == "micro_batches" else NONE,
                 self.objective.coupling,
             ),
-            optimizer=optimizer,
-            lr=1e-2,
-            base_lrs=(1e-2,),
-            lr_scale=lambda _: 1.0,
+            setup=ParallelSetup(mode="none", replicas=1, sync=self.sync),
+            spec=AdamW(lr=1e-2),
             schedule=Constant(),
-            total_steps=100,
             clip_norm=self.clip_norm,
+        )
+        self.context = StepContext(
+            data=data,
+            model=model,
             world=world,
+            parallel=parallel,
+            state=StepState.of(parallel, self.objective, world),
+            terms=tuple(sorted(self.objective.weights(example))),
+            optimizer=optimizer,
+            base_lrs=(1e-2,),
         )
 
     def step(self) -> StepReport:

@@ -18,7 +18,8 @@ from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
-from trainer.training.evaluation import HeldOut, evaluate
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import evaluate_parts
 
 OWN, HEADS = "tests.lib.objective_toys", "tests.lib.heads"
 
@@ -82,13 +83,9 @@ def test_a_weight_or_a_metric_may_be_any_number():
     for kind in Numbers.KINDS:
         own = bench(Fixed(micro=3), objective=Numbers(kind))
         report, lengths = own.step(), own.dataset.lengths
-        samples = HeldOut(
-            loader=own.loader,
-            lengths=Lengths.of(lengths),
-            layout=Layout(),
-            max_tokens=40,
-        )
-        metrics = evaluate(own.context.model, own.objective, samples, own.world)
+        lengths = Lengths.of(lengths)
+        samples = HeldOut(loader=own.loader, lengths=lengths, layout=Layout(), max_tokens=40)
+        metrics = evaluate_parts(own.context, {"": samples})[""]
         found.append([float(report.loss), float(report.metrics["share"]), metrics])
     assert found == [found[0]] * len(Numbers.KINDS)
 

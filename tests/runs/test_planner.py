@@ -39,10 +39,9 @@ def small_gpt(**changes) -> GPT:
 def gradients_of_one_step(bench: Bench) -> dict[str, torch.Tensor]:
     batch = bench.feed.next()
     context = bench.context
-    assert context.strategy is not None
     weights = sum(m.weights["cross_entropy"] for m in batch.micro_batches)
     for micro_batch in batch.micro_batches:
-        sums = bench.objective.sums(context.model.call, micro_batch.fields)
+        sums = bench.objective.sums(context.parallel.call, micro_batch.fields)
         (sum(sums.losses.values()) / weights).backward()
     return {name: p.grad for name, p in bench.module.named_parameters()}
 

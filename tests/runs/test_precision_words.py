@@ -6,7 +6,7 @@ import torch
 from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, saved, state, steps
 from trainer import train
-from trainer.assemble.precision import has_fast_bf16
+from trainer.assemble.hardware import has_fast_bf16
 from trainer.core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_folder")

@@ -1,6 +1,6 @@
 """Build a run from its config: data, model, objective, optimizer, cut and sync policy.
 
-`instantiate.py` alone turns a name in a config into a class. `components.py` makes every part of a
+`instantiate.py` alone turns a name in a config into a class. `build.py` makes every part of a
 run, `run_plan.py` finds its cut, and `run.py` opens it, with what `saved.py` read of a checkpoint.
-`summary.py` describes it. Read `components.py` first, from `assemble` on.
+`summary.py` describes it. Read `build.py` first, from `assemble` on.
 """

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from trainer.accumulate.two_pass import too_few
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.assemble.stages import check_stages
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
@@ -36,40 +36,40 @@ LARGE = 0.02
 _TARGETS = {"labels", "start_positions"}  # what a model computes its own loss from
 
 
-def check_parts(components: Components) -> None:
+def check_parts(run: Run) -> None:
     """Refuse what no cut can make exact, and a schedule that does not fit into the run."""
-    components.schedule.factor(components.total_steps - 1, components.total_steps)
-    check_stages(components)
-    for feature in components.features:
-        feature.check(components)
-    config = components.config
-    coupling, strategy, cut = components.coupling, components.strategy, components.cut
-    objective, module = components.objective, components.module
+    run.model.schedule.factor(run.data.total_steps - 1, run.data.total_steps)
+    check_stages(run)
+    for feature in run.features:
+        feature.check(run)
+    config = run.config
+    coupling, strategy, cut = run.model.coupling, run.model.strategy, run.cut
+    objective, module = run.model.objective, run.model.module
     kind = objective.coupling.kind
     for each, part in ((objective.coupling, objective), (coupling, module)):
         # What a micro-batch's own samples share is the same under every strategy.
         if each.kind not in {*strategy.couplings, "micro_batch"}:
             text = _unfit(part, each.kind)
             raise ConfigError(f"accum.gradient: {type(strategy).__name__} {text}")
-    if components.parallel.sync.overlaps and strategy.before and components.world.size > 1:
+    if run.model.setup.sync.overlaps and strategy.before and run.world.size > 1:
         # Ranks that fail, and that do not, in an earlier pass would send in another order.
         raise ConfigError(
-            f"sync={components.parallel.sync.name}: sends gradients during a backward, and "
+            f"sync={run.model.setup.sync.name}: sends gradients during a backward, and "
             f"{type(strategy).__name__} has several passes: type sync=deferred"
         )
     if kind == "batch" and config.batch.normalizer == "micro_batches":
         text = "a loss over the whole batch has no means of micro-batches"
         raise ConfigError(f"batch.normalizer=micro_batches: {text}: type batch.normalizer=tokens")
-    _check_groups(components)
-    _check_samples(components)
+    _check_groups(run)
+    _check_samples(run)
     if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
-        cut.cut(components.source.lengths[[components.source.lengths.argmax()]], components.layout)
+        cut.cut(run.data.lengths[[run.data.lengths.argmax()]], run.layout)
     if coupling.kind not in cut.couplings:
         raise ConfigError(
             f"{coupling.key or 'accum'}: {coupling.why}, and "
             f"accum={config.accum.name or config.accum.target} chooses its size: type "
             f"accum=fixed accum.micro=N{coupling.accepts} "
-            f"(N={components.source.order.sizes.largest} is the whole step at once)"
+            f"(N={run.data.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"
         )
 
@@ -88,11 +88,11 @@ def _unfit(part: object, kind: str) -> str:
     return f"is wrong for {name}, whose coupling is {kind}: {remedy}"
 
 
-def _check_groups(components: Components) -> None:
+def _check_groups(run: Run) -> None:
     """Refuse fixed micro-batches that would divide a group, and say what makes one."""
-    coupling, size = components.coupling, components.coupling.size
-    micro = components.config.accum.params.get("micro")
-    if not components.cut.chooses_sizes and micro and micro % size and coupling.why:
+    coupling, size = run.model.coupling, run.model.coupling.size
+    micro = run.config.accum.params.get("micro")
+    if not run.cut.chooses_sizes and micro and micro % size and coupling.why:
         other = coupling.remedy.replace("=N", f"={micro}") if micro > 1 else ""
         raise ConfigError(
             f"accum.micro={micro}: {coupling.why}: type accum.micro={-(-micro // size) * size}"
@@ -100,17 +100,17 @@ def _check_groups(components: Components) -> None:
         )
 
 
-def _check_samples(components: Components) -> None:
+def _check_samples(run: Run) -> None:
     """Refuse steps with too few samples for an objective that compares them."""
-    objective, order, config = components.objective, components.source.order, components.config
+    objective, order, config = run.model.objective, run.data.order, run.config
     if not isinstance(objective, CoupledObjective) or isinstance(order.sizes, Stateful):
         return
     size, least = order.size_of(order.start), objective.min_samples
     if config.batch.unit == "samples" and min(size, order.num_samples) < least:
         raise ConfigError(too_few(objective, f"batch.global={size}: a step of 1 sample"))
     # Of steps of one size all but the last of an epoch have as many samples.
-    first = order.steps_per_epoch if order.sizes.is_constant else components.total_steps
-    for begin, end in pairwise(order.walk(min(first, components.total_steps))):
+    first = order.steps_per_epoch if order.sizes.is_constant else run.data.total_steps
+    for begin, end in pairwise(order.walk(min(first, run.data.total_steps))):
         if (count := end.samples - begin.samples) < least:
             key = "batch.tail=keep" if order.keeps_tail else "batch"
             what = f"{key}: step {begin.step + 1} has {plural(count, 'sample')}"
@@ -118,45 +118,45 @@ def _check_samples(components: Components) -> None:
             raise ConfigError(f"{too_few(objective, what)}: {text}")
 
 
-def check_loss(components: Components) -> list[str]:
+def check_loss(run: Run) -> list[str]:
     """Try the loss on one sample, in evaluation mode; gives a warning. Not collective.
 
     Compared are the losses of objective and model, where the model says which objective it is made
     for, and the loss of the sample with that of the same sample twice, where an objective does not
     declare that it adds samples up: at most two forwards each. The model is put back.
     """
-    objective, chosen = components.objective, components.chosen
-    with components.trial_values():
-        if is_on_meta(components.module):
+    objective, chosen = run.model.objective, run.chosen
+    with run.model.trial_values(run.world):
+        if is_on_meta(run.model.module):
             return []
         if chosen.is_like_models and not objective.is_of_model:
-            _compare_with_model(components)
+            _compare_with_model(run)
         # `train verify` says more of sums: also what padding and other samples change.
         is_sum = objective.sums_samples or objective.coupling.kind != "none"
-        if is_sum or components.config.command == "verify":
+        if is_sum or run.config.command == "verify":
             return []
-        return _check_sum(components)
+        return _check_sum(run)
 
 
-def _compare_with_model(components: Components) -> None:
+def _compare_with_model(run: Run) -> None:
     """Refuse an objective that gives another loss than the model, which knows its labels best.
 
     Those of Bart as a causal model, for one, are not shifted; a router adds to its loss. No other
     check sees that, as both are sums. Image tokens that are more, or fewer, than the parts of the
     image are refused by the model itself.
     """
-    objective, module, own = components.objective, components.module, math.nan
+    objective, module, own = run.model.objective, run.model.module, math.nan
     parameter = next(module.parameters(), None)
     names = inspect.signature(module.forward).parameters
     if parameter is None or _TARGETS.isdisjoint(names):
         return
-    given, call = to_device(unpacked(components.example), parameter.device), bind(module)
-    with _trial(components):
+    given, call = to_device(unpacked(run.example), parameter.device), bind(module)
+    with _trial(run):
         try:
             weights = weights_of(objective, given)
             losses = sums_of(objective, call, given, weights).losses
         except ValueError as error:  # a library's own check of what it is given
-            keys = ", ".join(f"data.{name}" for name in components.config.data.params)
+            keys = ", ".join(f"data.{name}" for name in run.config.data.params)
             raise DataError(
                 f"data: {type(module).__name__} does not take the longest sample: "
                 f"{described(error)}; change what makes its {', '.join(given)} ({keys}), or the "
@@ -170,7 +170,7 @@ def _compare_with_model(components: Components) -> None:
     # Heads of transformers turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
     if abs(own - ours) > math.sqrt(eps) * abs(own):
-        option = components.chosen.component.name
+        option = run.chosen.component.name
         raise ConfigError(
             f"objective: {type(module).__name__} computes a loss of {own:.5g} for the longest "
             f"sample, {option} one of {ours:.5g}: type objective=model_loss for the model's own, "
@@ -178,21 +178,21 @@ def _compare_with_model(components: Components) -> None:
         )
 
 
-def _check_sum(components: Components) -> list[str]:
+def _check_sum(run: Run) -> list[str]:
     """Compare the loss of one sample with that of the same sample twice, which must be twice it."""
-    objective, module = components.objective, components.module
-    once = unpacked(components.example)
+    objective, module = run.model.objective, run.model.module
+    once = unpacked(run.example)
     twice = {name: torch.cat([field, field]) for name, field in once.items()}
     losses = list[float]()
     # What fails on one sample fails again, in full, in the step.
-    with suppress(RuntimeError, ValueError, IndexError), _trial(components):
+    with suppress(RuntimeError, ValueError, IndexError), _trial(run):
         for fields in (once, twice):
-            given = to_device(fields, components.world.device)
-            sums = sums_of(objective, components.call, given, weights_of(objective, fields))
+            given = to_device(fields, run.world.device)
+            sums = sums_of(objective, run.model.call, given, weights_of(objective, fields))
             losses.append(float(sum(map(float, sums.losses.values()))))
     single, double = losses if len(losses) > 1 else (0.0, 0.0)
     error = abs(double - 2 * single) / (abs(2 * single) or 1.0)
-    if not error > ROUNDING[components.precision]:  # nor where a loss is not a number
+    if not error > ROUNDING[run.model.precision]:  # nor where a loss is not a number
         return []
     name = type(module if objective.is_of_model else objective).__name__
     what = (
@@ -212,8 +212,8 @@ def _check_sum(components: Components) -> list[str]:
 
 
 @contextmanager
-def _trial(components: Components) -> Iterator[None]:
+def _trial(run: Run) -> Iterator[None]:
     """Run the model in evaluation mode inside the block, and leave it as it was."""
-    with quiet(), restoring(components.module, components.objective), torch.no_grad():
-        components.module.eval()
+    with quiet(), restoring(run.model.module, run.model.objective), torch.no_grad():
+        run.model.module.eval()
         yield

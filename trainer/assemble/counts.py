@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.core.micro_batch import to_device
 from trainer.data.collate import LABELS
 from trainer.data.loader import Request
@@ -24,76 +24,74 @@ from trainer.tune.workload import Tiled, Workload, restoring
 
 
 def count_run(
-    components: Components, work: Workload, main: Mapping[str, Any] | None = None
+    run: Run, work: Workload, main: Mapping[str, Any] | None = None
 ) -> ComputeCounts | None:
     """Count what the longest samples compute; None where the model cannot run fake.
 
     The loaders then compare numbers with what shows there, and losses know the output layer. Of
     `main`, what the main rank found, its counts are taken.
     """
-    if components.spec.asks_for_output:
-        _note_output_layer(components)
+    if run.model.spec.asks_for_output:
+        _note_output_layer(run)
     if main is None:
-        counts = _counted(components, work)
+        counts = _counted(run, work)
     else:
         counts = main["counts"] and ComputeCounts(**main["counts"])
     if counts is not None:
-        _heed(components, counts)
+        _heed(run, counts)
     return counts
 
 
-def unread_fields(components: Components, counts: ComputeCounts | None) -> list[str]:
+def unread_fields(run: Run, counts: ComputeCounts | None) -> list[str]:
     """Warn of what the samples bring, and neither the model's forward nor the objective reads."""
     if counts is None or not counts.unread:
         return []
-    kinds = (
-        f"forward of {type(components.module).__name__} nor {type(components.objective).__name__}"
-    )
+    kinds = f"forward of {type(run.model.module).__name__} nor {type(run.model.objective).__name__}"
     return [
         f"data: {', '.join(counts.unread)} of the samples is read by neither {kinds} in training, "
         "and changes nothing: leave it out, or use a model or an objective that reads it"
     ]
 
 
-def _brought(components: Components) -> list[str]:
+def _brought(run: Run) -> list[str]:
     """List the fields that the samples bring, and the forward of the model does not name."""
-    data, example = components.train_set, components.example
+    data, example = run.data.train, run.example
     with data.isolated_rng():
-        brought = example if data.collate else data.read(0, seed=components.config.seed, epoch=0)
+        brought = example if data.collate else data.read(0, seed=run.config.seed, epoch=0)
     # `input_ids` are counted, also where nothing else reads them.
     others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
-    return unnamed_fields(components.module, others)
+    return unnamed_fields(run.model.module, others)
 
 
-def _note_output_layer(components: Components) -> None:
+def _note_output_layer(run: Run) -> None:
     """Find the output layer of a model that does not name it, by the loss of a sample."""
-    module, objective = components.module, components.objective
+    module, objective = run.model.module, run.model.objective
     is_coupled = objective.coupling.kind == "batch"
     if output_layer.declared_output(module) is None and not is_on_meta(module) and not is_coupled:
-        fields = to_device(components.example, components.world.device)
+        fields = to_device(run.example, run.world.device)
         with restoring(module, objective):
-            sums = sums_of(objective, components.call, fields, weights_of(objective, fields))
+            sums = sums_of(objective, run.model.call, fields, weights_of(objective, fields))
             output_layer.note_output_matrices(module, sums.losses.values())
 
 
-def _counted(components: Components, work: Workload) -> ComputeCounts | None:
-    longest = components.source.lengths.max()
-    if BOUNDARIES in components.example:
+def _counted(run: Run, work: Workload) -> ComputeCounts | None:
+    longest = run.data.lengths.max()
+    if BOUNDARIES in run.example:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
-        work = replace(work, make_fields=Tiled(unpacked(components.example), longest))
-    counts = count_compute(work, longest, _brought(components))
-    if counts is None and is_on_meta(components.module) and components.weights is None:
+        work = replace(work, make_fields=Tiled(unpacked(run.example), longest))
+    counts = count_compute(work, longest, _brought(run))
+    if counts is None and is_on_meta(run.model.module) and run.model.weights is None:
         raise CannotRunFake("the model was built without weights")
     return counts
 
 
-def _heed(components: Components, counts: ComputeCounts) -> None:
+def _heed(run: Run, counts: ComputeCounts) -> None:
     if LABELS in counts.limits:
-        check_classes(components.objective.named_metrics, counts.limits[LABELS])
-    loader, lengths = components.source.loader, components.source.lengths
-    for each in [loader, *(part.loader for part in components.held_out.values())]:
+        check_classes(run.model.objective.named_metrics, counts.limits[LABELS])
+    loader, lengths = run.data.loader, run.data.lengths
+    for each in [loader, *(part.loader for part in run.data.held_out.values())]:
         each.limit(counts.limits)
     if counts.limits:
         loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
     if counts.gives_logits:  # the main rank's layer knows
-        setattr(output_layer.candidate(components.module), output_layer.IS_LAST, True)
+        setattr(output_layer.candidate(run.model.module), output_layer.IS_LAST, True)

@@ -232,12 +232,17 @@ def arguments_from_data(
         if _image_of(config, data) is not None:
             text = "the samples are images, without tokens; type model=resnet or model=vit"
         raise ConfigError(f"model.vocab_size: {text}")
+    # What was typed or, where that is null, what the data made of it.
+    params = config.data.params
+    length = params.get("max_length")
+    if length is None and "max_length" in params:
+        length = data.optional("max_length")
     return {
         "vocab_size": known,
         "num_classes": data.facts.num_classes,
         "label_names": data.facts.label_names,
         "pad_token_id": data.optional("pad_token_id"),
-        "max_length": _max_length(config, data),
+        "max_length": length,
         "channels": _channels(config, data),
     }
 
@@ -261,10 +266,3 @@ def _image_of(config: RunConfig, data: DataView) -> Tensor | None:
         sample = data.read(0, seed=config.seed, epoch=0)
     name = image_field(sample)
     return None if name is None else sample[name]
-
-
-def _max_length(config: RunConfig, data: DataView) -> Any:  # noqa: ANN401 - a number, or None
-    """Give what was typed or, where that is null, what the data made of it."""
-    params = config.data.params
-    typed = params.get("max_length")
-    return data.optional("max_length") if typed is None and "max_length" in params else typed

@@ -9,26 +9,28 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self, final
 
 from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.config.option_files import data_dir, load_yaml
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, stated_coupling
+from trainer.core.coupling import Coupling, model_coupling, strictest
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
+from trainer.objectives.base import Objective
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Cut
 from trainer.training.batches import Feed
 
 if TYPE_CHECKING:
-    from trainer.assemble.components import Components
+    from trainer.assemble.run import Run
     from trainer.assemble.run_plan import RunPlan
-    from trainer.training.run import Run
+    from trainer.training.run import OpenRun
 
 
 @final
@@ -68,7 +70,7 @@ class Feature:
             ConfigError: what was typed does not fit the model or the steps.
         """
 
-    def check(self, components: Components) -> None:
+    def check(self, run: Run) -> None:
         """Refuse a run that it does not fit, before anything is measured.
 
         Raises:
@@ -100,7 +102,7 @@ class Feature:
         """Change the model for an evaluation, inside the block alone. Collective."""
         return nullcontext()
 
-    def after_evaluation(self, run: Run) -> None:
+    def after_evaluation(self, run: OpenRun) -> None:
         """Look further at a model in training that was evaluated, within `evaluating`. Collective.
 
         `Preempted`, where a signal asked a rank to stop, has the run saved and ended.
@@ -138,6 +140,13 @@ class Features:
                 name = config.features[key].name or config.features[key].target
                 raise ConfigError(f"{key}={name}: depends on the micro-batch size; {remedy}")
 
+    def coupling(self, config: RunConfig, module: nn.Module, objective: Objective) -> Coupling:
+        """Say how far the samples of a step depend on each other, by all that couples them."""
+        found = model_coupling(module)
+        if any(feature.accepts_cut for feature in self):
+            found = replace(found, warning="")
+        return strictest(found, stated_coupling(config), objective.coupling)
+
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Have all of them change how a model computes."""
         for feature in self:
@@ -151,7 +160,7 @@ class Features:
                 opened.enter_context(feature.evaluating(model, feed))
             yield
 
-    def after_evaluation(self, run: Run) -> None:
+    def after_evaluation(self, run: OpenRun) -> None:
         """Have all of them look at a model that was evaluated. Collective."""
         for feature in self:
             feature.after_evaluation(run)

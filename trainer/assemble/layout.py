@@ -4,43 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
-from trainer.assemble.parallel import planned_device
-from trainer.assemble.precision import bind_run
+from trainer.assemble.hardware import planned_device
 from trainer.config.run_config import RunConfig
-from trainer.core.coupling import Coupling
 from trainer.core.errors import DataError
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
-from trainer.data.loader import Loader, Request
+from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
-from trainer.data.view import DataView
 from trainer.models.by_document import attend_by_document, attend_whole_rows
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.plan.cut import Cost, IntArray, Layout
 from trainer.plan.partition import ladder, pad_lengths
+from trainer.training.model import Model
 from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault, packs
 
 GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
 
 
-def longest(data: DataView) -> Request:
-    """Ask for the longest sample alone."""
-    return Request(ids=(data.lengths.argmax(),), epoch=0, pad_to=data.lengths.max())
-
-
 def find_layout(
-    config: RunConfig,
-    world: World,
-    loader: Loader,
-    coupling: Coupling,
-    module: nn.Module,
-    precision: str,
+    config: RunConfig, world: World, loader: Loader, model: Model
 ) -> tuple[Layout, Fields]:
     """Find what hardware, model and data ask of every cut, and one micro-batch as it asks."""
+    module, coupling = model.module, model.coupling
     data, device = loader.dataset, planned_device(config, world)
-    request = longest(data)
+    request = loader.longest()
     example = row = loader.load(request)
     unfit = None
     if data.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
@@ -50,7 +37,7 @@ def find_layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
-    call = bind_run(module, precision, world)
+    call = model.bind(module)
     if not world.on_main(lambda: needs_mask(loader, module, call)):
         leave_out_mask(module)
     packed = packs(
@@ -58,7 +45,7 @@ def find_layout(
         module,
         unfit=unfit,
         device=device,
-        precision=precision,
+        precision=model.precision,
         fill=float(data.lengths.mean()) / max(1, request.pad_to),
         fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
     )

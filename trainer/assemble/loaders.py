@@ -6,8 +6,7 @@ from multiprocessing import current_process
 
 from torch import nn
 
-from trainer.assemble.layout import longest
-from trainer.assemble.parallel import planned_device
+from trainer.assemble.hardware import planned_device
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
@@ -18,15 +17,14 @@ from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 from trainer.models.check import positions_of, vocabulary_of
 from trainer.models.task import task_of
-from trainer.objectives.base import Objective
 from trainer.plan.cut import Layout
-from trainer.training.evaluation import HeldOut
+from trainer.training.data import HeldOut
 
 GPU_WORKERS = 4  # loading processes for a rank on a GPU where nobody says; none on a CPU
 
 
-def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module) -> Loader:
-    """Load what is trained on, for a model."""
+def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
+    """Load what is trained on."""
     is_daemon = current_process().daemon
     on_gpu = planned_device(config, world).type != "cpu"
     auto_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
@@ -34,36 +32,30 @@ def loader_of(config: RunConfig, world: World, data: DataView, module: nn.Module
     if num_workers and is_daemon:
         text = "a daemon process, as this one, may start none; type num_workers=0"
         raise ConfigError(f"num_workers={num_workers}: {text}")
-    has_targets = task_of(module) == "seq2seq_lm"  # of lengths of their own
-    loader = Loader(
-        data,
-        num_workers=num_workers,
-        seed=config.seed,
-        pin_memory=world.device.type != "cpu",
-        unaligned={LABELS} if has_targets else (),
-    )
+    pin_memory = world.device.type != "cpu"
+    loader = Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=pin_memory)
     loader.augment_with(data.optional("augment"))
+    return loader
+
+
+def fit_loader(loader: Loader, module: nn.Module) -> None:
+    """Load for a model: what it cannot take is refused."""
+    if task_of(module) == "seq2seq_lm":
+        loader.leave_unaligned({LABELS})
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
     _check_positions("data", loader, module)
-    return loader
 
 
 def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
     """Refuse samples that are longer than the model has positions."""
     positions = positions_of(module) if len(loader.dataset) else None
-    ids = None if positions is None else loader.load(longest(loader.dataset)).get(INPUT_IDS)
+    ids = None if positions is None else loader.load(loader.longest()).get(INPUT_IDS)
     if positions is not None and ids is not None and ids.shape[-1] > positions:
         raise ConfigError(
             f"{key}.max_length: samples have up to {ids.shape[-1]} tokens, and "
             f"{type(module).__name__} has {positions} positions; type {key}.max_length={positions}"
         )
-
-
-def prepare_with(loader: Loader, objective: Objective | None) -> None:
-    """Have an objective change every sample, where it does; else loading seeds no generators."""
-    if objective is not None and type(objective).prepare is not Objective.prepare:
-        loader.prepare_with(objective.prepare)
 
 
 def held_out_loader(

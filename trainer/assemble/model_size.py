@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.assemble.parallel import may_shard, rank_memory
+from trainer.assemble.hardware import may_shard, rank_memory
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DoesNotFitError
 from trainer.core.format import plural, size
@@ -42,14 +42,8 @@ def counted(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) 
     return module
 
 
-def build_counted(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module:
-    """Build a model with its values; one that turns out to be large is counted on the way."""
-    with _Filled(lambda: counted(build, check)):
-        return build()
-
-
 @final
-class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+class Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
     """Counts what a constructor makes out of nothing; at `LARGE_BYTES` something is done, once."""
 
     def __init__(self, when_large: Callable[[], object]) -> None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from trainer.assemble.components import Components
 from trainer.assemble.parts import SIZES
+from trainer.assemble.run import Run
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
 from trainer.core.errors import ConfigError
@@ -34,9 +34,7 @@ TOO_EARLY = (
 )
 
 
-def noise_every(
-    components: Components, cut: Cut, tuning: Tuning | None, plans: Sequence[Plan]
-) -> int | None:
+def noise_every(run: Run, cut: Cut, tuning: Tuning | None, plans: Sequence[Plan]) -> int | None:
     """Choose the steps between measurements; None where nothing is, or can be, measured.
 
     Left to itself by what a step with random micro-batches takes beyond one of the cut's. The plans
@@ -45,11 +43,11 @@ def noise_every(
     Raises:
         ConfigError: it was asked for, and no step of the plans can be measured.
     """
-    every, layout = components.config.log.noise_scale, components.layout
-    is_needed = components.source.order.sizes.measures_noise
+    every, layout = run.config.log.noise_scale, run.layout
+    is_needed = run.data.order.sizes.measures_noise
     if every is None and not is_needed:
         return None
-    random = [with_random_slots(p, cut, layout, "") for p in plans if components.adds_up]
+    random = [with_random_slots(p, cut, layout, "") for p in plans if run.model.adds_up]
     is_measured = any(plan.random_slots for plan in (random[:1] if is_needed else random))
     if not is_measured and (is_needed or isinstance(every, int)):
         what, remedy = f"log.noise_scale={every}: the noise scale", "log.noise_scale=auto"
@@ -71,35 +69,35 @@ def noise_every(
     return max(LEAST_RANDOM_EVERY, math.ceil((more - 1) / RANDOM_COST))
 
 
-def advice_at(components: Components, noise: NoiseScale, at: Cursor) -> str | None:
+def advice_at(run: Run, noise: NoiseScale, at: Cursor) -> str | None:
     """Say whether another global batch would pay than at a position of a run."""
-    order, lengths = components.source.order, components.source.lengths
-    size, unit = order.size_of(at), components.config.batch.unit
+    order, lengths = run.data.order, run.data.lengths
+    size, unit = order.size_of(at), run.config.batch.unit
     by_samples = unit == "samples"
     remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
-    if components.schedule.scale == "none":
+    if run.model.schedule.scale == "none":
         remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
     return batch_advice(
         noise.estimate(),
         size,
         unit,
-        least=max(components.world.size, components.coupling.size) if by_samples else 1,
+        least=max(run.world.size, run.model.coupling.size) if by_samples else 1,
         most=(len(lengths) if by_samples else int(lengths.sum())) // 2,
         remedy=remedy,
     )
 
 
-def advice_rows(components: Components, loaded: Loaded | None) -> list[Row]:
+def advice_rows(run: Run, loaded: Loaded | None) -> list[Row]:
     """Give the advice of a checkpoint that a plan goes on from; nothing of a new run."""
     if loaded is None:
         return []
     if NOISE not in loaded.parts:
         return [row("noise", NOT_MEASURED, batch_advice=None)]
-    noise, feed = NoiseScale(components.config.batch.unit), components.feed(components.world)
+    noise, feed = NoiseScale(run.config.batch.unit), run.feed(run.world)
     parts: dict[str, Stateful] = {NOISE: noise, "data": feed}
-    if isinstance(sizes := components.source.order.sizes, Stateful):
+    if isinstance(sizes := run.data.order.sizes, Stateful):
         parts[SIZES] = as_part(sizes)
     restore(loaded, parts)
-    text = advice_at(components, noise, feed.cursor)
+    text = advice_at(run, noise, feed.cursor)
     early = TOO_EARLY.format(noise.estimate().measurements, LEAST_MEASUREMENTS)
     return [row("noise", text or early, batch_advice=text)]

@@ -18,6 +18,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.data.collate import LABELS
+from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.models.task import POOLING, task_of
 from trainer.objectives.base import Objective
@@ -80,6 +81,30 @@ def typed_objective(config: RunConfig, tokenizer: RunTokenizer) -> Chosen | None
     return _chosen(config, objective, component)
 
 
+def choose_objective(
+    config: RunConfig,
+    typed: Chosen | None,
+    module: nn.Module,
+    loader: Loader,
+    tokenizer: RunTokenizer,
+) -> Chosen:
+    """Take the objective that was typed, or the one for the model; samples are prepared for it."""
+
+    def prepare(objective: Objective) -> None:
+        # Where it changes no sample, loading seeds no generators.
+        if type(objective).prepare is not Objective.prepare:
+            loader.prepare_with(objective.prepare)
+
+    def load(objective: Objective | None) -> Fields:
+        if objective is not None:
+            prepare(objective)
+        return loader.load(loader.longest())
+
+    chosen = typed or fitting_objective(config, module, load, tokenizer)
+    prepare(chosen.objective)
+    return chosen
+
+
 def fitting_objective(
     config: RunConfig,
     module: nn.Module,
@@ -88,14 +113,7 @@ def fitting_objective(
 ) -> Chosen:
     """Build the objective that a model is made for.
 
-    Args:
-        config: with an objective that stands for any.
-        module: the model.
-        load: gives a collated micro-batch, as an objective prepares it.
-        tokenizer: the run's, for an objective that takes one.
-
-    Raises:
-        ConfigError: nothing says which objective it is, or it lacks a setting that was typed.
+    `load` gives a collated micro-batch, as an objective prepares it.
     """
     template = construct(config.objective, "objective", ByModel)
     typed = {key: value for key, value in vars(template).items() if value is not None}

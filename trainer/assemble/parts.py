@@ -21,9 +21,6 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
     """Build the parts with state that the config asks for, each with its name in a checkpoint.
 
     The average of the weights is the last, since others may change them.
-
-    Raises:
-        ConfigError: one cannot be built, or has no `state` and `load`.
     """
     parts: dict[str, Stateful] = {}
     for index, component in enumerate(config.parts):
@@ -39,10 +36,22 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
     ):
         if metric is not None:
             mode = stop_mode(config.checkpoint.best, metric, config.checkpoint.mode)
-            parts[name] = BestMetric.of(key, metric, mode, min_delta)
+            parts[name] = BestMetric.of(key, metric, mode, min_delta, config.stop.patience)
     if config.ema.decay is not None:
         parts[AVERAGE] = WeightAverage(config.ema.decay)
     return parts
+
+
+def followed_metrics(config: RunConfig, own: Mapping[str, Stateful]) -> dict[str, BestMetric]:
+    """Give every metric that evaluations have to give: for the best checkpoint, and for stopping.
+
+    A sweep ranks its jobs by one, too. Its default is in every config, in no sweep too.
+    """
+    found = {name: part for name, part in own.items() if isinstance(part, BestMetric)}
+    metric = config.sweep.metric
+    if metric.startswith("eval_") and metric != "eval_loss":
+        found["sweep"] = BestMetric(key="sweep.metric", metric=metric, mode="min")
+    return found
 
 
 def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
@@ -52,11 +61,7 @@ def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:
-    """Refuse parts whose state no checkpoint can hold, before the first step.
-
-    Raises:
-        ConfigError: it names the place.
-    """
+    """Refuse parts whose state no checkpoint can hold, before the first step."""
     try:
         capture(parts)
     except (TypeError, ValueError) as error:

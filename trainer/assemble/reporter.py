@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.assemble.components import Components
 from trainer.assemble.instantiate import construct
+from trainer.assemble.run import Run
 from trainer.checkpoint.store import Loaded
 from trainer.config.components import Component
 from trainer.config.run_config import to_plain
@@ -24,11 +24,9 @@ from trainer.report.tracker import Tracker
 SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of a search
 
 
-def open_reporter(
-    components: Components, plan: PlanRecord, folder: Path, loaded: Loaded | None
-) -> Reporter:
+def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | None) -> Reporter:
     """Open the records of a run, which may go on from a checkpoint. Collective."""
-    config = components.config
+    config = run.config
     hooks, trackers = dict[str, Hook](), dict[str, Tracker]()
 
     def begin() -> None:
@@ -42,12 +40,12 @@ def open_reporter(
         publish(folder)
         record = {**plan, "resumed_step": loaded and loaded.step}
         write_record(folder / RunFolder.PLAN, record)
-        parts = {name: part.loader.dataset for name, part in components.held_out.items()}
-        splits = components.split.to_json(components.train_set, parts)
+        parts = {name: part.loader.dataset for name, part in run.data.held_out.items()}
+        splits = run.split.to_json(run.data.train, parts)
         write_record(folder / RunFolder.SPLITS, splits)
 
-    components.world.on_main(begin)
-    if not components.world.is_main:
+    run.world.on_main(begin)
+    if not run.world.is_main:
         return SilentReporter()
     screen = Screen(folder)
     for message in () if loaded is None else loaded.messages:
@@ -75,7 +73,7 @@ def open_reporter(
         log_every=config.log.every,
         resumed_step=resumed_step,
         keep_samples=config.log.samples,
-        hooks=Hooks(hooks, screen.warn, components.module),
+        hooks=Hooks(hooks, screen.warn, run.model.module),
         mirrors=mirrors,
     )
 

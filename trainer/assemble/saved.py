@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Self, final
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import StoredWeights, first_weights
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, contract_diff
 from trainer.core.errors import NoCheckpointError
-from trainer.core.stateful import SavedFields, State, StoredCount
+from trainer.core.stateful import SavedFields, State, Stateful, StoredCount
 from trainer.core.world import World
 from trainer.plan.cut import Cost, Cut
 from trainer.training.batches import Feed
@@ -46,22 +46,6 @@ class SavedCut(SavedFields):
     settings: dict[str, Any] = Field(default_factory=dict)  # of the cut, as its fields have them
     tuning: Tuning | None = None
     evaluation_tokens: Annotated[StoredCount, Field(ge=1)] = 1
-    # Of the run that goes on: it cuts smaller where memory ran out, and its cut is saved
-    _feed: Feed | None = PrivateAttr(None)
-
-    def following(self, feed: Feed) -> Self:
-        """Save the cut of a feed from now on."""
-        self._feed = feed
-        return self
-
-    def state(self) -> State:
-        """See the base class."""
-        live = {} if self._feed is None else {"settings": asdict(self._feed.cut)}
-        return {**super().state(), **live}
-
-    def belongs_to(self, config: RunConfig) -> bool:
-        """Whether the run is to be cut by the same component with the same arguments."""
-        return self.accum == accum_of(config)
 
     def restored(self, cut: Cut) -> Cut:
         """Give the run's cut with the settings that were saved."""
@@ -75,6 +59,22 @@ class SavedCut(SavedFields):
                 f"checkpoint has an invalid micro-batch plan ({error!r:.80}): start a new run with "
                 "init="
             ) from error
+
+
+@final
+@dataclass(frozen=True)
+class LiveCut(Stateful):
+    """Saves the cut of a run that goes on: it cuts smaller where memory ran out."""
+
+    begun: SavedCut
+    feed: Feed
+
+    def state(self) -> State:
+        """See the base class."""
+        return {**self.begun.state(), "settings": asdict(self.feed.cut)}
+
+    def load(self, state: State) -> None:
+        """Nothing: a run is built with the cut of its checkpoint."""
 
 
 def read_terms(loaded: Loaded) -> Terms:
@@ -108,3 +108,11 @@ class Saved:
         if loaded is not None:
             restore(loaded, {"terms": saved.terms, "cut": saved.cut})
         return saved
+
+    def has_settings_of(self, terms: Terms) -> bool:
+        """Whether the optimizer of a run with these terms is set as in the checkpoint.
+
+        More steps change no setting of the optimizer, and its groups may hold state.
+        """
+        before, may_change = self.terms.contract, ("steps", "epochs")
+        return self.loaded is not None and not contract_diff(before, terms.contract, may_change)

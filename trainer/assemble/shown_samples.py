@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.core.format import plural, printable_lines, shown_path
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.rows import Row, join_parts, row
@@ -29,18 +29,18 @@ Decode = Callable[[Sequence[int]], str]
 MOST_WORST = 8  # samples of a part that are written with their texts
 
 
-def shown_samples(components: Components, folder: Path) -> list[Row]:
+def shown_samples(run: Run, folder: Path) -> list[Row]:
     """Describe the first `data.show` samples of step 1, for a person and for plan.json.
 
     Images are drawn in one picture in a folder, that of the run.
     """
-    count, source = components.config.data.show, components.source
+    count, source = run.config.data.show, run.data
     if not count:
         return []
-    view, rows, records = components.train_set, list[Row](), list[dict[str, Any]]()
+    view, rows, records = run.data.train, list[Row](), list[dict[str, Any]]()
     drawn = list[tuple[Fields, str]]()
     for i in source.order.next(source.order.start).ids[:count].tolist():
-        fields, shown = _loaded(components, source.loader, i, int(source.lengths[i]))
+        fields, shown = _loaded(run, source.loader, i, int(source.lengths[i]))
         with faults_of(f"`decode` of {view.kind}"):
             text = printable_lines(shown.text())
         tokens = plural(source.lengths[i], "token")
@@ -55,26 +55,26 @@ def shown_samples(components: Components, folder: Path) -> list[Row]:
     return [*rows, row(shown_samples=records)]
 
 
-def predict_parts(components: Components, model: Parallel) -> dict[str, list[dict[str, Any]]]:
+def predict_parts(run: Run, model: Parallel) -> dict[str, list[dict[str, Any]]]:
     """Give the predictions of each part that is held out, but of those that others join."""
-    parts, objective, world = components.held_out, components.objective, components.world
+    parts, objective, world = run.data.held_out, run.model.objective, run.world
     joined = {name for part in parts.values() for name in part.joins}
     return {n: predict(model, objective, parts[n], world) for n in parts if n not in joined}
 
 
 def worst_samples(
-    components: Components, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
+    run: Run, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Give the predictions of each part with the largest loss, NaN first, and their texts."""
     found = []
     for name, lines in predicted.items():
-        part = components.held_out[name]
+        part = run.data.held_out[name]
         view, places = part.loader.dataset, part.chosen(0, part.num_samples)
         place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
         measured = [line for line in lines if line["loss"] is not None]
         for line in sorted(measured, key=_by_loss)[:MOST_WORST]:
             place = place_of[line["id"]]
-            _, shown = _loaded(components, part.loader, place, int(part.lengths[place]))
+            _, shown = _loaded(run, part.loader, place, int(part.lengths[place]))
             with faults_of(f"`decode` of {view.kind}"):
                 text = printable_lines(shown.text())
             found.append({**({"set": name} if name else {}), **line, "text": text})
@@ -87,14 +87,12 @@ def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
     return (True, -loss) if math.isfinite(loss) else (False, 0.0)
 
 
-def _loaded(
-    components: Components, loader: Loader, place: int, length: int
-) -> tuple[Fields, _Shown]:
+def _loaded(run: Run, loader: Loader, place: int, length: int) -> tuple[Fields, _Shown]:
     """Load one sample, with what shows it."""
     fields = loader.load(Request(ids=(place,), epoch=0, pad_to=length))
-    view, has_targets = loader.dataset, task_of(components.module) == "seq2seq_lm"
+    view, has_targets = loader.dataset, task_of(run.model.module) == "seq2seq_lm"
     decode, names = view.optional("decode") or _numbers, view.optional("label_names")
-    terms = _terms(fields, components.objective, has_targets=has_targets)
+    terms = _terms(fields, run.model.objective, has_targets=has_targets)
     return fields, _Shown(fields, decode, names, terms)
 
 
@@ -137,8 +135,8 @@ class _Shown:
         assert self.terms is not None  # see `text`
         end, before = 0, ""
         pairs = enumerate(self.terms)
-        for (is_term, _), run in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
-            end += len(list(run))
+        for (is_term, _), tokens in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
+            end += len(list(tokens))
             # Of the whole so far: what stands alone may be decoded without the space before it.
             whole = self.decode(ids[:end])
             text, before = whole[len(before) :], whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.assemble.summary_rates import changes
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, plural
@@ -16,44 +16,44 @@ from trainer.plan.order import Stage
 MOST_SHOWN = 16
 
 
-def check_stages(components: Components) -> None:
+def check_stages(run: Run) -> None:
     """Refuse a stage that leaves a rank, or a group of samples, without its share.
 
     Raises:
         ConfigError: naming its size.
     """
     shares = {
-        components.world.size: "ranks, each of which needs a sample",
-        components.coupling.size: "samples of a group, which is normalised together",
+        run.world.size: "ranks, each of which needs a sample",
+        run.model.coupling.size: "samples of a group, which is normalised together",
     }
-    objective = components.objective
+    objective = run.model.objective
     if isinstance(objective, CoupledObjective):
         shares[objective.min_samples] = f"samples that {type(objective).__name__} compares"
-    for stage in components.stages if components.config.batch.unit == "samples" else ():
+    for stage in run.data.stages if run.config.batch.unit == "samples" else ():
         for least, of_what in shares.items():
             if stage.size < least:
                 text = f"a stage of {stage.size} samples is below the {least} {of_what}"
                 raise ConfigError(f"batch: {text}; type {least} or more")
 
 
-def later_batches(components: Components) -> list[IntArray]:
+def later_batches(run: Run) -> list[IntArray]:
     """Take the lengths behind a step of each size that the first steps do not have."""
-    order, lengths = components.source.order, components.source.lengths
-    sizes = list(dict.fromkeys(stage.size for stage in components.stages))
+    order, lengths = run.data.order, run.data.lengths
+    sizes = list(dict.fromkeys(stage.size for stage in run.data.stages))
     if not (0 < len(sizes) <= MOST_SHOWN):
         sizes = [] if order.sizes.is_constant else [order.sizes.largest]
     return [lengths[order.batch_of(size)] for size in sizes]
 
 
-def stage_rows(components: Components) -> list[Row]:
+def stage_rows(run: Run) -> list[Row]:
     """Give a row for each stage; none where all steps have one size, or sizes are no stages."""
-    stages, found = components.stages, list[Row]()
+    stages, found = run.data.stages, list[Row]()
     if len(stages) > MOST_SHOWN:
         return []
-    known = [_values(components, stage) for stage in stages]
+    known = [_values(run, stage) for stage in stages]
     for each in known:
-        lr, unit = each["lr"], components.config.batch.unit.rstrip("s")
-        before, schedule = components.spec.lr, components.schedule
+        lr, unit = each["lr"], run.config.batch.unit.rstrip("s")
+        before, schedule = run.model.spec.lr, run.model.schedule
         by = f"{each['size']}/{schedule.reference_batch}"
         by = {"linear": by, "sqrt": f"sqrt({by})"}.get(schedule.scale, f"{lr / before:.3g}")
         rate = f"lr {lr:.3g}" + f" ({before:.3g} x {by})" * (lr != before)
@@ -69,21 +69,21 @@ def stage_rows(components: Components) -> list[Row]:
     return [*found, row(stages=known)]
 
 
-def stage_warnings(components: Components) -> list[str]:
+def stage_warnings(run: Run) -> list[str]:
     """Say which sizes no step has."""
-    order, stages = components.source.order, components.stages
+    order, stages = run.data.order, run.data.stages
     if not stages:
         return []
     begins = [order.position(stage.first) for stage in stages]
     return [*order.sizes.warnings(begins, order.position(stages[-1].end))]
 
 
-def _values(components: Components, stage: Stage) -> dict[str, Any]:
+def _values(run: Run, stage: Stage) -> dict[str, Any]:
     """Give what plan.json has of a stage; the cut is that of one of its steps, of epoch 1."""
-    order, lengths = components.source.order, components.source.lengths
-    plan = components.cut.cut(lengths[order.batch_of(stage.size)], components.layout)
-    at, schedule, spec = order.position(stage.first), components.schedule, components.spec
-    scale, now = components.lr_scale(stage.first), spec
+    order, lengths = run.data.order, run.data.lengths
+    plan = run.cut.cut(lengths[order.batch_of(stage.size)], run.layout)
+    at, schedule, spec = order.position(stage.first), run.model.schedule, run.model.spec
+    scale, now = run.model.lr_scale(run.data.order, stage.first), spec
     if schedule.keep_half_life and schedule.reference_batch:
         now = spec.for_batch(stage.size / schedule.reference_batch, scale)
     changed, text = changes(spec, now)

@@ -7,9 +7,8 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from trainer.assemble.components import Components
-from trainer.assemble.parallel import planned_device
-from trainer.assemble.precision import has_fast_bf16
+from trainer.assemble.hardware import has_fast_bf16, planned_device
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.stages import stage_rows, stage_warnings
 from trainer.assemble.summary_data import data_rows
@@ -31,28 +30,28 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
     None is what is not known.
     """
-    components, lengths = run_plan.components, run_plan.components.source.lengths
+    run, lengths = run_plan.run, run_plan.run.data.lengths
     noun: Noun = "sample" if int(lengths.sum()) == len(lengths) else "token"
-    ranks, steps = components.world.size, components.total_steps
+    ranks, steps = run.world.size, run.data.total_steps
     facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
-    setup, objective, how = components.parallel, components.objective, run_plan.how
-    others = components.strategy, components.schedule, components.spec, setup.sync, setup
-    chosen, has_cap = components.chosen.text, bool(components.cut.hard_cap)
+    setup, objective, how = run.model.setup, run.model.objective, run_plan.how
+    others = run.model.strategy, run.model.schedule, run.model.spec, setup.sync, setup
+    chosen, has_cap = run.chosen.text, bool(run.cut.hard_cap)
     return [
         *_batch(run_plan, facts),
-        *components.cut.describe(facts),
+        *run.cut.describe(facts),
         row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
         row("objective", chosen, objective=chosen),
         *objective.describe(facts),
-        _loss(components.config.batch.normalizer),
+        _loss(run.config.batch.normalizer),
         *model_rows(run_plan),
-        *group_rows(components),
-        _named(components.config),
-        *tokenizer_rows(components),
-        *data_rows(components, facts),
+        *group_rows(run),
+        _named(run.config),
+        *tokenizer_rows(run),
+        *data_rows(run, facts),
         *_memory(run_plan, facts),
-        *_length(components),
-        defaults_row(components),
+        *_length(run),
+        defaults_row(run),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
@@ -63,10 +62,10 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
 
 def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
-    components, plan = run_plan.components, run_plan.plans[0]
-    batch, order = components.config.batch, components.source.order
-    num_samples = len(components.source.lengths)
-    ranks, size = components.world.size, order.size_of(order.start)
+    run, plan = run_plan.run, run_plan.plans[0]
+    batch, order = run.config.batch, run.data.order
+    num_samples = len(run.data.lengths)
+    ranks, size = run.world.size, order.size_of(order.start)
     # Of tokens, and where sizes vary, which samples are left depends on the epoch.
     is_known = batch.unit == "samples" and order.sizes.is_constant
     left = num_samples % size if is_known else 0
@@ -78,9 +77,9 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
         *order.sizes.describe(facts),
-        *stage_rows(components),
+        *stage_rows(run),
         row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
-        row(lockstep=components.layout.lockstep),
+        row(lockstep=run.layout.lockstep),
         row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
         row(tail_size=left),
     ]
@@ -138,48 +137,48 @@ def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     ]
 
 
-def _length(components: Components) -> list[Row]:
+def _length(run: Run) -> list[Row]:
     """Express the length of the run in steps and epochs, and give its learning rate."""
-    steps, per_epoch = components.total_steps, components.source.order.steps_per_epoch
-    epochs, config = steps / per_epoch, components.config
-    if stages := components.stages:
-        epochs = components.source.order.fractional_epoch(stages[-1].end)
+    steps, per_epoch = run.data.total_steps, run.data.order.steps_per_epoch
+    epochs, config = steps / per_epoch, run.config
+    if stages := run.data.stages:
+        epochs = run.data.order.fractional_epoch(stages[-1].end)
     text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
-    lr = components.spec.lr * components.lr_scale(components.source.order.start)
+    lr = run.model.spec.lr * run.model.lr_scale(run.data.order, run.data.order.start)
     optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
-    warmup = warmup_steps(components.schedule.warmup, steps)
+    warmup = warmup_steps(run.model.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
     rate = join_parts(f"{lr:g}", optimizer, scheduler, warmup and share)
     return [
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
-        by_job_row(components, optimizer),
-        half_life_row(components),
+        by_job_row(run, optimizer),
+        half_life_row(run),
     ]
 
 
 def _time(run_plan: RunPlan) -> list[Row]:
     """Give the time of a step, and what it is computed on."""
-    components, seconds, note = run_plan.components, run_plan.step_seconds, _time_note(run_plan)
-    total = seconds and not components.stages and duration(seconds * components.total_steps)
+    run, seconds, note = run_plan.run, run_plan.step_seconds, _time_note(run_plan)
+    total = seconds and not run.data.stages and duration(seconds * run.data.total_steps)
     each = seconds and f"about {duration(seconds)} per step"
     text = join_parts(each, total and f"{total} in all", note)
-    config, here = components.config, components.world.device
-    is_away = planned_device(config, components.world).type != here.type
+    config, here = run.config, run.world.device
+    is_away = planned_device(config, run.world).type != here.type
     device = f"{config.device} (not here)" if is_away else str(here)
-    workers = components.source.loader.num_workers
-    loading = plural(workers, "loading process") + " each" * (components.world.size > 1)
-    means = join_parts(device, dtypes_of(components)["compute"], workers and loading)
+    workers = run.data.loader.num_workers
+    loading = plural(workers, "loading process") + " each" * (run.world.size > 1)
+    means = join_parts(device, dtypes_of(run)["compute"], workers and loading)
     return [
         row("time", text, step_seconds=seconds, time_note=note),
-        row("compute", means, device=device, precision=components.precision, num_workers=workers),
+        row("compute", means, device=device, precision=run.model.precision, num_workers=workers),
     ]
 
 
 def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Give means over the steps that were sampled, since cuts vary, and how often what is done."""
-    plans, components, config = run_plan.plans, run_plan.components, run_plan.components.config
+    plans, run, config = run_plan.plans, run_plan.run, run_plan.run.config
     means = {
         "micro_batches": fmean(plan.num_micro_batches for plan in plans),
         "accum_steps": fmean(plan.accum_steps for plan in plans),
@@ -195,7 +194,7 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
     often: dict[str, float | str | None] = {"log": config.log.every}
-    if components.held_out:
+    if run.data.held_out:
         often["evaluate"] = config.eval.every
     often["checkpoint"] = config.checkpoint.every
     cadences = {
@@ -207,7 +206,7 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         row("padding", first, in_plan=True, padding=padding),
         row(
             "epoch",
-            text if len(plans) > 1 and not components.stages else None,
+            text if len(plans) > 1 and not run.data.stages else None,
             in_plan=True,
             epoch_means=means,
         ),
@@ -257,9 +256,9 @@ def _candidates(run_plan: RunPlan) -> list[dict[str, Any]]:
 
 def _time_note(run_plan: RunPlan) -> str | None:
     """Say how the time of a step is known, or why it is not; None where it was timed."""
-    config, card = run_plan.components.config, card_of(run_plan.components.config.device)
+    config, card = run_plan.run.config, card_of(run_plan.run.config.device)
     if card is not None and run_plan.step_seconds:
-        peak = card.peak(run_plan.components.precision) / 1e12
+        peak = card.peak(run_plan.run.model.precision) / 1e12
         return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {config.device}"
     if run_plan.tuning is None or run_plan.step_seconds:
         return None
@@ -269,13 +268,13 @@ def _time_note(run_plan: RunPlan) -> str | None:
 
 def _warnings(run_plan: RunPlan) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
-    components, unit = run_plan.components, run_plan.components.config.batch.unit
-    warnings = [*components.split.warnings, *run_plan.warnings, *stage_warnings(components)]
-    lengths, asked = components.source.lengths, components.source.order.sizes.largest
-    device = planned_device(components.config, components.world)
-    named = "batch.global=" if components.source.order.sizes.is_constant else "a stage of "
-    is_open = components.config.precision == "auto"
-    if is_open and components.precision == "bf16" and not has_fast_bf16(device):
+    run, unit = run_plan.run, run_plan.run.config.batch.unit
+    warnings = [*run.split.warnings, *run_plan.warnings, *stage_warnings(run)]
+    lengths, asked = run.data.lengths, run.data.order.sizes.largest
+    device = planned_device(run.config, run.world)
+    named = "batch.global=" if run.data.order.sizes.is_constant else "a stage of "
+    is_open = run.config.precision == "auto"
+    if is_open and run.model.precision == "bf16" and not has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
             "fp32: precision=fp32 resume_allow=[precision]"
@@ -288,10 +287,10 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         )
     pieces = max(p.num_micro_batches for p in run_plan.plans)
     warnings += model_warnings(run_plan, pieces)
-    if components.coupling.warning and pieces > 1:
-        warnings.append(components.coupling.warning)
-    objective = components.objective
-    if objective.coupling.kind == "batch" and components.held_out and not objective.gives_rows:
+    if run.model.coupling.warning and pieces > 1:
+        warnings.append(run.model.coupling.warning)
+    objective = run.model.objective
+    if objective.coupling.kind == "batch" and run.data.held_out and not objective.gives_rows:
         warnings.append(
             f"objective: {type(objective).__name__} couples all samples of a step, but "
             "an evaluation sums over its own micro-batches, so held-out losses depend on the cut"

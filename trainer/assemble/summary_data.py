@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.core.format import number, plural, short
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.split import OWN_PART
@@ -11,10 +11,10 @@ from trainer.data.view import DataView
 MOST_CLASSES = 10
 
 
-def data_rows(components: Components, facts: RunFacts) -> list[Row]:
+def data_rows(run: Run, facts: RunFacts) -> list[Row]:
     """Count what is trained and evaluated on, and let the data say what they are."""
-    config, lengths, parts = components.config, components.source.lengths, components.held_out
-    name, cut = config.data.name or config.data.target, components.train_set.facts.num_cut
+    config, lengths, parts = run.config, run.data.lengths, run.data.held_out
+    name, cut = config.data.name or config.data.target, run.data.train.facts.num_cut
     num_tokens = int(lengths.sum())
     counts = {"": 0, **{name: len(part.lengths) for name, part in parts.items()}}
     text = join_parts(
@@ -32,12 +32,12 @@ def data_rows(components: Components, facts: RunFacts) -> list[Row]:
         num_tokens=num_tokens,
         num_cut_tokens=int(cut or 0),
     )
-    view, config = components.train_set, components.config
+    view, config = run.data.train, run.config
     rows = [counted, *view.describe_records(facts)]
     # The same of what is evaluated on and comes from elsewhere than what is trained on.
     names = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
-    for part in (part for part in names if part in components.held_out):
-        for each in components.held_out[part].loader.dataset.describe_records(facts):
+    for part in (part for part in names if part in run.data.held_out):
+        for each in run.data.held_out[part].loader.dataset.describe_records(facts):
             if each.text:
                 rows.append(row("", f"{part or 'held out'}: {each.text}"))
     return [*rows, _classes(view)]

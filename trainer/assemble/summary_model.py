@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
@@ -23,10 +23,10 @@ from trainer.verify.diagnose import low_precision
 
 def model_rows(run_plan: RunPlan) -> list[Row]:
     """Count parameters, and say where their first values come from, and in which dtypes."""
-    components = run_plan.components
-    config, dtypes = components.config, dtypes_of(components)
-    name, init = config.model.name or config.model.target, _init(components)
-    sizes = [(p.requires_grad, p.numel()) for p in components.module.parameters()]
+    run = run_plan.run
+    config, dtypes = run.config, dtypes_of(run)
+    name, init = config.model.name or config.model.target, _init(run)
+    sizes = [(p.requires_grad, p.numel()) for p in run.model.module.parameters()]
     trained = sum(count for is_trained, count in sizes if is_trained)
     frozen = sum(count for is_trained, count in sizes if not is_trained)
     count = plural(trained + frozen, "parameter")
@@ -37,20 +37,20 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
         _adapter(config),
         row("init", begins, init=init, dtypes=dtypes),
-        _gradients(components),
-        *chain.from_iterable(each.rows(run_plan) for each in components.features),
+        _gradients(run),
+        *chain.from_iterable(each.rows(run_plan) for each in run.features),
     ]
 
 
-def _gradients(components: Components) -> Row:
+def _gradients(run: Run) -> Row:
     """Say in which dtype gradients are added up, and which weights the optimizer steps."""
-    trained = [p for p in components.module.parameters() if p.requires_grad]
+    trained = [p for p in run.model.module.parameters() if p.requires_grad]
     dtypes = sorted({dtype_word(gradient_dtype(p)) for p in trained})
     low = sorted({dtype_word(p.dtype) for p in trained if gradient_dtype(p) != p.dtype})
     names = ", ".join(dtypes)
-    text = f"added up{' and reduced' * (components.world.size > 1)} in {names}"
+    text = f"added up{' and reduced' * (run.world.size > 1)} in {names}"
     copies = f"the optimizer steps fp32 master copies of the {' and '.join(low)} weights, rounded"
-    is_shown = components.config.accum.buffer == "fp32" or dtypes != ["fp32"]
+    is_shown = run.config.accum.buffer == "fp32" or dtypes != ["fp32"]
     return row(
         *(
             "gradients",
@@ -72,18 +72,18 @@ def _adapter(config: RunConfig) -> Row:
     )
 
 
-def tokenizer_rows(components: Components) -> list[Row]:
+def tokenizer_rows(run: Run) -> list[Row]:
     """Name the tokenizer, where a part takes one, and count its ids."""
-    if (tokenizer := components.tokenizer) is None:
+    if (tokenizer := run.tokenizer) is None:
         return []
     name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
     text = join_parts(name, plural(len(tokenizer), "id"))
     return [row("tokenizer", text, tokenizer=name, num_ids=len(tokenizer))]
 
 
-def _init(components: Components) -> str:
+def _init(run: Run) -> str:
     """Say where the first weights come from."""
-    config, module = components.config, components.module
+    config, module = run.config, run.model.module
     if config.init is not None:
         step = "" if config.step == "last" else f", step {config.step}"
         return f"weights of {show(config.init)}{step}"
@@ -91,30 +91,30 @@ def _init(components: Components) -> str:
     source = (
         f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
     )
-    is_whole = components.weights is None and not is_on_meta(module)
-    how = components.is_sharded and is_whole and "built whole on every rank"
+    is_whole = run.model.weights is None and not is_on_meta(module)
+    how = run.is_sharded and is_whole and "built whole on every rank"
     return join_parts(source, loaded_but(module), how) or ""
 
 
-def dtypes_of(components: Components) -> dict[str, str | None]:
+def dtypes_of(run: Run) -> dict[str, str | None]:
     """Name the dtypes of weights in their files and in memory, and of matrix products."""
-    params = components.config.model.params
-    weights = [p for p in components.module.parameters() if p.is_floating_point()]
+    params = run.config.model.params
+    weights = [p for p in run.model.module.parameters() if p.is_floating_point()]
     memory = ", ".join(sorted({dtype_word(p.dtype) for p in weights}))
-    follows = memory not in {"", "fp32"} and components.precision in {"fp32", "tf32"}
+    follows = memory not in {"", "fp32"} and run.model.precision in {"fp32", "tf32"}
     return {
-        "disk": ", ".join(stored_dtypes(loaded_from(components.module, params))) or None,
+        "disk": ", ".join(stored_dtypes(loaded_from(run.model.module, params))) or None,
         "memory": memory,
         # Without autocast products are computed in what the weights are in.
-        "compute": memory if follows else components.precision,
+        "compute": memory if follows else run.model.precision,
     }
 
 
 def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
     """Name what of the model makes the step another; `pieces` are the micro-batches of one."""
-    components = run_plan.components
-    warnings = [*chain.from_iterable(each.warnings(run_plan) for each in components.features)]
-    low = low_precision(components.module)
+    run = run_plan.run
+    warnings = [*chain.from_iterable(each.warnings(run_plan) for each in run.features)]
+    low = low_precision(run.model.module)
     if low is not None and pieces > 1:
         warnings.append(
             f"model: {low} weights: their gradients lose bits as {pieces} micro-batches are added "
@@ -122,7 +122,7 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             "which steps fp32 copies, or keep weights in fp32 (model.dtype=float32, where the "
             "class takes it)"
         )
-    settings, objective = getattr(components.module, "config", None), components.objective
+    settings, objective = getattr(run.model.module, "config", None), run.model.objective
     share = getattr(settings, "router_aux_loss_coef", 0)
     has_router = share and getattr(settings, "output_router_logits", False)
     if has_router and not (objective.is_of_model or objective.gives_rows):
@@ -130,8 +130,8 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             f"objective: leaves out the balance loss of the model's router, router_aux_loss_coef="
             f"{share:g} in its config; type objective=next_token_balanced to train with it"
         )
-    known, rows = components.train_set.facts.vocab_size, vocabulary_of(components.module)
-    loaded = loaded_from(components.module, components.config.model.params)
+    known, rows = run.data.train.facts.vocab_size, vocabulary_of(run.model.module)
+    loaded = loaded_from(run.model.module, run.config.model.params)
     # Tables are padded, but not to the double.
     if loaded and known and rows and rows >= 2 * known:
         warnings.append(
@@ -139,7 +139,7 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
             "own tokenizer, e.g. data._target_=datasets.load_from_disk"
         )
-    elif known and rows and _is_foreign(components.tokenizer, loaded, known, rows):
+    elif known and rows and _is_foreign(run.tokenizer, loaded, known, rows):
         warnings.append(
             f"tokenizer: {known} ids, but the model has {rows} rows for them, or other tokens: it "
             f"seems to be of another model, and an id from {rows} on is a data error; leave "

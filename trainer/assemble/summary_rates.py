@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.assemble.components import Components
 from trainer.assemble.data_sets import FINE_TUNING
+from trainer.assemble.run import Run
 from trainer.config.keys import KEYS
 from trainer.config.messages import first_of, flat, show
 from trainer.config.run_config import to_plain
@@ -15,9 +15,9 @@ from trainer.optim.depth import depth_scales
 from trainer.optim.optimizers import OptimizerSpec, match_groups
 
 
-def by_job_row(components: Components, optimizer: str) -> Row:
+def by_job_row(run: Run, optimizer: str) -> Row:
     """Give the settings of the optimizer that nobody typed, and why they are those."""
-    chosen = components.chosen_optimizer
+    chosen = run.chosen_optimizer
     words = {"lr": "lr", "betas": "betas", "weight_decay": "decay"}
     texts = [f"{words.get(name, name)} {_spaced(value)}" for name, value in chosen.by_job.items()]
     text = join_parts(*texts, chosen.why) if texts else None
@@ -29,9 +29,9 @@ def by_job_row(components: Components, optimizer: str) -> Row:
     )
 
 
-def half_life_row(components: Components) -> Row:
+def half_life_row(run: Run) -> Row:
     """Set what follows the global batch, as it is at the reference batch, beside what it is now."""
-    chosen = components.chosen_optimizer
+    chosen = run.chosen_optimizer
     changed, text = changes(chosen.reference or chosen.spec, chosen.spec)
     return row("half-life", text, followed_batch=changed)
 
@@ -53,41 +53,41 @@ def _spaced(value: object) -> str:
     return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in several)
 
 
-def group_rows(components: Components) -> list[Row]:
+def group_rows(run: Run) -> list[Row]:
     """List what every pattern of `optimizer.groups` took, and what is left to the others."""
-    spec, lines = components.spec, list[str]()
-    matched = match_groups(components.module, spec.groups)
+    spec, lines = run.model.spec, list[str]()
+    matched = match_groups(run.model.module, spec.groups)
     taken = {id(p) for members in matched.values() for p in members}
-    rest = [p for p in components.module.parameters() if id(p) not in taken]
+    rest = [p for p in run.model.module.parameters() if id(p) not in taken]
     for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
         settings = spec.groups.get(pattern, {})
-        lr = settings.get("lr", spec.lr) * components.lr_scale(components.source.order.start)
+        lr = settings.get("lr", spec.lr) * run.model.lr_scale(run.data.order, run.data.order.start)
         rate = "frozen" if settings.get("frozen") else f"lr {lr:g}"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
     labels = ["groups", *[""] * len(lines)]
     rows = [row(label, line) for label, line in zip(labels, lines, strict=False)]
-    return [row(groups=lines), *rows, *_depth_row(components), *spec.rows(components.module)]
+    return [row(groups=lines), *rows, *_depth_row(run), *spec.rows(run.model.module)]
 
 
-def _depth_row(components: Components) -> list[Row]:
+def _depth_row(run: Run) -> list[Row]:
     """Give the rates that fall with the depth of a weight, from the lowest to the highest."""
-    spec = components.spec
+    spec = run.model.spec
     if spec.layer_decay is None:
         return []
-    by_id = depth_scales(components.module, spec.layer_decay)
-    scales, named = {*by_id.values()}, components.module.named_parameters()
+    by_id = depth_scales(run.model.module, spec.layer_decay)
+    scales, named = {*by_id.values()}, run.model.module.named_parameters()
     first = {name.rpartition(".")[0] or name for name, p in named if by_id[id(p)] == min(scales)}
-    lr = spec.lr * components.lr_scale(components.source.order.start)
+    lr = spec.lr * run.model.lr_scale(run.data.order, run.data.order.start)
     rates = [lr * scale for scale in sorted(scales)]
     shown = " ".join(f"{rate:.3g}" for rate in rates)
     text = f"lr {shown}, from input to output; the lowest: {first_of(sorted(first))}"
     return [row("layers", text, layer_rates=rates)]
 
 
-def defaults_row(components: Components) -> Row:
+def defaults_row(run: Run) -> Row:
     """Write the defaults that are in force as they would be typed; the length of the run once."""
-    config, by_job = components.config, components.chosen_optimizer.by_job
+    config, by_job = run.config, run.chosen_optimizer.by_job
     plain = flat({**to_plain(config), "epochs": config.total_epochs})
     plain |= flat({"optimizer": by_job})
     values = {key: plain.get(key) for key in config.unset}

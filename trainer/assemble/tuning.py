@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from trainer.assemble.components import Components
-from trainer.assemble.parallel import planned_device, rank_memory
+from trainer.assemble.hardware import planned_device, rank_memory
+from trainer.assemble.run import Run
 from trainer.config.cards import card_of
 from trainer.config.messages import clip
 from trainer.core.errors import DataError, TrainError
@@ -38,32 +38,32 @@ from trainer.tune.tuner import tune
 from trainer.tune.workload import Tiled, Workload, measured_dims, restoring
 
 
-def workload_of(components: Components) -> Workload:
+def workload_of(run: Run) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
-    world, setup = components.world, components.parallel
-    ranks = partial(setup.fake_ranks, world.size, components.bind, world.device)
-    tiled = _tiled(components)
+    world, setup = run.world, run.model.setup
+    ranks = partial(setup.fake_ranks, world.size, run.model.bind, world.device)
+    tiled = _tiled(run)
     return Workload(
-        model=components.module,
-        bind=components.bind,
-        objective=components.objective,
-        make_optimizer=components.make_optimizer,
+        model=run.model.module,
+        bind=run.model.bind,
+        objective=run.model.objective,
+        make_optimizer=run.model.spec.build,
         make_fields=tiled,
         shortest=tiled.shortest,
-        ema_decay=components.config.ema.decay,
+        ema_decay=run.config.ema.decay,
         device=world.device,
-        compiled=components.config.compile,
-        weights=components.weights,
+        compiled=run.config.compile,
+        weights=run.model.weights,
         sync=setup.sync,
-        fake_ranks=ranks if components.is_sharded or setup.mode == "ddp" else None,
+        fake_ranks=ranks if run.is_sharded or setup.mode == "ddp" else None,
     )
 
 
-def _tiled(components: Components) -> Tiled:
+def _tiled(run: Run) -> Tiled:
     """Make shapes out of the longest sample; others show which dimensions follow its length."""
-    example, lengths = components.example, components.source.lengths
-    module, device, longest = components.module, components.world.device, lengths.max()
-    is_away = planned_device(components.config, components.world).type != device.type
+    example, lengths = run.example, run.data.lengths
+    module, device, longest = run.model.module, run.world.device, lengths.max()
+    is_away = planned_device(run.config, run.world).type != device.type
     # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
     has_kernel = not is_away and (not is_on_meta(module) or device.type != "cpu")
     boundaries = inspect.signature(module.forward).parameters.get(BOUNDARIES)
@@ -77,9 +77,9 @@ def _tiled(components: Components) -> Tiled:
 
     def load(i: int) -> Fields | None:
         # What cannot be read is refused, or passed over, where its step needs it.
-        request = Request((i,), 0, int(lengths[i]), components.layout.packed)
+        request = Request((i,), 0, int(lengths[i]), run.layout.packed)
         with suppress(DataError):
-            fields = components.source.loader.load(request)
+            fields = run.data.loader.load(request)
             return unpacked(fields) if request.packed else fields
         return None
 
@@ -88,35 +88,35 @@ def _tiled(components: Components) -> Tiled:
     return Tiled(example, longest, dims)
 
 
-def device_cost(components: Components, counts: ComputeCounts | None) -> Cost:
+def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
     """Give the time model of the device by arithmetic; on a CPU it is a constant."""
-    if planned_device(components.config, components.world).type == "cpu":
-        return components.layout.cost
-    here, named = components.world.device, card_of(components.config.device)
+    if planned_device(run.config, run.world).type == "cpu":
+        return run.layout.cost
+    here, named = run.world.device, card_of(run.config.device)
     card = card_at(here) or named
-    cost = card_cost(counts, card, components.precision)
+    cost = card_cost(counts, card, run.model.precision)
     return cost if named else replace(cost, seconds_per_token=None)
 
 
-def memory_of_rank(components: Components, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
+def memory_of_rank(run: Run, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
     """Find the memory of one rank, less what inputs take on a CPU, and whether it is here.
 
     Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
     micro-batch of them, which the prediction counts.
     """
-    config, world, lengths = components.config, components.world, components.source.lengths
+    config, world, lengths = run.config, run.world, run.data.lengths
     limit, is_here = rank_memory(config, world, resident_bytes)
     if limit is None or planned_device(config, world).type != "cpu":
         return limit, is_here
-    per_token = sum(field.nbytes for field in components.example.values()) / float(lengths.max())
+    per_token = sum(field.nbytes for field in run.example.values()) / float(lengths.max())
     each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
-    of_step = int(per_token * each * components.source.order.sizes.largest / world.size)
+    of_step = int(per_token * each * run.data.order.sizes.largest / world.size)
     inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
 def tune_run(
-    components: Components,
+    run: Run,
     work: Workload,
     counts: ComputeCounts | None,
     limit: MemoryLimit,
@@ -125,32 +125,30 @@ def tune_run(
     is_here: bool,
 ) -> Tuning:
     """Tune, for a machine that is here, or for one on which nothing can, or may, be timed."""
-    config, lengths, cut = components.config, components.source.lengths, components.cut
+    config, lengths, cut = run.config, run.data.lengths, run.cut
     longest = lengths.argmax()
     # A window holds a sharded model whole, so it can be timed where that fits; one that is only
     # ever gathered block by block may be too large.
-    whole = 2 * sum(p.nbytes for p in components.module.parameters())
-    fits = components.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-    device = planned_device(config, components.world)
+    whole = 2 * sum(p.nbytes for p in run.model.module.parameters())
+    fits = run.model.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
+    device = planned_device(config, run.world)
     request = TuningRequest(
         work=work,
         batches=batches,
         longest=lengths.max(),
         shortest=max(lengths.min(), work.shortest),
         cut_at=cut.tuned,
-        layout=components.layout,
+        layout=run.layout,
         limit=limit,
-        most_samples=min(
-            components.source.order.most_samples, getattr(cut, "micro", None) or sys.maxsize
-        ),
+        most_samples=min(run.data.order.most_samples, getattr(cut, "micro", None) or sys.maxsize),
         recompute=config.activation_checkpointing,
         timed=is_here and fits and not config.deterministic,
         as_needed=not is_here and device.type != "cpu",
         fixed_cap=usual_cap(device) if config.deterministic else None,
-        num_steps=components.total_steps,
-        longest_id=int(components.train_set.original_ids([longest])[0]),
+        num_steps=run.data.total_steps,
+        longest_id=int(run.data.train.original_ids([longest])[0]),
     )
-    cache = _open_cache(components, work, counts)
+    cache = _open_cache(run, work, counts)
     return tune(request, cache, _clock, meter_for(work.device))
 
 
@@ -161,22 +159,22 @@ def _clock() -> float:
 
 
 def predict_sampled(
-    components: Components,
+    run: Run,
     work: Workload,
     counts: ComputeCounts | None,
     plans: tuple[Plan, ...],
     warnings: list[str],
 ) -> MemoryEstimate | None:
     """Predict the peak of the dearest micro-batch of any step; None where that cannot be."""
-    shapes = _dearest(components, components.cut, plans)
-    recompute = components.config.activation_checkpointing is True
+    shapes = _dearest(run, run.cut, plans)
+    recompute = run.config.activation_checkpointing is True
     try:
-        cache = _open_cache(components, work, counts)
+        cache = _open_cache(run, work, counts)
         facts = cache.facts[recompute]
         if unknown := [shape for shape in shapes if shape not in facts.peaks]:
             # One that the run has, not one sample alone: statistics over samples need two.
             smallest = min(shapes, key=lambda shape: shape.num_samples)
-            with restoring(components.module, components.objective):
+            with restoring(run.model.module, run.model.objective):
                 predictor = Predictor(work, smallest, recompute=recompute)
                 facts.peaks.update({shape: predictor(shape) for shape in unknown})
             cache.save()
@@ -189,29 +187,25 @@ def predict_sampled(
         return None
 
 
-def _dearest(components: Components, cut: Cut, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
+def _dearest(run: Run, cut: Cut, plans: tuple[Plan, ...]) -> tuple[Shape, ...]:
     """Name shapes of which one needs the most memory of the sampled steps.
 
     Under counts that were typed it is that of all steps: the longest sample of the data may come
     with a whole micro-batch of others.
     """
-    if "micro_batch" not in cut.couplings or components.layout.packed:
+    if "micro_batch" not in cut.couplings or run.layout.packed:
         return largest_shapes(plans)
-    longest = pad_lengths(np.array([components.source.lengths.max()]), components.layout)
+    longest = pad_lengths(np.array([run.data.lengths.max()]), run.layout)
     return (Shape(max(len(ids) for p in plans for own in p.ranks for ids in own), int(longest[0])),)
 
 
-def _open_cache(
-    components: Components, work: Workload, counts: ComputeCounts | None
-) -> TuningCache:
+def _open_cache(run: Run, work: Workload, counts: ComputeCounts | None) -> TuningCache:
     """Open the cache for everything that measurements and predictions depend on."""
-    model, setup, world = components.config.model, components.parallel, components.world
+    model, setup, world = run.config.model, run.model.setup, run.world
     situation = {
         "own lengths": repr(getattr(work.make_fields, "dims", None)),
         "component": [model.target, repr(sorted(model.params.items()))],
         "ranks": [world.size, setup.replicas, work.sync.name],
     }
-    longest = components.source.lengths.max()
-    return TuningCache.open(
-        measurement_key(work, longest, components.precision, counts) | situation
-    )
+    longest = run.data.lengths.max()
+    return TuningCache.open(measurement_key(work, longest, run.model.precision, counts) | situation)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved, Terms
@@ -20,7 +20,8 @@ from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
-from trainer.training.evaluation import HeldOut, evaluate_parts
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import evaluate_parts
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -37,25 +38,24 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         batch = config.batch.model_copy(update={"tail": "keep"})
         steps = terms.total_steps or config.steps
         config = config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
-    components = assemble(config, world, saved)
+    run = assemble(config, world, saved)
     if not config.evaluates_all:
-        refuse_changed_data(components, terms)
-    check_consistency(world, components.data_views, components.module, components.weights)
-    components = prepare_on_main(components).components
-    parts = components.held_out
+        refuse_changed_data(run, terms)
+    check_consistency(world, run.data, run.model)
+    run = prepare_on_main(run).run
+    parts = run.data.held_out
     if not parts:
         raise DataError("data.holdout: nothing is held out to evaluate on")
-    model = step_context(components).model
-    predicted = {}
-    with closing(components.feed(world)) as feed, components.features.evaluating(model, feed):
-        means = evaluate_parts(model, components.objective, parts, world)
+    context, predicted = step_context(run), {}
+    with closing(run.feed(world)) as feed, run.features.evaluating(context.parallel, feed):
+        means = evaluate_parts(context, parts)
         if config.eval.predictions:
-            predicted = predict_parts(components, model)
+            predicted = predict_parts(run, context.parallel)
     file = folder / evaluation_file(config)
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
     world.on_main(
         lambda: report_evaluation(
-            loaded, file, means, facts, predicted, lambda: worst_samples(components, predicted)
+            loaded, file, means, facts, predicted, lambda: worst_samples(run, predicted)
         )
     )
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.assemble.model import look_up_transforms
+from trainer.assemble.module import look_up_transforms
 from trainer.assemble.saved import read_terms
 from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded

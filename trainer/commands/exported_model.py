@@ -8,10 +8,10 @@ from contextlib import closing
 
 from torch import nn
 
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.features import Features
 from trainer.assemble.instantiate import look_up
-from trainer.assemble.model import build_model
+from trainer.assemble.module import build_model
 from trainer.assemble.resumption import refuse_changed_data
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.saved import Saved, read_terms
@@ -47,12 +47,12 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
 def _with_estimates(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
     """Build the run with its data, from which features estimate buffers."""
     saved = Saved.read(config, loaded, world)
-    components = assemble(config, world, saved)
-    refuse_changed_data(components, saved.terms)
-    components = prepare(components).components
-    model = step_context(components).model
-    with closing(components.feed(world)) as feed:
-        with components.features.evaluating(model, feed):
-            values = {name: value.clone() for name, value in components.module.named_buffers()}
-        components.module.load_state_dict(values, strict=False)
-    return components.module
+    run = assemble(config, world, saved)
+    refuse_changed_data(run, saved.terms)
+    run = prepare(run).run
+    parallel, module = step_context(run).parallel, run.model.module
+    with closing(run.feed(world)) as feed:
+        with run.features.evaluating(parallel, feed):
+            values = {name: value.clone() for name, value in module.named_buffers()}
+        module.load_state_dict(values, strict=False)
+    return module

@@ -6,8 +6,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from trainer.assemble.components import Components
 from trainer.assemble.noise import advice_at
+from trainer.assemble.run import Run
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
@@ -18,51 +18,50 @@ from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
 from trainer.report.views import views
 from trainer.training.noise import NoiseScale
-from trainer.training.run import Run
+from trainer.training.run import OpenRun
 
 
-def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at: float) -> None:
+def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float) -> None:
     """Write result.json, and show what a person wants to know at the end. Collective."""
-    world, config, trained = components.world, components.config, run.progress
+    world, config, trained = run.world, run.config, opened.progress
     world.note("end")
     spendings = world.collect(world.times.spending())  # of the steps' phases, by rank
     peaks = world.collect(peak_bytes(world.device))
     if not world.is_main:
         return
     overlap = "collectives run on their own streams"  # what of the traffic can be hidden
-    sync = components.parallel.sync
+    sync = run.model.setup.sync
     if not (sync.lockstep or sync.overlaps):
         overlap = f"sync={sync.name} reduces when all micro-batches are done"
     elif world.device.type == "cpu":
         overlap = "gloo makes the host wait for every collective"
     table = time_table(spendings, overlap) if trained.taken else None
     metrics = trained.evaluation
-    eval_loss = metrics.get("loss", metrics.get("eval_loss"))
     # Losses of simple models over the same samples, in nats per token, which the data may know.
-    entropies, own = components.train_set.facts.byte_entropies, components.own_part
+    entropies, own = run.data.train.facts.byte_entropies, run.data.own_part
     simple: dict[str, float] = {}
     if entropies is not None and own and config.data.eval_path is None:
         found = asdict(entropies(own.chosen(0, own.num_samples)))
         simple = {f"byte {name}": value for name, value in found.items()}
-    noise = next((p for p in run.context.parts if isinstance(p, NoiseScale)), None)
+    noise = next((p for p in opened.context.parts if isinstance(p, NoiseScale)), None)
     result = {
         "step": trained.step,
-        "eval_loss": eval_loss,
+        "eval_loss": metrics.get("loss", metrics.get("eval_loss")),
         **totals(folder / RunFolder.METRICS),
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
-        "best": run.best and run.best.found,
-        "stopped": run.no_better if trained.step < components.total_steps else None,
+        "best": opened.best and opened.best.found,
+        "stopped": opened.no_better if trained.step < run.data.total_steps else None,
         "baselines": simple,
         "peak_bytes": max(peaks),
         "time": table,
-        "batch_advice": noise and advice_at(components, noise, run.feed.cursor),
+        "batch_advice": noise and advice_at(run, noise, opened.feed.cursor),
         "advice": (table and advice(split_times(spendings), table, plan)) or [],
     }
     write_record(folder / RunFolder.RESULT, result)
     shown = shown_path(folder)
     trust = " ".join(["", *trusting(config, folder)])
-    clock, steps = "steps", components.total_steps
+    clock, steps = "steps", run.data.total_steps
     if config.total_epochs is not None:
         clock, steps = "epochs", config.total_epochs
     commands = (
@@ -72,4 +71,4 @@ def finish(run: Run, components: Components, plan: PlanRecord, folder: Path, at:
         f"{to_go_on(config, folder)} "
         + ("stop.metric=null" if result["stopped"] else f"{clock}={2 * steps}"),
     )
-    run.reporter.finish(result, commands)
+    opened.reporter.finish(result, commands)

@@ -26,14 +26,14 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     Of ranks that are not there this process works out what the first would do.
     """
     try:
-        components, saved = assemble_resumed(config, world)
-        run_plan = prepare(components, saved.cut)
+        run, saved = assemble_resumed(config, world)
+        run_plan = prepare(run, saved.cut)
     except CannotRunFake:  # shapes do not do
-        components, saved = assemble_resumed(config, world, with_values=True)
-        run_plan = prepare(components, saved.cut)
-    components = run_plan.components
-    advice = advice_rows(components, saved.loaded)
-    rows = [*describe_run(run_plan), *advice, *shown_samples(components, folder)]
+        run, saved = assemble_resumed(config, world, with_values=True)
+        run_plan = prepare(run, saved.cut)
+    run = run_plan.run
+    advice = advice_rows(run, saved.loaded)
+    rows = [*describe_run(run_plan), *advice, *shown_samples(run, folder)]
     plan = record_of(rows)
     write_record(folder / RunFolder.PLAN, plan)
     screen = Screen(folder)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.assemble.open_run import open_run
 from trainer.assemble.parts import own_parts
 from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_stopped
-from trainer.assemble.run import open_run
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved
 from trainer.assemble.summary import describe_run
@@ -47,12 +47,12 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     end_if_stopped(world, stop())
     loaded = None if config.resume is None else store.load(world=world)
     saved, own = Saved.read(config, loaded, world), own_parts(config)
-    components = assemble_on_all(config, world, saved)
-    terms = check_terms(components, saved.terms)
-    run_plan = prepare_on_main(components, saved.cut)
+    run = assemble_on_all(config, world, saved)
+    terms = check_terms(run, saved.terms)
+    run_plan = prepare_on_main(run, saved.cut)
     plan = record_of(rows := describe_run(run_plan))
-    with open_run(run_plan, plan, store, saved, terms, own, stop) as run:
-        announce(run, run_plan.components, rows, plan, saved)
-        with tracing(world, config.profile, run.progress.step, folder, run.reporter.warn):
-            train(run)
-        finish(run, run_plan.components, plan, folder, started)
+    with open_run(run_plan, plan, store, saved, terms, own, stop) as opened:
+        announce(opened, run_plan.run, rows, plan, saved)
+        with tracing(world, config.profile, opened.progress.step, folder, opened.reporter.warn):
+            train(opened)
+        finish(opened, run_plan.run, plan, folder, started)

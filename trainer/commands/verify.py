@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from trainer.assemble.components import Components
 from trainer.assemble.resumption import assemble_resumed
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.config.run_config import RunConfig
@@ -34,12 +34,12 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     One process computes the micro-batches of every rank. verify.json and the screen have the
     verdict before an error says it with the exit code.
     """
-    components, saved = assemble_resumed(config, world)
-    run_plan = prepare(components, saved.cut)
+    run, saved = assemble_resumed(config, world)
+    run_plan = prepare(run, saved.cut)
     batch, feed = _of_all_ranks(run_plan)
-    report = verify(step_context(components), batch, feed, whole_fits=_whole_fits(run_plan))
-    notes = [*chain.from_iterable(each.notes(run_plan) for each in components.features)]
-    notes += _asides(components)
+    report = verify(step_context(run), batch, feed, whole_fits=_whole_fits(run_plan))
+    notes = [*chain.from_iterable(each.notes(run_plan) for each in run.features)]
+    notes += _asides(run)
     report = replace(report, notes=(*notes, *report.notes))
     write_record(folder / RunFolder.VERIFY, report.to_json())
     screen = Screen(folder)
@@ -62,26 +62,26 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     return 0
 
 
-def _asides(components: Components) -> Iterator[str]:
+def _asides(run: Run) -> Iterator[str]:
     """Say what of the run's own step is not computed here."""
-    config, world = components.config, components.world
+    config, world = run.config, run.world
     if world.size > 1:
         together = f"the micro-batches of all {world.size} ranks were computed one after another"
-        sync = f"sync={components.parallel.sync.name}"
+        sync = f"sync={run.model.setup.sync.name}"
         yield f"{together}; {sync} was compared on two ranks, with a few samples"
     if config.compile:
         yield "compile=true compiles the run's own step, which is not checked here"
-    if components.precision != "fp32":
-        rounding = f"precision={components.precision} adds rounding to the run's own step"
+    if run.model.precision != "fp32":
+        rounding = f"precision={run.model.precision} adds rounding to the run's own step"
         yield f"{rounding}, which is not checked here"
 
 
 def _of_all_ranks(run_plan: RunPlan) -> tuple[PlannedBatch, Feed]:
     """Take the first step with the micro-batches of every rank, for one process to compute."""
-    components, batches = run_plan.components, []
-    for rank in range(components.world.size):
-        world = replace(components.world, rank=rank)
-        with closing(components.feed(world)) as feed:
+    run, batches = run_plan.run, []
+    for rank in range(run.world.size):
+        world = replace(run.world, rank=rank)
+        with closing(run.feed(world)) as feed:
             batches.append(feed.next())
     micro_batches = tuple(m for batch in batches for m in batch.micro_batches)
     return replace(batches[0], micro_batches=micro_batches), feed

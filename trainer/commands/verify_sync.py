@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.saved import Saved
 from trainer.assemble.step import step_context
 from trainer.config.run_config import RunConfig
@@ -28,11 +28,11 @@ from trainer.verify.report import VerifyReport, verify_block
 def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Compare what real ranks reduce of a few samples with one process's gradient. Collective."""
     here = World(device=world.device)
-    components = assemble(config, world, Saved.read(config, None, here))
-    setup, layout = components.parallel, replace(components.layout, world_size=1, lockstep=False)
+    run = assemble(config, world, Saved.read(config, None, here))
+    setup, layout = run.model.setup, replace(run.layout, world_size=1, lockstep=False)
     none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
     cut = Fixed(micro=2 * layout.group_size)
-    single = replace(components, world=here, parallel=none, layout=layout, cut=cut)
+    single = replace(run, world=here, model=replace(run.model, setup=none), layout=layout, cut=cut)
     with closing(single.feed(here)) as feed:
         found = compare_reduced(
             *(step_context(single), feed.next(), feed),
@@ -50,7 +50,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         max_relative_error=found.error,
         reference=f"{plural(found.num_samples, 'sample')} on one process",
         dtype=dtype_name(found.dtype),
-        num_parameters=len([*components.module.parameters()]),
+        num_parameters=len([*run.model.module.parameters()]),
         micro_batches=found.num_micro_batches,
         global_batch=found.num_samples,
         limit=EXACT[found.dtype],

@@ -289,7 +289,7 @@ class Accum(Component):
     buffer: Literal["native", "fp32"]
 
 
-class Data(Component):
+class DataKeys(Component):
     """The samples."""
 
     on_bad: Literal["stop", "skip"]
@@ -324,7 +324,7 @@ _ENGINE: Mapping[str, type[Component]] = {
     "model": Component,
     "tokenizer": Component,
     "adapter": Component,
-    "data": Data,
+    "data": DataKeys,
     "objective": ObjectiveKeys,
     "optimizer": Component,
     "scheduler": Component,

@@ -35,7 +35,7 @@ from trainer.config.components import (
     Batch,
     Component,
     Count,
-    Data,
+    DataKeys,
     Natural,
     NonEmptyText,
     ObjectiveKeys,
@@ -93,7 +93,7 @@ class RunConfig(Section):
     transforms: tuple[Component, ...] = Field(strict=False)
     tokenizer: Component
     adapter: Component
-    data: Data
+    data: DataKeys
     objective: ObjectiveKeys
     optimizer: Component
     scheduler: Component

@@ -75,8 +75,7 @@ class Loader(Dataset[Any]):
     numbers is read, and one that the data set's `augment` or an objective changes is changed, under
     generators seeded by (seed, epoch, id), a `collate` of the data set's own under ones seeded by
     all ids. The generators of this process stay as they were. `limits` are what token ids and
-    labels must be below; fields that are `unaligned` have lengths of their own, such as labels of
-    an encoder-decoder.
+    labels must be below.
     """
 
     def __init__(
@@ -87,13 +86,12 @@ class Loader(Dataset[Any]):
         seed: int,
         pin_memory: bool = False,
         limits: Limits | None = None,
-        unaligned: Collection[str] = (),
     ) -> None:
         # First, since a loading process that is not forked unpickles the user's classes behind it.
         self._own_code = OWN_CODE
         self.dataset = DataView.of(dataset)
         self.num_workers, self.seed = num_workers, seed
-        self.limits, self._unaligned = limits or {}, frozenset(unaligned)
+        self.limits, self._unaligned = limits or {}, frozenset[str]()
         self._augment: PrepareFields | None = None
         self._prepare: PrepareFields | None = None
         self._pin_memory = pin_memory
@@ -108,6 +106,11 @@ class Loader(Dataset[Any]):
         """Load one micro-batch in this process; a DataError names what cannot be read or joined."""
         fields = self._assembled(request)
         return {n: f.pin_memory() for n, f in fields.items()} if self._pin_memory else fields
+
+    def longest(self) -> Request:
+        """Ask for the longest sample alone."""
+        lengths = self.dataset.lengths
+        return Request(ids=(lengths.argmax(),), epoch=0, pad_to=lengths.max())
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
         """Make a loader of another data set, the same in all else."""
@@ -142,6 +145,11 @@ class Loader(Dataset[Any]):
     def prepare_with(self, prepare: PrepareFields | None) -> None:
         """Change every sample before collation; before a stream begins."""
         self._prepare = prepare
+        vars(self).pop("aligned", None)
+
+    def leave_unaligned(self, names: Collection[str]) -> None:
+        """Let fields have lengths of their own, as labels of an encoder-decoder have them."""
+        self._unaligned = frozenset(names)
         vars(self).pop("aligned", None)
 
     @property

@@ -38,6 +38,8 @@ TrainingJob: TypeAlias = Literal["scratch", "pretrained", "new head", "adapter"]
 new ones are trained beside them."""
 
 _OF_WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)
+# Attributes of a tensor in which PyTorch keeps what is registered on its gradient
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _LOADED: Mapping[str, Any] = {"betas": (0.9, 0.999), "weight_decay": 0.01}
 
 
@@ -98,9 +100,19 @@ class OptimizerSpec(Described, ABC):
             weights whose gradients are wider than they are.
 
         Raises:
-            ConfigError: a setting is out of range, as PyTorch's own class says.
+            ConfigError: a setting is out of range, as PyTorch's own class says, or the optimizer
+                steps within backward.
         """
-        return MasterWeights(model).build(model, partial(self._build, model))
+        before = hooked(model)
+        optimizer = MasterWeights(model).build(model, partial(self._build, model))
+        if new := set(hooked(model)) - set(before):
+            kind: type = getattr(self, "kind", type(self))
+            raise ConfigError(
+                f"optimizer._target_={kind.__module__}.{kind.__qualname__}: steps within backward "
+                f"(a hook on {min(new)}), so every micro-batch would be a step of its own; use one "
+                "that waits for step()"
+            )
+        return optimizer
 
     def _build(self, model: nn.Module) -> Optimizer:
         scales = {} if self.layer_decay is None else depth_scales(model, self.layer_decay)
@@ -347,3 +359,9 @@ def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     plain: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
     about = {"__doc__": kind.__doc__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {"step": step} | about | plain)
+
+
+def hooked(module: nn.Module) -> list[str]:
+    """Name the parameters with a hook on their gradient, which runs for every micro-batch."""
+    named = module.named_parameters()
+    return [name for name, p in named if any(getattr(p, kind, None) for kind in _HOOKS)]

@@ -21,13 +21,13 @@ from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
 from trainer.core.world import World, rng_key
-from trainer.data.loader import AHEAD, Loader, Request
+from trainer.data.loader import AHEAD, Request
 from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
-from trainer.plan.lengths import Lengths
-from trainer.plan.order import Cursor, GlobalBatch, Order
+from trainer.plan.order import Cursor, GlobalBatch
 from trainer.plan.random_slots import with_random_slots
+from trainer.training.data import Data
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
 PREFETCH_LIMIT_BYTES = 256 * 2**20
@@ -65,22 +65,12 @@ class PlannedBatch:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where the samples of a run come from."""
-
-    order: Order
-    lengths: Lengths  # tokens of every training sample
-    loader: Loader
-    objective: Objective  # counts the weights of a micro-batch
-
-
-@final
 @dataclass(eq=False)
 class Feed(Stateful):
     """Gives the planned batches of a run from a cursor on, with this rank's micro-batches."""
 
-    source: Source
+    data: Data
+    objective: Objective  # counts the weights of a micro-batch
     cut: Cut
     layout: Layout
     world: World
@@ -110,7 +100,7 @@ class Feed(Stateful):
     def next(self) -> PlannedBatch:
         """Take the next global batch and move the cursor behind it."""
         batch = self._take()
-        if batch.samples.size != self.source.order.size_of(batch.samples.before):
+        if batch.samples.size != self.data.order.size_of(batch.samples.before):
             self.use(self.cut)  # decided since it was prepared, as by a part with state
             batch = self._take()
         self.cursor = batch.samples.after
@@ -124,7 +114,7 @@ class Feed(Stateful):
         raised by `next`, so that the step before comes to its end.
         """
         light = self._last_bytes <= PREFETCH_LIMIT_BYTES
-        if light and self.source.loader.loads_in_thread and not self._ahead:
+        if light and self.data.loader.loads_in_thread and not self._ahead:
             self._ahead_cursor = self.cursor
             fitting = max(1, BYTES_AHEAD // max(1, self._last_bytes))
             for _ in range(min(STEPS_AHEAD, fitting)):
@@ -132,14 +122,14 @@ class Feed(Stateful):
 
     def plan(self, cursor: Cursor) -> tuple[GlobalBatch, Plan]:
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout."""
-        samples = self.source.order.next(cursor)
+        samples = self.data.order.next(cursor)
         try:
-            lengths, step = self.source.lengths[samples.ids], samples.after.step
+            lengths, step = self.data.lengths[samples.ids], samples.after.step
             plan = self.cut.cut(lengths, self.layout)
             if self.random_every is not None and step % self.random_every == 0:
                 plan = with_random_slots(plan, self.cut, self.layout, f"{self.seed}\x1f{step}")
         except SampleTooLongError as error:
-            (sample,) = self.source.loader.dataset.original_ids(samples.ids[[error.position]])
+            (sample,) = self.data.loader.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(
                 f"sample {sample} of {error.length} tokens{self.layout.group_note} does not fit: "
                 f"memory allows {error.cap} in one micro-batch; lower data.max_length"
@@ -181,11 +171,11 @@ class Feed(Stateful):
         """Stop the thread and the loading processes."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._stream = None
-        self.source.loader.close()
+        self.data.loader.close()
 
     def _take(self) -> PlannedBatch:
         """Take what was prepared, or prepare it now."""
-        if self.source.loader.num_workers:
+        if self.data.loader.num_workers:
             return self._from_workers()
         return (
             self._ahead.popleft().result() if self._ahead else self._load(*self.plan(self.cursor))
@@ -199,12 +189,12 @@ class Feed(Stateful):
 
     def _load(self, samples: GlobalBatch, plan: Plan) -> PlannedBatch:
         requests = self.requests(samples, plan)
-        return self._fill(samples, plan, requests, map(self.source.loader.load, requests))
+        return self._fill(samples, plan, requests, map(self.data.loader.load, requests))
 
     def _from_workers(self) -> PlannedBatch:
         if self._stream is None:
             coming = self._all_requests(self.cursor)
-            self._stream = self.source.loader.stream(coming, self._requests_ahead())
+            self._stream = self.data.loader.stream(coming, self._requests_ahead())
         first = next(self._stream)  # `_all_requests` plans the step, and queues it
         samples, plan = self._queue[0]
         requests = self.requests(samples, plan)
@@ -214,7 +204,7 @@ class Feed(Stateful):
 
     def _requests_ahead(self) -> int:
         """Choose how far each worker runs ahead: all together a step and more, of bounded size."""
-        loader, requests = self.source.loader, self.requests(*self.plan(self.cursor))
+        loader, requests = self.data.loader, self.requests(*self.plan(self.cursor))
         if len(requests) <= loader.num_workers:
             return AHEAD
         first = requests[0]
@@ -247,7 +237,7 @@ class Feed(Stateful):
                 fields=fields,
                 ids=request.ids,
                 positions=tuple(slot.tolist()),
-                weights=weights_of(self.source.objective, fields),
+                weights=weights_of(self.objective, fields),
                 num_tokens=int(plan.lengths[slot].sum()),
                 num_positions=plan.positions(rank, index),
                 rng_key=rng_key(self.seed, "draws", step, before + index),
@@ -259,5 +249,5 @@ class Feed(Stateful):
             samples=samples,
             plan=plan,
             micro_batches=micro_batches,
-            sample_ids=tuple(self.source.loader.dataset.original_ids(samples.ids).tolist()),
+            sample_ids=tuple(self.data.loader.dataset.original_ids(samples.ids).tolist()),
         )

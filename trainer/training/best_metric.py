@@ -27,6 +27,7 @@ class BestMetric(Stateful):
     metric: str  # as in metrics.jsonl: `eval_loss`
     mode: Literal["min", "max"]
     min_delta: float = 0.0  # by more than which a value has to be better
+    patience: int = 0  # evaluations without a better one, after which a run ends that stops by it
     value: float | None = None  # the best; None before the first
     step: int = 0  # after which it was found
     seen_at: int = -1  # step of the last evaluation
@@ -34,11 +35,16 @@ class BestMetric(Stateful):
 
     @classmethod
     def of(
-        cls, key: str, metric: str, mode: Literal["auto", "min", "max"], min_delta: float = 0.0
+        cls,
+        key: str,
+        metric: str,
+        mode: Literal["auto", "min", "max"],
+        min_delta: float = 0.0,
+        patience: int = 0,
     ) -> Self:
         """Follow a metric, whose direction follows from its name where nobody says it."""
         known = mode_of(key, metric, mode, "checkpoint.mode")
-        return cls(key=key, metric=metric, mode=known, min_delta=min_delta)
+        return cls(key=key, metric=metric, mode=known, min_delta=min_delta, patience=patience)
 
     def check(self, means: Mapping[str, float]) -> None:
         """Refuse a metric that an evaluation does not give."""

@@ -6,11 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain, islice
-from typing import Any, TypeVar, final
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,58 +23,9 @@ from trainer.objectives.base import Objective, Sums, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import metrics_of_sums
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import IntArray, Layout
-from trainer.plan.cuts import Budget
-from trainer.plan.lengths import Lengths
-from trainer.plan.partition import pad_lengths
+from trainer.training.context import StepContext
 from trainer.training.coupled_evaluation import CollectedRows
-
-PLANNED_AT_ONCE = 8192  # samples planned at once
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """The held-out samples, cut by a cap of their own."""
-
-    loader: Loader
-    lengths: Lengths  # tokens of every held-out sample
-    layout: Layout
-    max_tokens: int  # cap on the computed positions of a micro-batch
-    # Of them that are evaluated, evenly spaced and the same each time; None is all
-    most: int | None = None
-    # Parts of which this one is made, and whose sums give its figures; none where it is evaluated
-    joins: tuple[str, ...] = ()
-    is_ordered: bool = False  # micro-batches and sums have the same bits for every number of ranks
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that are evaluated."""
-        return len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
-
-    def chosen(self, start: int, stop: int) -> IntArray:
-        """Give the positions of some of the samples that are evaluated, by their order."""
-        places = np.arange(start, min(stop, self.num_samples))
-        chosen: IntArray = places * len(self.lengths) // self.num_samples
-        return chosen
-
-    def requests(self, rank: int) -> Iterator[Request]:
-        """Give this rank's micro-batches; over all ranks every sample comes exactly once."""
-        longest = int(pad_lengths(np.array([self.lengths.max(initial=1)]), self.layout)[0])
-        cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
-        size = self.layout.world_size if self.is_ordered else 1
-        layout = replace(self.layout, world_size=self.layout.world_size // size)
-        # What is cut for one rank is dealt to all.
-        row, first = (0, rank) if self.is_ordered else (rank, 0)
-        for start in range(0, self.num_samples, PLANNED_AT_ONCE):
-            chosen = self.chosen(start, start + PLANNED_AT_ONCE)
-            plan = cut.cut(self.lengths[chosen], layout)
-            slots = zip(plan.ranks[row], plan.padded_lengths[row], strict=True)
-            for slot, length in islice(slots, first, None, size):
-                yield Request(
-                    ids=tuple(chosen[slot].tolist()), epoch=0, pad_to=length, packed=plan.packed
-                )
-
+from trainer.training.data import HeldOut
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 _Numbers = Mapping[str, Sequence[float]]
@@ -84,58 +34,37 @@ _Found = tuple[_Numbers, _Numbers, Sequence[str], Mapping[str, Sequence[Any]], b
 names are loss terms; the objective's statistics; whether a signal asked to stop."""
 
 
-def evaluate(
-    model: Parallel,
-    objective: Objective,
-    held_out: HeldOut,
-    world: World,
-    was_asked: Callable[[], bool] = lambda: False,
-) -> dict[str, float]:
-    """Average every loss term and metric over the held-out data. Collective.
-
-    Sums are kept in float64. Running out of memory halves the cap and begins again; the training
-    plan stays as it is. `was_asked` tells whether a signal asked this rank to stop, and is called
-    after each micro-batch. Gives `loss`, the sum of the loss terms, then every term and metric by
-    name. A name whose weight is zero is NaN.
-    """
-    return _means(objective, _sums(model, objective, held_out, world, was_asked))
-
-
 def evaluate_parts(
-    model: Parallel,
-    objective: Objective,
+    context: StepContext,
     parts: Mapping[str, HeldOut],
-    world: World,
     was_asked: Callable[[], bool] = lambda: False,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate several parts, as `evaluate` does; of one that joins others their sums are added."""
-    found = {
-        name: _sums(model, objective, part, world, was_asked)
-        for name, part in parts.items()
-        if not part.joins
-    }
+    """Average every loss term and metric over each part of the held-out data. Collective.
+
+    Sums are kept in float64; of a part that joins others theirs are added. Running out of memory
+    halves the cap and begins again; the training plan stays as it is. `was_asked` tells whether a
+    signal asked this rank to stop, and is called after each micro-batch. Gives `loss`, the sum of
+    the loss terms, then every term and metric by name. A name whose weight is zero is NaN.
+    """
+    found: dict[str, list[_Found]] = {}
+    for name, part in parts.items():
+        if not part.joins:
+            found[name] = _sums(context, part, was_asked)
     for name, part in parts.items():
         if part.joins:
             found[name] = [sums for joined in part.joins for sums in found[joined]]
-    return {name: _means(objective, found[name]) for name in parts}
+    return {name: _means(context.model.objective, found[name]) for name in parts}
 
 
-def _sums(
-    model: Parallel,
-    objective: Objective,
-    held_out: HeldOut,
-    world: World,
-    was_asked: Callable[[], bool],
-) -> list[_Found]:
+def _sums(context: StepContext, held_out: HeldOut, was_asked: Callable[[], bool]) -> list[_Found]:
     """Sum over the held-out data; what each rank found. Collective."""
+    objective, world = context.model.objective, context.world
     world.note("evaluation")
     coupled, found = None, list[_Found]()
     if isinstance(objective, CoupledObjective):
         chosen = held_out.chosen(0, held_out.num_samples).tolist()
         coupled = CollectedRows(objective, {i: place for place, i in enumerate(chosen)})
-    while None in (
-        found := world.collect(_attempt(model, objective, held_out, world, was_asked, coupled))
-    ):
+    while None in (found := world.collect(_attempt(context, held_out, was_asked, coupled))):
         release_memory()
         longest = int(held_out.lengths.max())
         if held_out.max_tokens <= longest:
@@ -176,10 +105,8 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
 
 
 def _attempt(
-    model: Parallel,
-    objective: Objective,
+    context: StepContext,
     held_out: HeldOut,
-    world: World,
     was_asked: Callable[[], bool],
     coupled: CollectedRows | None = None,
 ) -> _Found | None:
@@ -188,6 +115,7 @@ def _attempt(
     The next micro-batches are loaded meanwhile. Sums stay on the device until the last. Those of
     an objective that couples samples are none yet, and its rows are collected.
     """
+    model, objective, world = context.parallel, context.model.objective, context.world
     totals: dict[str, list[Tensor]] = defaultdict(list)
     weights: dict[str, list[float]] = defaultdict(list)
     statistics: dict[str, list[Tensor]] = defaultdict(list)

@@ -14,55 +14,53 @@ from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
 from trainer.core.stateful import STEP_KEYS, Stateful
 from trainer.training.batches import Feed
-from trainer.training.best_metric import BestMetric
 from trainer.training.evaluation import evaluate_parts
-from trainer.training.model_flops import ModelFlops
-from trainer.training.run import Progress, Run
+from trainer.training.run import ModelFlops, OpenRun
 from trainer.training.step import StepReport, train_step
 
 
-def train(run: Run) -> None:
+def train(run: OpenRun) -> None:
     """Train from the feed's cursor, which is at `run.progress`, to the last step. Collective.
 
     Where a signal asks to stop, or too many steps in a row are not finite, it raises, and the
     state is saved.
     """
-    progress, config = run.progress, run.config
-    _stop_if_asked(run, progress)
+    progress = run.progress
+    _stop_if_asked(run)
     _check_metrics(run)
     if progress.step > 0:
         _recall_best(run)
-        _evaluate_if_due(run, progress)  # which a signal may have ended
-    elif config.eval.at_start:
-        _evaluate(run, progress)
-    while progress.step < run.context.total_steps and run.no_better is None:
-        _take_step(run, progress)
-        _refuse_no_terms(run, progress)
-        _stop_if_not_finite(run, progress)
-        _stop_if_asked(run, progress)
-        _evaluate_if_due(run, progress)
-        is_due = _due(run, config.checkpoint.every) or run.checkpointer.is_due
+        _evaluate_if_due(run)  # which a signal may have ended
+    elif run.evaluate_first:
+        _evaluate(run)
+    while progress.step < run.total_steps and run.no_better is None:
+        _take_step(run)
+        _refuse_no_terms(run)
+        _stop_if_not_finite(run)
+        _stop_if_asked(run)
+        _evaluate_if_due(run)
+        is_due = _due(run, run.save_every) or run.checkpointer.is_due
         if is_due and progress.saved_at != progress.step:  # not yet as the best one
-            _save(run, progress)
-            _stop_if_asked(run, progress)
+            _save(run)
+            _stop_if_asked(run)
     if progress.saved_at != progress.step:
-        _save(run, progress, is_last=True)
-    _evaluate(run, progress)
+        _save(run, is_last=True)
+    _evaluate(run)
     run.checkpointer.close()
 
 
-def _take_step(run: Run, progress: Progress) -> None:
+def _take_step(run: OpenRun) -> None:
     """Take the next global batch, train on it, and report what came out. Collective."""
-    started = time.perf_counter()
-    run.context.world.note("data", step=progress.step + 1)
+    started, progress, world = time.perf_counter(), run.progress, run.context.world
+    world.note("data", step=progress.step + 1)
     batch = run.feed.next()
     run.feed.prefetch()
     report = train_step(run.context, batch, run.feed)
-    run.context.world.note("report")
+    world.note("report")
     seconds = time.perf_counter() - started
     progress.add(report)
-    progress.epochs = run.feed.source.order.fractional_epoch(batch.samples.before)
-    here, tokens = peak_bytes(run.context.world.device), progress.total_tokens
+    progress.epochs = run.feed.data.order.fractional_epoch(batch.samples.before)
+    here, tokens = peak_bytes(world.device), progress.total_tokens
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = step_record(run.feed, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
@@ -79,116 +77,108 @@ def _add_metrics(record: dict[str, Any], parts: Sequence[Stateful]) -> None:
         record[name] = value
 
 
-def _refuse_no_terms(run: Run, progress: Progress) -> None:
+def _refuse_no_terms(run: OpenRun) -> None:
     """Refuse data of which an epoch, or all steps, have no loss term."""
-    is_over = progress.step == run.context.total_steps or run.feed.cursor.epoch > 0
-    if is_over and not progress.has_terms:
+    is_over = run.progress.step == run.total_steps or run.feed.cursor.epoch > 0
+    if is_over and not run.progress.has_terms:
+        steps = plural(run.progress.step, "step")
         raise DataError(
-            f"data: no sample of the first {plural(progress.step, 'step')} has a loss term, so "
+            f"data: no sample of the first {steps} has a loss term, so "
             "nothing was trained: give labels other than -100, or see `weights` of the objective"
         )
 
 
-def _stop_if_not_finite(run: Run, progress: Progress) -> None:
-    if progress.failures >= run.config.nonfinite.limit:
-        text = f"loss or gradient not finite for {progress.failures} steps in a row"
+def _stop_if_not_finite(run: OpenRun) -> None:
+    step, failures = run.progress.step, run.progress.failures
+    if failures >= run.most_failures:
+        text = f"loss or gradient not finite for {failures} steps in a row"
         remedy = "lower optimizer.lr, or look at the data of these steps"
-        error = f"step {progress.step}: {text} (nonfinite.limit): {remedy}"
-        _end(run, progress, NonFiniteError(error))
+        _end(run, NonFiniteError(f"step {step}: {text} (nonfinite.limit): {remedy}"))
 
 
-def _stop_if_asked(run: Run, progress: Progress) -> None:
+def _stop_if_asked(run: OpenRun) -> None:
     """Stop before the last step where a signal came to any rank. Collective."""
-    if progress.step < run.context.total_steps and run.checkpointer.poll(run.was_asked()):
-        _end(run, progress, _preempted(progress.step))
+    if run.progress.step < run.total_steps and run.checkpointer.poll(run.was_asked()):
+        _end(run)
 
 
-def _end(run: Run, progress: Progress, error: TrainError) -> NoReturn:
-    """End the run before its last step, saved."""
-    if progress.saved_at != progress.step:
-        _save(run, progress, is_last=True)
+def _end(run: OpenRun, error: TrainError | None = None) -> NoReturn:
+    """End the run before its last step, saved; without an error, since a signal asked for it."""
+    if run.progress.saved_at != run.progress.step:
+        _save(run, is_last=True)
     run.checkpointer.close()
     ignore_further()
-    raise error
+    raise error or Preempted(f"stopped after step {run.progress.step}, which is saved")
 
 
-def _preempted(step: int) -> Preempted:
-    return Preempted(f"stopped after step {step}, which is saved")
-
-
-def _due(run: Run, every: float | str | None) -> bool:
+def _due(run: OpenRun, every: float | str | None) -> bool:
     """Whether a cadence in steps or epochs is due; one in seconds is the checkpointer's."""
-    now, before = run.feed.source.order.fractional_epoch(run.feed.cursor), run.progress.epochs
-    return is_due(every, run.progress.step, run.context.total_steps, before, now)
+    now, before = run.feed.data.order.fractional_epoch(run.feed.cursor), run.progress.epochs
+    return is_due(every, run.progress.step, run.total_steps, before, now)
 
 
-def _save(run: Run, progress: Progress, *, is_last: bool = False) -> None:
-    run.checkpointer.save(progress.step, is_last=is_last)
-    progress.saved_at = progress.step
+def _save(run: OpenRun, *, is_last: bool = False) -> None:
+    run.checkpointer.save(run.progress.step, is_last=is_last)
+    run.progress.saved_at = run.progress.step
 
 
-def _evaluate_if_due(run: Run, progress: Progress) -> None:
-    if _due(run, run.config.eval.every):
-        _evaluate(run, progress)
+def _evaluate_if_due(run: OpenRun) -> None:
+    if _due(run, run.evaluate_every):
+        _evaluate(run)
 
 
-def _evaluate(run: Run, progress: Progress) -> None:
+def _evaluate(run: OpenRun) -> None:
     """Evaluate, once at a step, unless a signal comes; the run that goes on evaluates first."""
-    if not run.held_out or progress.evaluated_at == progress.step:
+    progress, context = run.progress, run.context
+    if not context.data.held_out or progress.evaluated_at == progress.step:
         return
     progress.evaluated_at = progress.step
-    started, context = time.perf_counter(), run.context
+    started = time.perf_counter()
     run.feed.pause()
     try:
-        with run.evaluating(context.model, run.feed):
-            means = evaluate_parts(
-                context.model, context.objective, run.held_out, context.world, run.was_asked
-            )
+        with run.evaluating(context.parallel, run.feed):
+            means = evaluate_parts(context, context.data.held_out, run.was_asked)
             run.reporter.evaluation(progress.step, means, time.perf_counter() - started)
             run.after_evaluation(run)
     except Preempted:
-        _end(run, progress, _preempted(progress.step))
+        _end(run)
     progress.evaluation = named_means(means)
     _take_evaluation(run)
 
 
-def _take_evaluation(run: Run, *, is_counted: bool = True) -> None:
+def _take_evaluation(run: OpenRun, *, is_counted: bool = True) -> None:
     """Let what follows a metric see the last evaluation, and keep the best one's state."""
     progress = run.progress
     if run.stopping is not None and is_counted:
         run.stopping.see(progress.step, progress.evaluation)
     if run.best is not None and run.best.see(progress.step, progress.evaluation):
         if progress.saved_at != progress.step:
-            _save(run, progress)
+            _save(run)
         run.checkpointer.mark_best(progress.step)
 
 
-def _check_metrics(run: Run) -> None:
+def _check_metrics(run: OpenRun) -> None:
     """Refuse metrics that no evaluation gives before the first step: two samples show which."""
-    ranked_by = BestMetric(key="sweep.metric", metric=run.config.sweep.metric, mode="min")
-    is_default = ranked_by.metric == "eval_loss"  # a run in no sweep has it too
-    own = ranked_by if ranked_by.metric.startswith("eval_") and not is_default else None
-    followed = [each for each in (run.best, run.stopping, own) if each is not None]
-    for each in followed:
-        if not run.held_out:
+    held_out = run.context.data.held_out
+    for each in run.metrics.values():
+        if not held_out:
             text = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
             raise ConfigError(f"{each.key}={each.metric}: {text}")
-    if followed:
-        few = {name: replace(part, most=2) for name, part in run.held_out.items()}
-        context = run.context
-        means = evaluate_parts(context.model, context.objective, few, context.world, run.was_asked)
-        for each in followed:
-            each.check(named_means(means))
+    if run.metrics:
+        few = {name: replace(part, most=2) for name, part in held_out.items()}
+        means = named_means(evaluate_parts(run.context, few, run.was_asked))
+        for each in run.metrics.values():
+            each.check(means)
 
 
-def _recall_best(run: Run) -> None:
+def _recall_best(run: OpenRun) -> None:
     """Catch up with what came behind the checkpoint of a run that goes on. Collective."""
     if run.best is not None and run.best.step:  # a kill may have come before it was marked
         run.checkpointer.mark_best(run.best.step)
     if run.progress.evaluated_at == run.progress.step:
         # Patience counts evaluations as an uninterrupted run does: one that the former end alone
         # called for is not among them.
-        _take_evaluation(run, is_counted=_due(run, run.config.eval.every))
+        _take_evaluation(run, is_counted=_due(run, run.evaluate_every))
 
 
 def step_record(
@@ -198,7 +188,7 @@ def step_record(
 
     `tokens` are those consumed from the start of the run.
     """
-    batch, order = report.batch, feed.source.order
+    batch, order = report.batch, feed.data.order
     entry: dict[str, Any] = {
         "step": batch.step,
         "epoch": order.fractional_epoch(batch.samples.after),

@@ -15,7 +15,8 @@ from trainer.objectives.base import ModelCall, Objective, sums_of, weights_of
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import IntArray
 from trainer.plan.partition import pad_lengths
-from trainer.training.evaluation import HeldOut, forward_passes
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import forward_passes
 
 EXCHANGED_AT_ONCE = 1024  # samples between two exchanges of what the ranks found
 

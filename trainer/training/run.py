@@ -1,4 +1,4 @@
-"""Hold what a run consists of, and how far it has come."""
+"""Hold what a run consists of once it is open, and how far it has come."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import final
 
-from trainer.config.run_config import RunConfig
+import numpy as np
+
 from trainer.core.stateful import State, Stateful
 from trainer.parallel.base import Parallel
+from trainer.plan.cut import IntArray
 from trainer.report.reporter import Reporter
 from trainer.training.batches import Feed
 from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.checkpointing import Checkpointer
-from trainer.training.evaluation import HeldOut
-from trainer.training.model_flops import ModelFlops
+from trainer.training.context import StepContext
 from trainer.training.step import NO_LOSS_TERMS, NOT_FINITE, StepReport
-from trainer.training.window import StepContext
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run, composed once."""
+class OpenRun:
+    """A run whose step, records and checkpoints are there."""
 
-    config: RunConfig
     context: StepContext
     feed: Feed
-    held_out: Mapping[str, HeldOut]  # by name; the run's own part has none
     reporter: Reporter
     checkpointer: Checkpointer  # saves checkpoints, and may add a cadence in seconds. Collective.
     was_asked: Callable[[], bool]  # whether a signal asked this rank to stop
@@ -37,30 +35,36 @@ class Run:
     progress: Progress
     # Lends the model as evaluations are to have it. Collective.
     evaluating: Callable[[Parallel, Feed], AbstractContextManager[None]]
-    after_evaluation: Callable[[Run], None]  # looks further at the model. Collective.
-    own: Mapping[str, Stateful] = field(default_factory=dict)  # parts that the config asks for
+    after_evaluation: Callable[[OpenRun], None]  # looks further at the model. Collective.
+
+    save_every: float | str | None  # in steps, or in epochs; None is never
+    evaluate_every: float | str | None
+    evaluate_first: bool  # whether the model is evaluated before its first step
+    most_failures: int  # steps in a row that are not finite, after which the run ends
+    metrics: Mapping[str, BestMetric]  # those that evaluations are to give
 
     @property
     def best(self) -> BestMetric | None:
         """The metric by which a checkpoint is kept."""
-        return self._followed(BEST)
+        return self.metrics.get(BEST)
 
     @property
     def stopping(self) -> BestMetric | None:
         """The metric that ends the run when it gets no better."""
-        return self._followed(STOP)
+        return self.metrics.get(STOP)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.context.data.total_steps
 
     @property
     def no_better(self) -> str | None:
         """Why the run ends before its last step; None while `stop.metric` gets better."""
-        followed, stop = self.stopping, self.config.stop
-        if followed is None or followed.num_since < stop.patience:
+        followed = self.stopping
+        if followed is None or followed.num_since < followed.patience:
             return None
-        return f"stop.metric={stop.metric}: {followed.without_better}"
-
-    def _followed(self, name: str) -> BestMetric | None:
-        part = self.own.get(name)
-        return part if isinstance(part, BestMetric) else None
+        return f"{followed.key}={followed.metric}: {followed.without_better}"
 
 
 @final
@@ -81,10 +85,6 @@ class Progress(Stateful):
     has_terms: bool = False
     peak_bytes: int = 0  # the most memory that any rank has had in this process
 
-    def __post_init__(self) -> None:
-        """Take it for granted that steps before this process had a loss term."""
-        self.has_terms |= self.step > 0
-
     def state(self) -> State:
         """See the base class."""
         return {"tokens": self.total_tokens, "failures": self.failures, "epochs": self.epochs}
@@ -101,3 +101,20 @@ class Progress(Stateful):
         self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
         self.taken += 1
         self.has_terms |= report.skipped != NO_LOSS_TERMS
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of forward and backward of one model, and what the devices can do."""
+
+    per_token: float
+    per_pair: float = 0.0  # of tokens of one sample
+    peak: float | None = None  # of all ranks' devices, per second; None where nobody knows
+
+    def speed(self, lengths: IntArray, seconds: float) -> dict[str, float]:
+        """Give the figures of a step that took so long, over samples of so many tokens each."""
+        tokens = lengths.astype(np.float64)
+        flops = self.per_token * float(tokens.sum()) + self.per_pair * float((tokens**2).sum())
+        each = flops / seconds
+        return {"model_flops_per_second": each} | ({"mfu": each / self.peak} if self.peak else {})

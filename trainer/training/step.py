@@ -27,6 +27,7 @@ from trainer.core.out_of_memory import no_replay, release_memory
 from trainer.optim.schedules import apply_factor
 from trainer.training import window
 from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.context import StepContext
 
 NO_LOSS_TERMS = "no loss terms"
 NOT_FINITE = "not finite"
@@ -51,7 +52,7 @@ class StepReport:
     peak_bytes: int = 0  # the most memory that any rank had had when ranks agreed; 0 for one rank
 
 
-def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:
+def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepReport:
     """Turn one global batch into one update of the weights. Collective.
 
     A step whose loss or gradient is not finite, or that holds no loss term, updates nothing: not
@@ -61,20 +62,23 @@ def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> 
     Where memory runs out, the feed cuts this global batch, and all that follow, smaller.
     """
     context.world.note("normalizer", step=batch.step)
-    factor = context.schedule.factor(batch.step - 1, context.total_steps)
-    scale = context.lr_scale(batch.samples.before)
-    lr = context.lr * scale * factor
+    data, model = context.data, context.model
+    factor = model.schedule.factor(batch.step - 1, data.total_steps)
+    scale = model.lr_scale(data.order, batch.samples.before)
+    lr = model.spec.lr * scale * factor
     apply_factor(context.optimizer, [each * scale for each in context.base_lrs], factor)
     if context.follow_batch is not None:
         context.follow_batch(batch.samples.size, scale)
     with no_replay(window.AT_BEGINNING):
-        context.snapshot.take()
+        context.state.snapshot.take()
     replays = 0
     while True:
         divisors = window.count(context, batch)
         if not any(divisors.weights[name] for name in context.losses):
             return StepReport(batch=batch, lr=lr, replays=replays, skipped=NO_LOSS_TERMS)
-        window.gather(context, batch.step)
+        context.world.note("gather", step=batch.step)
+        with no_replay(window.AT_BEGINNING):
+            context.parallel.begin(context.model.setup.sync)
         agreed = _compute_passes(context, batch, divisors)
         if agreed.loss is not None:
             break
@@ -83,7 +87,7 @@ def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> 
         replays += 1
     window.reduce(context, agreed)
     context.world.note("update")
-    norm = context.model.gradient_norm()
+    norm = context.parallel.gradient_norm()
     skipped: str | None = None
     norms: Mapping[str, Tensor] = {}
     # The step's only host sync: no update before its gradient is known to be good.
@@ -109,31 +113,31 @@ def train_step(context: window.StepContext, batch: PlannedBatch, feed: Feed) -> 
 
 
 def _compute_passes(
-    context: window.StepContext, batch: PlannedBatch, divisors: StepDivisors
+    context: StepContext, batch: PlannedBatch, divisors: StepDivisors
 ) -> window.Outcome:
     """Compute and agree: once, but where a loss is over the whole batch. Collective.
 
     Gives what ranks agreed on in the last pass, or in the first that ran out of memory anywhere.
     """
     rows: Rows = {}
-    for each in context.strategy.before:
+    for each in context.model.strategy.before:
         agreed = window.agree(
             context, window.compute(context, batch, each, divisors, rows), divisors
         )
         if agreed.loss is None:
             return agreed
         rows = window.exchange(context, agreed)
-    last = window.compute(context, batch, context.strategy, divisors, rows)
+    last = window.compute(context, batch, context.model.strategy, divisors, rows)
     return window.agree(context, last, divisors)
 
 
-def _roll_back(context: window.StepContext) -> None:
+def _roll_back(context: StepContext) -> None:
     """Forget the gradients and what forwards wrote."""
-    context.model.drop_gradients()
-    context.snapshot.restore()
+    context.parallel.drop_gradients()
+    context.state.snapshot.restore()
 
 
-def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
+def _update(context: StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
     """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
@@ -141,8 +145,10 @@ def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
         norms_after = context.before_update(step)
-        if context.clip_norm is not None:
-            context.model.scale_gradients(torch.clamp(context.clip_norm / (norm + 1e-6), max=1.0))
+        if context.model.clip_norm is not None:
+            context.parallel.scale_gradients(
+                torch.clamp(context.model.clip_norm / (norm + 1e-6), max=1.0)
+            )
         optimizer.step()
         norms = norms_after()
     optimizer.zero_grad(set_to_none=True)
@@ -153,15 +159,15 @@ def _update(context: window.StepContext, step: int, norm: Tensor) -> Mapping[str
 
 
 def _cut_for_replay(
-    context: window.StepContext, batch: PlannedBatch, feed: Feed, replays: int
+    context: StepContext, batch: PlannedBatch, feed: Feed, replays: int
 ) -> PlannedBatch:
     """Cut the same global batch smaller, or not, where the cut is a part of what is computed."""
     release_memory()
-    if context.coupling.fixes_cut:
+    if (coupling := context.model.coupling).fixes_cut:
         if not replays:
             return batch
         raise DoesNotFitError(
-            f"step {batch.step}: out of memory twice, and {context.coupling.why}, so it cannot go "
+            f"step {batch.step}: out of memory twice, and {coupling.why}, so it cannot go "
             "on with smaller micro-batches: begin with a lower accum.micro, or try "
             "activation_checkpointing=true"
         )

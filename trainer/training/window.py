@@ -1,4 +1,4 @@
-"""Compose a step; compute the micro-batches of this rank, and agree over all ranks on the outcome.
+"""Compute the micro-batches of this rank of a step, and agree over all ranks on the outcome.
 
 No collective runs while micro-batches compute, so a rank may run out of memory. A small vector of
 the hosts then tells all ranks who failed, and which parameters have a gradient; one of the devices
@@ -7,7 +7,7 @@ adds the loss up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,76 +17,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import GradientStrategy, Pass, Rows, StepDivisors, at_positions, summed
-from trainer.accumulate.loss_scale import LossScale
-from trainer.accumulate.model_state import ModelState
-from trainer.accumulate.normalizer import WeightUnit, divisors
-from trainer.accumulate.rollback import Snapshot
-from trainer.core.coupling import NONE, Coupling
+from trainer.accumulate.base import Pass, Rows, StepDivisors, at_positions, summed
+from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
-from trainer.core.stateful import GroupNorms, Stateful
-from trainer.core.world import World
-from trainer.models.bind import Casts
-from trainer.objectives.base import Objective
-from trainer.optim.schedules import Schedule
-from trainer.parallel.base import Parallel
-from trainer.parallel.sync import SyncPolicy
+from trainer.core.stateful import GroupNorms
 from trainer.training.batches import PlannedBatch
+from trainer.training.context import StepContext
 from trainer.training.noise import group_norms, micro_batch_squares, shares_of
 
 AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class StepContext:
-    """Everything a step needs, composed once."""
-
-    model: Parallel
-    objective: Objective
-    terms: tuple[str, ...]  # every name the objective weighs
-    strategy: GradientStrategy
-    sync: SyncPolicy
-    deferred_fits: bool = True  # whether memory has room for the gradients of `sync=deferred`
-    normalizer: WeightUnit
-    coupling: Coupling = NONE  # of the samples of a step, by model, objective and normalizer
-    optimizer: torch.optim.Optimizer
-    lr: float  # learning rate at factor 1, of parameters in no group of their own
-    base_lrs: tuple[float, ...]  # that of each parameter group
-    lr_scale: Callable[
-        ..., float
-    ]  # by a cursor: what the size of the step there multiplies them by
-    schedule: Schedule
-    total_steps: int
-    clip_norm: float | None  # largest 2-norm of the step's gradient; None leaves it as it is
-    loss_scale: LossScale | None = None  # of a run in fp16
-    # Sets what of the optimizer follows the size of a step; also given what scales its rates
-    follow_batch: Callable[[int, float], None] | None = None
-    parts: Sequence[Stateful] = ()  # those that follow every update, in order
-    world: World
-    # Called with the step before an update; what it gives is called after, and gives norms by name
-    before_update: Callable[[int], Callable[[], Mapping[str, Tensor]]] = lambda _: dict
-    # Called with the global batch and the error, before memory is freed
-    on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
-
-    # Of the declared state that forwards write, as it was before the step
-    snapshot: Snapshot = field(init=False)
-    # What forwards write and checkpoints save, the same on all ranks after a step
-    model_state: ModelState = field(init=False)
-    # Of weights, which autocast keeps over the micro-batches of a step
-    casts: Casts = field(init=False)
-
-    def __post_init__(self) -> None:
-        state = ModelState(self.model.module, self.world, is_ordered=self.model.is_ordered)
-        object.__setattr__(self, "snapshot", Snapshot(self.model.module, self.objective))
-        object.__setattr__(self, "model_state", state)
-        object.__setattr__(self, "casts", Casts(self.model.module, by_value=True))
-
-    @property
-    def losses(self) -> list[str]:
-        """Those of `terms` that are no metrics."""
-        return [name for name in self.terms if name not in self.objective.metric_names]
 
 
 @final
@@ -109,18 +49,11 @@ def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
     for names in (m.weights.keys() for m in batch.micro_batches):
         if names != set(context.terms):
             raise ConfigError(
-                f"objective: `weights` of {type(context.objective).__name__} gives "
+                f"objective: `weights` of {type(context.model.objective).__name__} gives "
                 f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
                 "time, 0 where none counts"
             )
-    return divisors(context.normalizer, context.terms, batch.micro_batches, context.world)
-
-
-def gather(context: StepContext, step: int) -> None:
-    """Bring the parameters of the window to this rank. Collective."""
-    context.world.note("gather", step=step)
-    with no_replay(AT_BEGINNING):
-        context.model.begin(context.sync)
+    return divisors(context.model.normalizer, context.terms, batch.micro_batches, context.world)
 
 
 def compute(
@@ -132,52 +65,49 @@ def compute(
 ) -> Outcome:
     """Walk a pass over the micro-batches of this rank; the last makes room for the reduction."""
     context.world.note("compute")
-    model, scale = context.model, context.loss_scale
-    weights, num_random = divisors, batch.plan.random_slots * (each is context.strategy)
+    model, parallel, scale = context.model, context.parallel, context.loss_scale
+    sync, is_last = model.setup.sync, each is model.strategy
+    unused = [False] * len(parallel.parameters)
+    weights, num_random = divisors, batch.plan.random_slots * is_last
     divisors = divisors if scale is None else divisors.over(scale.value)
     with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
-        context.model_state.watch()
+        context.state.model_state.watch()
         # In lockstep a block's weights may leave once they are used, and their casts would stay.
-        device, is_last = context.world.device.type, each is context.strategy
-        with nullcontext() if context.sync.lockstep else context.casts.once(device):
-            own = (model, context.objective, batch.micro_batches)
-            with micro_batch_squares(model, num_random) as squares:
+        casts = context.state.casts.once(context.world.device.type)
+        with nullcontext() if sync.lockstep else casts:
+            own = (parallel, model.objective, batch.micro_batches)
+            with micro_batch_squares(parallel, num_random) as squares:
                 found = each.walk(*own, divisors, rows, is_last=is_last)
-        context.model_state.check()
+        context.state.model_state.check()
         if not is_last:
             whole = at_positions(found.rows, batch.micro_batches, batch.plan.num_samples)
-            return Outcome(found.loss, _nothing(context), rows=whole)
-        used = model.used()
-        model.make_room()
+            return Outcome(found.loss, unused, rows=whole)
+        used = parallel.used()
+        parallel.make_room()
         assert found.loss is not None
         loss = found.loss if scale is None else found.loss / scale.value
         groups = _groups(context, batch, weights, squares) if num_random else None
         return Outcome(loss, used, found.metrics, groups=groups)
-    joins = context.coupling.joins_ranks
-    if (context.sync.lockstep or joins) and context.world.size > 1:
-        who = "the model sums over ranks" if joins else f"sync={context.sync.name} reduces"
+    joins = model.coupling.joins_ranks
+    if (sync.lockstep or joins) and context.world.size > 1:
+        who = "the model sums over ranks" if joins else f"sync={sync.name} reduces"
         raise DoesNotFitError(
             f"step {batch.step}: out of memory, and {who} in every micro-batch, so the step "
             f"cannot be repeated: {remedies(context, batch)}"
         )
-    model.drop_gradients()
+    parallel.drop_gradients()
     release_memory()
-    return Outcome(None, _nothing(context))
+    return Outcome(None, unused)
 
 
 def _groups(
     context: StepContext, batch: PlannedBatch, divisors: StepDivisors, squares: Sequence[Tensor]
 ) -> GroupNorms:
     """Sum up what this rank's first micro-batches add to the gradient."""
-    kind, num_samples = context.normalizer, batch.plan.num_samples
+    kind, num_samples = context.model.normalizer, batch.plan.num_samples
     shares = shares_of(batch.micro_batches, divisors, kind, num_samples, context.losses)
     scale = 1.0 if context.loss_scale is None else context.loss_scale.value
     return group_norms(squares, shares, scale, context.world.device)
-
-
-def _nothing(context: StepContext) -> list[bool]:
-    """Say that no parameter is used."""
-    return [False] * len(context.model.parameters)
 
 
 def exchange(context: StepContext, mine: Outcome) -> Rows:
@@ -186,10 +116,10 @@ def exchange(context: StepContext, mine: Outcome) -> Rows:
     A pass that gave none, as one that looks alone, leaves an empty mapping.
     """
     # What forwards wrote is undone, so that the next pass begins, and draws, as this one did.
-    context.snapshot.restore()
+    context.state.snapshot.restore()
     context.world.note("reduce")
     with no_replay("between two passes: set a smaller accum.micro=N"):
-        name = f"accum.gradient: {type(context.strategy).__name__}"
+        name = f"accum.gradient: {type(context.model.strategy).__name__}"
         return summed(mine.rows, context.world, name)
 
 
@@ -234,17 +164,18 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
 def reduce(context: StepContext, agreed: Outcome) -> None:
     """Leave the step's gradient, summed over ranks, and rank 0's model state on all. Collective."""
     if not any(agreed.used):
+        name = type(context.model.strategy).__name__
         raise ConfigError(
-            f"accum.gradient: {type(context.strategy).__name__} left no gradient: call .backward() "
-            "on the normalised loss of every micro-batch, in `micro_batch`"
+            f"accum.gradient: {name} left no gradient: call .backward() on the normalised loss of "
+            "every micro-batch, in `micro_batch`"
         )
     context.world.note("reduce")
     with no_replay("in the reduction, which cannot be repeated: set a smaller accum.micro=N"):
-        context.model.reduce(agreed.used)
+        context.parallel.reduce(agreed.used)
         if context.loss_scale is not None:
             factor = torch.full((), 1 / context.loss_scale.value, device=context.world.device)
-            context.model.scale_gradients(factor)
-        context.model_state.copy_from_main()
+            context.parallel.scale_gradients(factor)
+        context.state.model_state.copy_from_main()
 
 
 def remedies(context: StepContext, batch: PlannedBatch) -> str:
@@ -254,8 +185,8 @@ def remedies(context: StepContext, batch: PlannedBatch) -> str:
     remedy = (
         f"type accum=budget accum.max_tokens={cap}" if cap < shared else "lower data.max_length"
     )
-    if context.coupling.fixes_cut:
+    if context.model.coupling.fixes_cut:
         remedy = "lower accum.micro"
     return remedy + ", or type sync=deferred" * (
-        context.deferred_fits and not context.coupling.joins_ranks
+        context.model.setup.deferred_fits and not context.model.coupling.joins_ranks
     )

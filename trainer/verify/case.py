@@ -20,13 +20,12 @@ from trainer.core.declared_state import own_generators
 from trainer.core.micro_batch import Fields, MicroBatch, to_device
 from trainer.core.world import World
 from trainer.data.loader import Request
-from trainer.models.bind import bind
 from trainer.models.duplicate import duplicate
 from trainer.objectives.base import weights_of
 from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import StepContext
+from trainer.training.context import StepContext, StepState
 from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
 
 NARROWING: Mapping[Any, torch.dtype] = {
@@ -53,17 +52,8 @@ NUMPY_CONSTANTS = {
 }
 """What functions of `np.random` give then, by name: SpecAugment masks the first spans."""
 
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes of a tensor in which PyTorch keeps what is registered on its gradient."""
-
 ORDER_SEED = 0
 """Of the order in which a reference takes the samples: the same for every verification."""
-
-
-def hooked(module: nn.Module) -> list[str]:
-    """Name the parameters with a hook on their gradient, which runs for every micro-batch."""
-    named = module.named_parameters()
-    return [name for name, p in named if any(getattr(p, kind, None) for kind in HOOKS)]
 
 
 @final
@@ -142,14 +132,16 @@ def copied(
     `dtype` of None leaves each tensor its own.
     """
     memo: dict[int, Any] = {id(it): it for it in shared}
-    module, objective = duplicate(context.model.module, memo), context.objective
+    module, objective = duplicate(context.model.module, memo), context.model.objective
     with suppress(Exception):  # one that holds a lock, say, is shared
         objective = duplicate(objective, memo)
     module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
     parameters = [p for p in module.parameters() if p.requires_grad]
     world = World(device=context.world.device)
-    model = Replicated(module, bind(module), parameters, world)
-    return replace(context, model=model, objective=objective, world=world)
+    model = replace(context.model, module=module, objective=objective, precision="fp32")
+    parallel = Replicated(module, model.call, parameters, world)
+    state = StepState.of(parallel, objective, world)
+    return replace(context, model=model, parallel=parallel, state=state, world=world)
 
 
 @final
@@ -178,7 +170,7 @@ class Case:
     @property
     def objective_name(self) -> str:
         """The objective, as a culprit."""
-        return f"objective {type(self.context.objective).__name__}"
+        return f"objective {type(self.context.model.objective).__name__}"
 
     @property
     def limit_dtype(self) -> torch.dtype:
@@ -220,12 +212,12 @@ class Case:
         lengths = plan.lengths[positions]
         length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
         ids = tuple(map(int, samples.ids[positions]))
-        fields = self.feed.source.loader.load(Request(ids, samples.epoch, length, plan.packed))
+        fields = self.feed.data.loader.load(Request(ids, samples.epoch, length, plan.packed))
         return MicroBatch(
             fields=fields,
             ids=ids,
             positions=tuple(positions.tolist()),
-            weights=weights_of(self.context.objective, fields),
+            weights=weights_of(self.context.model.objective, fields),
             num_tokens=int(lengths.sum()),
             num_positions=length if plan.packed else length * len(ids),
             rng_key=self.batch.micro_batches[0].rng_key,  # draws as the step's first does
@@ -244,9 +236,9 @@ class Case:
         mixed = np.concatenate([mixed, positions[len(mixed) :]])
         groups = np.split(mixed, range(self.size, len(mixed), self.size))
         # A whole batch in one piece needs no second pass.
-        is_batch = self.context.objective.coupling.kind == "batch"
+        is_batch = self.context.model.objective.coupling.kind == "batch"
         strategy = Sum() if is_batch and len(groups) == 1 else None
-        kind = reference_kind(self.context.normalizer)
+        kind = reference_kind(self.context.model.normalizer)
         return self.gradient([self.load(group) for group in groups], kind, strategy)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
@@ -262,7 +254,7 @@ class Case:
         """Lend a copy to compute with, in its precision: what a forward moves goes with it."""
         # Generators of the model's own are shared: no seed governs them, and that is to show.
         context = copied(
-            self.context, self.dtype, own_generators(self.module, self.context.objective)
+            self.context, self.dtype, own_generators(self.module, self.context.model.objective)
         )
         default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
         widened = Widened(self.undone) if is_wide else nullcontext()
@@ -278,7 +270,7 @@ class Case:
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
         fields: Fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
-        weights = weights_of(self.context.objective, fields)
+        weights = weights_of(self.context.model.objective, fields)
         fields = to_device(fields, self.context.world.device)
         key = self.batch.micro_batches[0].rng_key if self.holds_draws else micro_batch.rng_key
         return replace(micro_batch, fields=fields, weights=weights, rng_key=key)
@@ -312,8 +304,8 @@ class Case:
     ) -> Gradient:
         """Compute a gradient on the model itself."""
         context, cast = self.context, [self.cast(m) for m in micro_batches]
-        found = divisors(kind or context.normalizer, context.terms, cast, context.world)
-        self._walk(context, strategy or context.strategy, cast, found)
+        found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
+        self._walk(context, strategy or context.model.strategy, cast, found)
         # Tensors that modules hold and have not registered, but for computed ones.
         for name, part in self.module.named_modules():
             for key, value in vars(part).items():
@@ -330,12 +322,12 @@ class Case:
         divisors: StepDivisors,
     ) -> None:
         """Run all passes of a step, whose samples are all here."""
-        own = (context.model, context.objective, micro_batches)
+        own = (context.parallel, context.model.objective, micro_batches)
         num_samples = len({i for m in micro_batches for i in m.positions})
         rows: Rows = {}
-        context.snapshot.take()
+        context.state.snapshot.take()
         for each in strategy.passes:
-            context.snapshot.restore()
+            context.state.snapshot.restore()
             is_last = each is strategy
             found = each.walk(*own, divisors, rows, is_last=is_last)
             rows = at_positions(found.rows, micro_batches, num_samples)

@@ -15,7 +15,7 @@ from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import dtype_name, gradient_dtype
-from trainer.training.window import StepContext
+from trainer.training.context import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import EXACT, MARGIN, Errors, Gradient
 from trainer.verify.find_module import Found, NamedReasons, Reason, find_modules, name_reasons
@@ -53,7 +53,7 @@ def diagnose(
     gives for the whole batch fits into memory.
     """
     errors, culprits, drawing = case.errors(planned, expected), NamedReasons(), NamedReasons()
-    kind = reference_kind(context.normalizer)
+    kind = reference_kind(context.model.normalizer)
     if (low := low_precision(context.model.module)) is not None:
         text = (
             f"{low} weights: their gradients lose bits as micro-batches accumulate (the plan in "
@@ -61,7 +61,7 @@ def diagnose(
             "precision=bf16"
         )
         culprits.append(("parameters", Reason(text)))
-    if kind != context.normalizer and not errors.is_exact:
+    if kind != context.model.normalizer and not errors.is_exact:
         errors = case.errors(case.gradient(kind=kind), expected)
         name, remedy = "batch.normalizer=micro_batches", "use batch.normalizer=tokens"
         text = f"a mean of means: a token's weight depends on its micro-batch; {remedy}"
@@ -76,9 +76,9 @@ def diagnose(
         return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
-        may_sum = context.objective.coupling.kind in Sum.couplings
+        may_sum = context.model.objective.coupling.kind in Sum.couplings
         if may_sum and case.errors(case.gradient(kind=kind, strategy=Sum()), expected).is_exact:
-            name = type(context.strategy).__name__
+            name = type(context.model.strategy).__name__
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors
         named = _search_step(case, errors, traces_whole=traces_whole)

@@ -167,8 +167,8 @@ def find_modules(
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
     faults = NamedReasons()
-    if case.context.objective.coupling.kind != "batch":
-        if case.context.normalizer != "samples":
+    if case.context.model.objective.coupling.kind != "batch":
+        if case.context.model.normalizer != "samples":
             faults += _weight_faults(case, trace, parts)
         if not data:
             faults += _sum_faults(case, trace, losses)
@@ -217,7 +217,7 @@ def name_reasons(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
     """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
     # It can be exact for one cut: a mean over micro-batches of one size, say.
-    remedy = REMEDY_OF_MODEL if case.context.objective.is_of_model else REMEDY
+    remedy = REMEDY_OF_MODEL if case.context.model.objective.is_of_model else REMEDY
     for term, loss in trace.losses.items():
         # A group without a loss term may leave it out.
         apart = {way: [float(each.get(term, 0.0)) for each in ways[way]] for way in ways}

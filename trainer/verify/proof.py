@@ -17,9 +17,10 @@ from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 from trainer.core.tensors import dtype_name
+from trainer.optim.optimizers import hooked
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import StepContext
-from trainer.verify.case import Case, copied, hooked
+from trainer.training.context import StepContext
+from trainer.verify.case import Case, copied
 from trainer.verify.comparison import Errors, Gradient
 from trainer.verify.diagnose import LOW, diagnose, low_precision
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
@@ -48,7 +49,7 @@ def verify(
         try:
             return _verify(context, batch, feed, whole_fits=whole_fits)
         finally:
-            context.model.drop_gradients()  # of a copy that shares weights with it
+            context.parallel.drop_gradients()  # of a copy that shares weights with it
 
 
 def _verify(

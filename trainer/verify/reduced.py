@@ -20,11 +20,11 @@ from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World, rng_key
-from trainer.models.bind import bind
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.window import Outcome, StepContext, exchange
+from trainer.training.context import StepContext, StepState
+from trainer.training.window import Outcome, exchange
 from trainer.verify.case import Case, copied
 from trainer.verify.comparison import EXACT, Gradient
 
@@ -63,7 +63,7 @@ def compare_reduced(
         units = case.units()[:UNITS]
         pairs = [np.concatenate(units[i : i + 2]) for i in range(0, len(units), 2)]
         micro_batches = [case.load(each) for each in pairs * (2 if len(pairs) == 1 else 1)]
-        if context.sync.lockstep:  # all ranks have as many
+        if context.model.setup.sync.lockstep:  # all ranks have as many
             micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
         # These few samples are a step of their own.
         taken = sorted({position for each in micro_batches for position in each.positions})
@@ -97,22 +97,23 @@ def _reduced(
     """Compute this rank's micro-batches, and reduce the gradient as a step does. Collective."""
     with case.running() as run:
         module, context = run.module, run.context
-        model, cast = lay_out(module, bind(module)), [run.cast(m) for m in mine]
-        context = replace(context, model=model, world=world)
-        parts = divisors(context.normalizer, context.terms, cast, world)
+        parallel, cast = lay_out(module, context.model.call), [run.cast(m) for m in mine]
+        state = StepState.of(parallel, context.model.objective, world)
+        context = replace(context, parallel=parallel, state=state, world=world)
+        parts = divisors(context.model.normalizer, context.terms, cast, world)
         rows: Rows = {}
-        model.begin(context.sync)
-        context.snapshot.take()
-        for each in context.strategy.passes:
-            is_last = each is context.strategy
-            own = (model, context.objective, cast)
+        parallel.begin(context.model.setup.sync)
+        context.state.snapshot.take()
+        for each in context.model.strategy.passes:
+            is_last = each is context.model.strategy
+            own = (parallel, context.model.objective, cast)
             given = each.walk(*own, parts, rows, is_last=is_last).rows
             if not is_last:
                 mine_there = at_positions(given, cast, num_samples)
                 rows = exchange(context, Outcome(None, (), rows=mine_there))
-        used = [count > 0 for count in world.sum_numbers([float(u) for u in model.used()])]
-        model.make_room()
-        model.reduce(used)
+        used = [count > 0 for count in world.sum_numbers([float(u) for u in parallel.used()])]
+        parallel.make_room()
+        parallel.reduce(used)
         grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         return {name: _whole(grad) for name, grad in grads.items()}
 

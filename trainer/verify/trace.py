@@ -276,9 +276,9 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     """Run a copy that was lent, from the same random numbers each time."""
     seed_draws(key, run.context.world.device)
     fields = run.cast(micro_batch).fields
-    call = run.context.model.call
+    call = run.context.parallel.call
     whole = _Whole(call.run, call.module) if isinstance(call, ModelRun) else call
-    return sums_of(run.context.objective, whole, fields, micro_batch.weights)
+    return sums_of(run.context.model.objective, whole, fields, micro_batch.weights)
 
 
 def _detached(sums: Sums) -> Losses:

@@ -143,7 +143,7 @@ def after_three_steps(
     """Train; memory runs out in some steps, or these are cut finer from the start."""
     settings = {} if objective is None else {"objective": objective}
     bench = Bench(Fixed(micro=6), model=model, strategy=Failing(0, "forward"), **settings)
-    strategy = bench.context.strategy
+    strategy = bench.strategy
     for number in range(1, 4):
         at, phase = strikes.get(number, (0, "none"))
         strategy.at, strategy.phase, strategy.done = at, phase, phase in {"none", "finer"}

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.run_support import overrides
-from trainer.assemble.parallel import auto_mode, parallel_mode, parallel_setup
+from trainer.assemble.hardware import auto_mode, parallel_mode, parallel_setup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.objectives.base import ModelCall

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.reliability import lab
-from trainer.assemble.components import assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.counts import count_run, unread_fields
 from trainer.assemble.tuning import workload_of
 from trainer.core.world import World
@@ -75,8 +75,8 @@ class MaskedLoss(Objective):
 def warnings_of(data, model, *more):
     own = [f"{k}._target_=tests.unit.assemble.test_counts.{v}" for k, v in (("data", data), model)]
     config = lab.config(*own, "command=plan", *more)
-    components = assemble(config, World())
-    return unread_fields(components, count_run(components, workload_of(components)))
+    run = assemble(config, World())
+    return unread_fields(run, count_run(run, workload_of(run)))
 
 
 @pytest.mark.parametrize("model", ["Net", "Swallowing"])

@@ -1,8 +1,9 @@
 """What a run that goes on takes from its checkpoint."""
 
 from tests.reliability import lab
-from trainer.assemble.components import Components, assemble
+from trainer.assemble.build import assemble
 from trainer.assemble.resumption import check_terms
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.saved import Saved, Terms
 from trainer.core.world import World
@@ -12,21 +13,19 @@ from trainer.parallel.base import IN_FLIGHT
 def test_sync_auto_stays_what_it_was_on_the_same_ranks():
     typed = ("command=plan", "parallel=hsdp", "parallel.ranks=4", "parallel.shard=2")
 
-    def begun(*recorded: object, also: str = "seed=0") -> Components:
+    def begun(*recorded: object, also: str = "seed=0") -> Run:
         terms = Terms.model_validate({"sync": recorded or None})
         return assemble(lab.config(*typed, also), World(size=4, local_size=4), Saved(terms=terms))
 
     first = begun("hsdp", 4, "hierarchical")
-    assert first.parallel.sync.name == "hierarchical"
+    assert first.model.setup.sync.name == "hierarchical"
     assert first.layout.lockstep
-    assert prepare(first).components.parallel.why.startswith(
-        "sync=auto takes hierarchical as before: "
-    )
+    assert prepare(first).run.model.setup.why.startswith("sync=auto takes hierarchical as before: ")
     assert check_terms(first, Terms()).sync == ("hsdp", 4, "hierarchical")
     others = [(), ("hsdp", 2, "hierarchical"), ("fsdp", 4, "hierarchical"), ("hsdp", 4, "unknown")]
-    assert {begun(*each).parallel.sync.name for each in others} == {"deferred"}
+    assert {begun(*each).model.setup.sync.name for each in others} == {"deferred"}
     asked = begun("hsdp", 4, "hierarchical", also="sync=deferred")
-    assert asked.parallel.sync.name == "deferred"
+    assert asked.model.setup.sync.name == "deferred"
     assert check_terms(asked, Terms()).sync is None
 
 
@@ -35,6 +34,6 @@ def test_the_plan_of_whole_copies_counts_the_gradients_that_travel():
     for ranks in (1, 2):
         ready = prepare(assemble(config, World(size=ranks, local_size=ranks)))
         found.append(ready.predicted)
-    trained = sum(p.nbytes for p in ready.components.module.parameters() if p.requires_grad)
+    trained = sum(p.nbytes for p in ready.run.model.module.parameters() if p.requires_grad)
     assert found[1].buffers - found[0].buffers == IN_FLIGHT * trained
     assert found[1].peak_bytes - found[0].peak_bytes == IN_FLIGHT * trained

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.assemble.schedule import with_length_steps
+from trainer.assemble.optimizer import with_length_steps
 from trainer.core.errors import ConfigError
 from trainer.optim.schedules import WSD, Cosine, InverseSqrt
 from trainer.plan.batch_size import ConstantSize

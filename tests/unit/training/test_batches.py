@@ -18,7 +18,8 @@ from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Cost, Cut, Layout
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.order import Cursor, Order
-from trainer.training.batches import STEPS_AHEAD, Feed, PlannedBatch, Source
+from trainer.training.batches import STEPS_AHEAD, Feed, PlannedBatch
+from trainer.training.data import Data
 
 CUTS: list[Cut] = [Fixed(micro=3), Budget(max_tokens=40), Fixed(steps=2)]
 
@@ -36,14 +37,9 @@ def feed(
     order = Order(len(data), 0, ConstantSize(global_batch=global_batch))
     loader = Loader(data, num_workers=workers, seed=0)
     lengths = DataView(data).lengths
-    return Feed(
-        Source(order=order, lengths=lengths, loader=loader, objective=NextToken()),
-        cut=cut or Budget(max_tokens=40),
-        layout=Layout(world_size=world.size),
-        world=world,
-        seed=0,
-        cursor=cursor or order.start,
-    )
+    samples = Data(order=order, lengths=lengths, loader=loader, total_steps=100)
+    how = (cut or Budget(max_tokens=40), Layout(world_size=world.size), world)
+    return Feed(samples, NextToken(), *how, seed=0, cursor=cursor or order.start)
 
 
 def walk(source: Feed, count: int, *, ahead: bool = True) -> list[PlannedBatch]:

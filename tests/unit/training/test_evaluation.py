@@ -27,12 +27,8 @@ from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
-from trainer.training.evaluation import (
-    HeldOut,
-    _attempt,
-    _rounded_once,
-    evaluate,
-)
+from trainer.training.data import HeldOut
+from trainer.training.evaluation import _attempt, _rounded_once, evaluate_parts
 
 CAPS = [1, 24, 61, 10**9]
 OBJECTIVE = NextToken(z_loss=1e-2)
@@ -42,17 +38,13 @@ def held_out(
     max_tokens: int, dataset: RaggedText | None = None, *, most: int | None = None, workers: int = 0
 ) -> HeldOut:
     data = dataset or RaggedText(num_samples=33, seed=7)
-    return HeldOut(
-        loader=Loader(data, num_workers=workers, seed=0),
-        lengths=Lengths.of(data.lengths),
-        layout=Layout(),
-        max_tokens=max_tokens,
-        most=most,
-    )
+    loader, lengths = Loader(data, num_workers=workers, seed=0), Lengths.of(data.lengths)
+    caps = {"max_tokens": max_tokens, "most": most}
+    return HeldOut(loader=loader, lengths=lengths, layout=Layout(), **caps)
 
 
 def evaluated(bench: Bench, samples: HeldOut) -> dict[str, float]:
-    return evaluate(bench.context.model, bench.objective, samples, bench.context.world)
+    return evaluate_parts(bench.context, {"": samples})[""]
 
 
 def by_hand(module: nn.Module, data: RaggedText) -> dict[str, float]:
@@ -236,7 +228,7 @@ def test_ordered_sums_have_the_same_bits_for_every_number_of_ranks(num_ranks):
     visited = [i for rank in range(num_ranks) for each in samples.requests(rank) for i in each.ids]
     assert sorted(visited) == list(range(33))
     ranks = [World(rank=rank, size=num_ranks) for rank in range(num_ranks)]
-    found = [_attempt(bench.context.model, OBJECTIVE, samples, world, bool) for world in ranks]
+    found = [_attempt(replace(bench.context, world=world), samples, bool) for world in ranks]
     sums, weights = (
         {
             name: _rounded_once([n for each in found for n in each[k].get(name, [])])

@@ -13,6 +13,7 @@ from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cut
 from trainer.plan.cuts import Budget, Fixed
+from trainer.plan.traffic import ModelBytes
 from trainer.training.step import train_step
 from trainer.training.window import remedies
 
@@ -52,7 +53,7 @@ def test_the_short_last_batch_has_a_normalizer_of_its_own():
     terms, total = sum(m.weights["cross_entropy"] for m in tail.micro_batches), 0.0
     with torch.no_grad():
         for micro_batch in tail.micro_batches:
-            sums = bench.context.objective.sums(bench.context.model.call, micro_batch.fields)
+            sums = bench.objective.sums(bench.context.parallel.call, micro_batch.fields)
             total += float(sums.losses["cross_entropy"])
     report = train_step(bench.context, tail, bench.feed)
     assert float(report.loss) == pytest.approx(total / terms, rel=1e-12)
@@ -91,6 +92,9 @@ def test_a_parameter_that_no_optimizer_knows_is_refused_by_name(name):
         Bench(Fixed(micro=3), model=lambda: Late(name)).step()
 
 
+TOO_LARGE = ModelBytes(mode="fsdp", model_bytes=8, shard=2, replicas=1, limit_bytes=1)
+
+
 def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_was():
     for cut, normalizer, says in (
         (Budget(max_tokens=60), "tokens", "type accum=budget accum.max_tokens="),
@@ -105,7 +109,9 @@ def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_w
         if says.endswith("="):
             cap = int(text.removeprefix(says).partition(",")[0])
             assert batch.largest_sample()[1] <= cap < batch.plan.max_shared_positions
-        assert f"{remedies(replace(bench.context, deferred_fits=False), batch)}, or" in text
+        setup = replace(bench.context.model.setup, sizes=TOO_LARGE)
+        context = replace(bench.context, model=replace(bench.context.model, setup=setup))
+        assert f"{remedies(context, batch)}, or" in text
 
 
 def test_the_host_looks_at_the_device_once_a_step():

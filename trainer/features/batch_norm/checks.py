@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.assemble.components import Components
+from trainer.assemble.run import Run
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import to_device
 from trainer.data.loader import Request
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from trainer.features.batch_norm.mode import BatchNormMode
 
 
-def check_layers(mode: BatchNormMode, components: Components) -> None:
+def check_layers(mode: BatchNormMode, run: Run) -> None:
     """Refuse a mode that does not fit the model, or the sizes of the steps."""
-    config, module = components.config, components.module
-    layers, name = layers_of(module), typed_name(components)
+    config, module = run.config, run.model.module
+    layers, name = layers_of(module), typed_name(run)
     if not layers and mode.needs_layers:
         kind = type(module).__name__
         raise ConfigError(
@@ -34,7 +34,7 @@ def check_layers(mode: BatchNormMode, components: Components) -> None:
             "out, or type batchnorm=auto"
         )
     if mode.precise is not None:
-        _check_precise(mode.precise, components)
+        _check_precise(mode.precise, run)
     if not layers:
         return
     coupling = layers[0].coupling
@@ -44,26 +44,26 @@ def check_layers(mode: BatchNormMode, components: Components) -> None:
             "other bits for other numbers of them: type batchnorm=frozen or deterministic=true"
         )
     if coupling.kind == "group":
-        order, total_steps = components.source.order, components.total_steps
+        order, total_steps = run.data.order, run.data.total_steps
         _refuse_lone_sample(coupling.size, order, total_steps)
 
 
-def typed_name(components: Components) -> str:
+def typed_name(run: Run) -> str:
     """Name the option that was typed, or the class."""
-    component = components.config.features["batchnorm"]
+    component = run.config.features["batchnorm"]
     return component.name or component.target
 
 
-def _check_precise(precise: int, components: Components) -> None:
+def _check_precise(precise: int, run: Run) -> None:
     """Refuse an estimate where there is nothing to estimate, or nothing to estimate it from."""
     why = None
-    tracked = [each for each in layers_of(components.module) if each.running_mean is not None]
-    if components.config.evaluates_all:
+    tracked = [each for each in layers_of(run.model.module) if each.running_mean is not None]
+    if run.config.evaluates_all:
         why = "estimates over the training data of the run, which are not read"
     elif not tracked:
         why = "the model has no BatchNorm with running statistics"
     elif tracked[0].mode.estimating is None:
-        why = f"batchnorm={typed_name(components)} estimates none again"
+        why = f"batchnorm={typed_name(run)} estimates none again"
     if why is not None:
         raise ConfigError(f"batchnorm.precise={precise}: {why}: type batchnorm.precise=null")
 
@@ -89,48 +89,48 @@ def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
         )
 
 
-def check_lone_samples(components: Components) -> None:
+def check_lone_samples(run: Run) -> None:
     """Refuse a cut that leaves a sample by itself in a step, as the last of an epoch may be.
 
     Images may have many values of a channel in one sample; then it is no fault.
     """
-    source, config = components.source, components.config
+    source, config = run.data, run.config
     is_ragged = config.batch.unit == "tokens" and not source.lengths.is_constant
-    layers, cut = layers_of(components.module), components.cut
-    if components.coupling.kind not in cut.couplings:
+    layers, cut = layers_of(run.model.module), run.cut
+    if run.model.coupling.kind not in cut.couplings:
         return  # the cut itself is refused
     if is_ragged or all(x.coupling.kind != "micro_batch" or x.coupling.joins_ranks for x in layers):
         return
-    counts = step_sizes(source.order, components.total_steps)
-    lone = [count for count in counts if _has_lone_sample(components, count)]
-    if lone and _has_one_value(components):
+    counts = step_sizes(source.order, run.data.total_steps)
+    lone = [count for count in counts if _has_lone_sample(run, count)]
+    if lone and _has_one_value(run):
         raise ConfigError(
-            f"batchnorm={typed_name(components)}: a step of {max(lone)} samples leaves a "
+            f"batchnorm={typed_name(run)}: a step of {max(lone)} samples leaves a "
             "micro-batch of one sample, which has one value of each channel: type another "
             "accum.micro or size of steps, or, for the end of an epoch, batch.tail=drop"
         )
 
 
-def _has_lone_sample(components: Components, count: int) -> bool:
-    lengths = np.full(count, components.source.lengths.max())
-    plan = components.cut.cut(lengths, components.layout)
+def _has_lone_sample(run: Run, count: int) -> bool:
+    lengths = np.full(count, run.data.lengths.max())
+    plan = run.cut.cut(lengths, run.layout)
     return any(len(slot) == 1 for rank in plan.ranks for slot in rank)
 
 
-def _has_one_value(components: Components) -> bool:
+def _has_one_value(run: Run) -> bool:
     """Run one sample in training; tells whether a layer gets one value of each channel."""
-    module, loader, found = components.module, components.source.loader, list[bool]()
+    module, loader, found = run.model.module, run.data.loader, list[bool]()
 
     def note(_: nn.Module, args: tuple[Any, ...]) -> None:
         found.append(args[0].numel() == args[0].shape[1])
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers_of(module)]
-    fields = loader.load(Request((0,), 0, int(components.source.lengths[0])))
-    device = torch.device("meta") if is_on_meta(module) else components.world.device
+    fields = loader.load(Request((0,), 0, int(run.data.lengths[0])))
+    device = torch.device("meta") if is_on_meta(module) else run.world.device
     # What fails here fails again, in full, in the step.
-    with suppress(Exception), restoring(module, components.objective), torch.no_grad():
+    with suppress(Exception), restoring(module, run.model.objective), torch.no_grad():
         module.train()
-        components.call(to_device(fields, device))
+        run.model.call(to_device(fields, device))
     for hook in hooks:
         hook.remove()
     return any(found)

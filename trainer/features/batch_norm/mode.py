@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from trainer.assemble.components import Components
 from trainer.assemble.features import Feature, StepShape
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import SamplesToEvaluate
 from trainer.core.coupling import Coupling
@@ -83,10 +83,10 @@ class BatchNormMode(Feature, ABC):
         if any(map(normalizes_batch, module.modules())):
             use_mode(module, self.resolved(shape))
 
-    def check(self, components: Components) -> None:
+    def check(self, run: Run) -> None:
         """See the base class."""
-        checks.check_layers(self, components)
-        checks.check_lone_samples(components)
+        checks.check_layers(self, run)
+        checks.check_lone_samples(run)
 
     def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
         """See the base class."""

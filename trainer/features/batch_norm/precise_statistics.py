@@ -45,7 +45,7 @@ def _estimated(
     model: Parallel, feed: Feed, most: int, layers: Sequence[BatchNormLayer]
 ) -> tuple[Tensor, ...]:
     """Give the sums of each layer's values over the first samples of the training data."""
-    loader, cursor, device = feed.source.loader, feed.source.order.start, model.world.device
+    loader, cursor, device = feed.data.loader, feed.data.order.start, model.world.device
     ways, snapshot = [(layer.mode, layer.joins_ranks) for layer in layers], Snapshot(model.module)
     snapshot.take()
     model.gather()

@@ -8,8 +8,8 @@ from typing import Self, final
 
 import torch
 
-from trainer.assemble.components import Components
 from trainer.assemble.features import Feature
+from trainer.assemble.run import Run
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, Preempted
 from trainer.core.out_of_memory import AllocationGuard
@@ -18,9 +18,9 @@ from trainer.data.collate import ATTENTION_MASK
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.objectives.base import logits_of
 from trainer.report.console import step_text
-from trainer.training.batches import Source
+from trainer.training.data import Data
 from trainer.training.evaluation import inference
-from trainer.training.run import Run
+from trainer.training.run import OpenRun
 
 Tokens = list[int]
 
@@ -38,34 +38,34 @@ class ContinuedPrompts(Feature):
         """See the base class."""
         return cls(config.log.generate, config.log.generate_tokens)
 
-    def check(self, components: Components) -> None:
+    def check(self, run: Run) -> None:
         """Refuse a model or data that cannot continue text, and a prompt that leaves no room."""
-        if not self.texts or components.config.command not in {"train", "plan"}:
+        if not self.texts or run.config.command not in {"train", "plan"}:
             return
-        data, objective, fault = components.train_set, components.objective, None
+        data, objective, fault = run.data.train, run.model.objective, None
         if not objective.predicts_next:
             fault = f"objective={type(objective).__name__} predicts no next token; leave it out"
         elif data.optional("prompt") is None or data.optional("decode") is None:
             text = "has no `prompt` and `decode`, which turn text into tokens and back"
             fault = f"{data.kind} {text}"
-        elif not components.held_out:
+        elif not run.data.held_out:
             fault = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
         if fault is not None:
             raise ConfigError(f"log.generate: {fault}")
-        limit = _longest(components.source)
-        for text, tokens in zip(self.texts, self._encoded(components.source)[0], strict=True):
+        limit = _longest(run.data)
+        for text, tokens in zip(self.texts, self._encoded(run.data)[0], strict=True):
             if not 0 < len(tokens) < limit:
                 raise ConfigError(
                     f"log.generate: {text!r:.40} has {len(tokens)} tokens; 1 to {limit - 1} leave "
                     "room for one that follows"
                 )
 
-    def after_evaluation(self, run: Run) -> None:
+    def after_evaluation(self, run: OpenRun) -> None:
         """See the base class: the first rank shows what it is that follows each prompt."""
         if not self.texts:
             return
-        prompts, ends = self._encoded(run.feed.source)
-        length = min(max(map(len, prompts)) + self.most, _longest(run.feed.source))
+        prompts, ends = self._encoded(run.feed.data)
+        length = min(max(map(len, prompts)) + self.most, _longest(run.feed.data))
         rows = _continued(run, prompts, ends, length, self.most)
         if rows is None:
             text = "out of memory; nothing was continued, and the run goes on"
@@ -73,20 +73,20 @@ class ContinuedPrompts(Feature):
         elif run.context.world.is_main:
             self._show(run, prompts, rows)
 
-    def _encoded(self, source: Source) -> tuple[list[Tokens], set[int]]:
+    def _encoded(self, data: Data) -> tuple[list[Tokens], set[int]]:
         """Give the tokens of each prompt, and those behind which nothing follows."""
-        data, prompts, ends = source.loader.dataset, list[Tokens](), set[int]()
-        encode = data.optional("prompt")
-        with faults_of(f"`prompt` of {data.kind}"):
+        view, prompts, ends = data.train, list[Tokens](), set[int]()
+        encode = view.optional("prompt")
+        with faults_of(f"`prompt` of {view.kind}"):
             for text in self.texts:
                 tokens, last = encode(text)
                 prompts.append([int(token) for token in tokens])
                 ends.update(last)
         return prompts, ends
 
-    def _show(self, run: Run, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
+    def _show(self, run: OpenRun, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
         """Decode what follows each prompt, onto the screen and into generated.jsonl."""
-        step, decode = run.progress.step, run.feed.source.loader.dataset.optional("decode")
+        step, decode = run.progress.step, run.feed.data.loader.dataset.optional("decode")
         found = list[str]()
         try:
             # Of the whole: what stands alone may be decoded without the space before it.
@@ -98,17 +98,17 @@ class ContinuedPrompts(Feature):
             return
         for prompt, text in zip(self.texts, found, strict=True):
             run.reporter.record(RunFolder.TEXTS, {"step": step, "prompt": prompt, "text": text})
-            at = step_text(step, run.context.total_steps)
+            at = step_text(step, run.total_steps)
             run.reporter.line(f"{at}  {prompt!r} -> {text!r}")
 
 
-def _longest(source: Source) -> int:
+def _longest(data: Data) -> int:
     """Give the most tokens of a row: positions beyond the data's have not been learned."""
-    return int(source.loader.dataset.optional("max_length") or source.lengths.max())
+    return int(data.loader.dataset.optional("max_length") or data.lengths.max())
 
 
 def _continued(
-    run: Run, prompts: Sequence[Tokens], ends: Collection[int], length: int, most: int
+    run: OpenRun, prompts: Sequence[Tokens], ends: Collection[int], length: int, most: int
 ) -> list[Tokens] | None:
     """Append the likeliest tokens to each prompt, the same on all ranks. Collective.
 
@@ -116,7 +116,7 @@ def _continued(
     or sharded model runs as it does in training; nothing is cached between two. None where memory
     ran out.
     """
-    world, model = run.context.world, run.context.model
+    world, model = run.context.world, run.context.parallel
     rows, is_open = [list(prompt) for prompt in prompts], [True] * len(prompts)
     model.gather()
     try:
@@ -140,9 +140,9 @@ def _continued(
     return rows
 
 
-def _likeliest(run: Run, rows: Sequence[Tokens], length: int) -> Tokens:
+def _likeliest(run: OpenRun, rows: Sequence[Tokens], length: int) -> Tokens:
     """Give the likeliest token behind each row, of those that can be decoded."""
-    facts, device = run.feed.source.loader.dataset.facts, run.context.world.device
+    facts, device = run.feed.data.loader.dataset.facts, run.context.world.device
     ids = torch.full((len(rows), length), facts.pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):

@@ -1,9 +1,9 @@
-"""Resolve how a run uses its ranks: the parallel mode, the copies, the sync policy, the memory."""
+"""Resolve how a run uses its hardware: the precision, the ranks, the sync policy, the memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,25 +62,24 @@ def parallel_setup(
     *,
     single_backward: bool = False,
     begun: Sequence[Any] | None = None,
+    why_mode: str | None = None,
 ) -> setup.ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
     `precision` is the word that it became;
     `single_backward` whether a micro-batch has one alone; `begun` mode, ranks and policy that
     `sync=auto` was where the run goes on.
-
-    Raises:
-        ConfigError: they do not fit together, or not the number of ranks.
     """
     policy = _sync_policy(config, world, mode)
     replicas, asked = world.size if mode == "ddp" else 1, config.parallel
     if mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
-    if config.deterministic == "layout":  # which a config of shards may not ask for
-        return setup.ParallelSetup(mode=mode, replicas=replicas, sync=Deferred(), is_ordered=True)
-    if mode == "none":
-        # One rank has nothing to reduce.
-        return setup.ParallelSetup(mode=mode, replicas=1, sync=Deferred())
+    is_ordered = config.deterministic == "layout"  # which a config of shards may not ask for
+    found = setup.ParallelSetup(
+        mode=mode, replicas=replicas, sync=policy, is_ordered=is_ordered, why_mode=why_mode
+    )
+    if is_ordered or mode == "none":  # one rank has nothing to reduce
+        return replace(found, sync=Deferred())
     mesh = None
     if mode in setup.SHARDED and world.long_timeout_group is not None:
         from trainer.parallel.fsdp import make_mesh  # noqa: PLC0415 - half a second
@@ -101,10 +100,7 @@ def parallel_setup(
         scatters_whole=world.device.type == "cpu",
     )
     is_open = config.sync.name == "auto"
-    found = setup.ParallelSetup(
-        mode=mode, replicas=replicas, sync=policy, sizes=sizes, is_open=is_open
-    )
-    found = replace(found, mesh=mesh, dtype=dtype)
+    found = replace(found, sizes=sizes, is_open=is_open, mesh=mesh, dtype=dtype)
     if not is_open:
         return found
     *layout, name = begun or (None,)
@@ -123,9 +119,6 @@ def parallel_mode(config: RunConfig, world: World) -> str:
 
     Other commands than `train` and `plan` compute in one process; ordered sums are of whole
     gradients; and on one rank there is nothing to lay out.
-
-    Raises:
-        ConfigError: the mode knows one rank only.
     """
     mode = config.parallel.mode
     if mode == "none" and world.size > 1:
@@ -192,3 +185,54 @@ def rank_memory(
     if typed is None or (typed.bytes > there.bytes and config.command != "plan"):
         return there, True
     return typed, typed.bytes <= there.bytes
+
+
+def resolve_precision(
+    config: RunConfig, world: World, module: nn.Module, recorded: Mapping[str, Any] | None = None
+) -> str:
+    """Resolve `precision` on the main rank; the others follow. Collective.
+
+    `auto` is what a run has been computing in, on whatever hardware it goes on. For a run that
+    begins it is bf16 where the hardware is made for it, and fp32 elsewhere and for models without a
+    weight in fp32, which autocast would not reach.
+    `recorded` is the contract of the checkpoint that is read; None where there is none.
+    """
+
+    def resolve() -> str:
+        device, begun = planned_device(config, world), (recorded or {}).get("precision")
+        word: str = config.precision
+        if word == "auto":
+            has_fp32 = any(p.dtype == torch.float32 for p in module.parameters())
+            card = card_of(config.device)
+            has_bf16 = has_fast_bf16(device) if card is None else card.has_bf16
+            word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
+        if word == "tf32" and device.type == "cpu":
+            remedy = " resume_allow=[precision]" * (begun is not None)
+            raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")
+        if word == "fp16" and any(p.dtype == torch.float16 for p in module.parameters()):
+            raise ConfigError("precision=fp16: the model's weights are fp16; give them in fp32")
+        return word
+
+    return world.on_main(resolve)
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 have instructions of their own, as the hardware says.
+
+    A GPU that is not here is taken for one that has them, as all have since 2020.
+    """
+    if gpu.is_gpu(device):
+        return gpu.has_capability(device, 8, 0)
+    flags = torch.cpu.get_capabilities()
+    return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
+
+
+def set_matmul_precision(precision: str, device: torch.device) -> None:
+    """Let a GPU compute products of fp32 tensors in TF32, in convolutions too, unless in fp32.
+
+    Under autocast those are what a model or an objective takes out of it; TF32 has three bits more
+    than bf16. On a CPU nothing is changed.
+    """
+    if gpu.is_gpu(device):
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.training.model_flops import ModelFlops
+from trainer.training.run import ModelFlops
 
 LENGTHS = np.array([64, 1, 17, 17, 40])
 
@@ -12,7 +12,7 @@ LENGTHS = np.array([64, 1, 17, 17, 40])
 def test_a_step_counts_its_real_tokens_and_their_pairs_within_samples():
     flops = ModelFlops(per_token=2.0, per_pair=3.0)
     pairs = sum(int(n) ** 2 for n in LENGTHS)
-    assert flops.of(LENGTHS) == 2 * 139 + 3 * pairs
+    assert flops.speed(LENGTHS, 1.0) == {"model_flops_per_second": 2 * 139 + 3 * pairs}
     linear = ModelFlops(per_token=1.0)
     assert linear.speed(LENGTHS, 0.5) == {"model_flops_per_second": 278.0}
     assert replace(linear, peak=556.0).speed(LENGTHS, 0.5)["mfu"] == 0.5

@@ -1,0 +1,206 @@
+"""Build the model: with its weights, or on the meta device, where it takes no memory.
+
+A plan for a machine that is not here needs shapes alone; so does a rank that holds a part of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer.accumulate.base import seed_draws
+from trainer.assemble.hardware import auto_mode, may_shard, parallel_mode, planned_device
+from trainer.assemble.instantiate import construct, look_up, refuse_unused
+from trainer.assemble.model_size import Filled, counted, refuse_too_large
+from trainer.checkpoint.weights import StoredWeights
+from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
+from trainer.core.tensors import LazyTensor
+from trainer.core.world import World, rng_key
+from trainer.data.samples import preserve_generators
+from trainer.models.check import UNUSED, refuse_lazy
+from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta
+from trainer.models.recompute import checkpoint_blocks
+from trainer.models.transform import ModelTransform
+from trainer.optim.optimizers import OptimizerSpec
+
+Transform = Callable[[nn.Module], Any]
+
+
+def build_in_mode(
+    config: RunConfig, world: World, build: Callable[..., tuple[nn.Module, FirstWeights | None]]
+) -> tuple[nn.Module, FirstWeights | None, str, str | None]:
+    """Build the model as the mode of its ranks needs it; gives that mode, and why it is that.
+
+    `build` is `build_model`, which is to be told of shards alone. Collective.
+    """
+    mode, why = parallel_mode(config, world), None
+    module, weights = build(in_shards=may_shard(config, world))
+    if mode == "auto":
+        mode, why = world.on_main(lambda: auto_mode(config, world, module))
+        if mode == "ddp" and weights is not None:
+            # A copy needs the weights themselves, not shards of them.
+            module, weights = build()
+    return module, weights, mode, why
+
+
+def build_model(
+    config: RunConfig,
+    world: World,
+    given: Mapping[str, Any],
+    spec: OptimizerSpec | None = None,
+    *,
+    stored: StoredWeights | None = None,
+    in_shards: bool = False,
+    with_values: bool = False,
+    adjust: Callable[[nn.Module], None] | None = None,
+) -> tuple[nn.Module, FirstWeights | None]:
+    """Build the model with its first weights, and freeze what its optimizer does not train.
+
+    `given` are arguments that the constructor may take and the config leaves out; `spec` is None
+    where the model is not trained. `stored` is what it begins with in place of what the seed draws.
+    With `in_shards` a class that declares `draws_on_meta` is built on the meta device, its weights
+    beside it, as is what a function that declares `loads_on_meta` gives. `with_values` is whether a
+    plan needs more than shapes. `adjust` changes how layers compute, and none of the weights.
+    """
+    unread: dict[str, LazyTensor] = {}
+    transforms, on_meta = look_up_transforms(config)
+    build = partial(_construct, config, world, given, transforms, stored, unread)
+
+    def check(module: nn.Module) -> None:
+        _begin_training(config, module, spec)
+        refuse_too_large(config, world, module, spec)
+
+    kind = look_up(config.model, "model", config.trust)
+    is_away = planned_device(config, world).type != world.device.type
+    module: nn.Module | None = None
+    weights: FirstWeights | None = None
+    with preserve_generators():
+        # In shards no rank has it whole: its rows are computed, or read, when it is laid out.
+        loads = getattr(kind, "loads_on_meta", False)
+        if in_shards and on_meta and (loads or getattr(kind, "draws_on_meta", False)):
+            with suppress(_NeedsValues):
+                module, drawn = build_on_meta(partial(build, has_first=loads), unread)
+                weights = {**drawn, **unread}
+        # Elsewhere shapes alone are asked for.
+        if module is None and is_away and not with_values:
+            module = counted(build, check)
+        if module is None:
+            # One that turns out to be large is counted on the way.
+            with Filled(lambda: counted(build, check)):
+                module = build()
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
+    _begin_training(config, module, spec)
+    module.train()
+    if adjust is not None:
+        adjust(module)
+    if config.activation_checkpointing is True and not checkpoint_blocks(module):
+        text = "this model has no list of blocks (nn.ModuleList) to recompute; use false"
+        raise ConfigError(f"activation_checkpointing=true: {text}")
+    return module, weights
+
+
+def _begin_training(config: RunConfig, module: nn.Module, spec: OptimizerSpec | None) -> None:
+    """Freeze what is not trained, and choose how gradients are added up. May be repeated."""
+    if spec is not None:
+        spec.freeze(module)
+        if config.accum.buffer == "fp32":
+            spec.widen_gradients(module)
+
+
+def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
+    """Build what changes a model, the adapter last; tells whether all draw on the meta device.
+
+    A function takes the model first, and then the arguments of its entry.
+    """
+    transforms = list[Transform]()
+    for key, entry in config.model_transforms.items():
+        kind = look_up(entry, key, config.trust)
+        if inspect.isclass(kind):
+            transforms.append(construct(entry, key, ModelTransform, config.trust))
+        else:
+            bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
+            transforms.append(construct(bound, key, partial, config.trust))
+    return transforms, all(map(_draws_on_meta, transforms))
+
+
+def _draws_on_meta(transform: Transform) -> bool:
+    return bool(getattr(getattr(transform, "func", transform), "draws_on_meta", False))
+
+
+def _construct(
+    config: RunConfig,
+    world: World,
+    given: Mapping[str, Any],
+    transforms: Sequence[Transform],
+    stored: StoredWeights | None,
+    unread: dict[str, LazyTensor],
+    *,
+    has_first: bool = False,
+) -> nn.Module:
+    """Build the model with its first weights; those of the meta device are noted as `unread`.
+
+    Stored ones are those of the model before its transforms, if they fit that, or after them.
+    `has_first` is whether the maker is to say itself where weights are.
+    """
+    seed_draws(rng_key(config.seed, "weights"), world.device)
+    module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    if config.command in {"train", "plan"}:
+        refuse_unused("model", config.model.params, getattr(module, UNUSED, None))
+    found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
+    if has_first and found is None:
+        raise _NeedsValues
+    is_before = stored is not None and not stored.is_transformed and not stored.fault(module)
+    found = {**(found or {}), **(stored.fill(module) if stored is not None and is_before else {})}
+    # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
+    state = module.state_dict(keep_vars=True)
+    values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
+    module = _transformed(config, transforms, module)
+    # A model may have what a transform cannot do there, such as a head that is copied.
+    if has_first and not all(map(_draws_on_meta, transforms)):
+        raise _NeedsValues
+    named = module.named_parameters(remove_duplicate=False)
+    for name, parameter in ((n, p) for n, p in named if id(p) in values):
+        before, unread[name], version = values[id(parameter)]
+        if parameter._version != version:
+            raise ConfigError(
+                f"transforms: one writes to {before} on the meta device, over weights that are "
+                "read later: declare no draws_on_meta, or give it a new parameter"
+            )
+    if stored is not None and not is_before:
+        if stored.is_adapter:
+            stored = _adopted(stored, module, transforms[-1])
+        unread |= stored.fill(module)
+    return module
+
+
+def _transformed(
+    config: RunConfig, transforms: Sequence[Transform], module: nn.Module
+) -> nn.Module:
+    """Apply what changes a model, in order."""
+    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
+        module = transform(module)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
+    return refuse_lazy(module)
+
+
+def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:
+    """Give the weights of an exported adapter under the names that they have in a model."""
+    names_of: Callable[..., Mapping[str, str]] | None = getattr(adapter, "names_in", None)
+    if names_of is None:
+        text = "holds an adapter, without its base; type adapter=lora, as it was trained"
+        raise ConfigError(f"init={stored.source}: {text}")
+    names = names_of(Path(str(stored.source)), module)
+    return replace(stored, values={names.get(n, n): value for n, value in stored.values.items()})
+
+
+class _NeedsValues(Exception):  # noqa: N818 - no error
+    """Where the weights of a model are cannot be said, so that it is built with them."""
