@@ -184,8 +184,7 @@ def arguments_of(
     def build(key: str, inner: components.Component) -> Any:  # noqa: ANN401 - whatever it makes
         return _call(look_up(inner, key, trusted, inner=True), inner, key, trusted, {})
 
-    found: dict[str, Any] = _with_inner(component.params, component, key, build)
-    return found
+    return dict(_with_inner(component.params, component, key, build))
 
 
 def _with_inner(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.assemble.instantiate import arguments_of, check_names, construct, look_up
+from trainer.assemble.instantiate import arguments_of, construct, look_up
 from trainer.config.amounts import warmup_steps
 from trainer.config.components import AMOUNT, SHARED, Component
 from trainer.config.messages import line, show
@@ -54,8 +54,6 @@ def typed_optimizer(config: RunConfig, given: Mapping[str, Any] | None = None) -
     """
     kind = look_up(config.optimizer, "optimizer", config.trust)
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
-        own = config.optimizer.params.keys() - SHARED["optimizer"].keys()
-        check_names(kind, "optimizer", sorted(own))
         return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
     given = _settings(config, "scratch") if given is None else given
     return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust, given)

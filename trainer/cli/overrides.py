@@ -24,8 +24,7 @@ from trainer.config.components import COMPONENTS
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
 from trainer.config.option_files import OWN
-from trainer.config.other_trainers import REFUSED_CLASSES
-from trainer.config.validate import secret_fault
+from trainer.config.validate import REFUSED_CLASSES, secret_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 

@@ -19,6 +19,7 @@ from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
+_TWO_SIZES = {"accum.micro", "accum.steps"}  # of a cut that takes both, so that any two of three do
 
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _HSDP = "has an effect only with parallel=hsdp"
@@ -142,7 +143,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
     gives_sizes = view["batch.gives_sizes"]
     stages = [size for key, size in view.items() if key.startswith("batch.stages.")]
     mesh = view["parallel.shard"], view["parallel.replicate"]
-    world_size, is_fixed = _known_ranks(view), counts_samples(view)
+    world_size, is_fixed = _known_ranks(view), view.keys() >= _TWO_SIZES
     if global_batch is None and not gives_sizes and (not is_fixed or None in (micro, steps)):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
     elif is_fixed and micro is None and steps is None:
@@ -160,23 +161,24 @@ def _size_faults(view: Tree) -> Iterator[str]:
         yield from refusals(num_replicas, world_size, world_size, *mesh)
 
 
-def counts_samples(view: Tree) -> bool:
-    """Whether the cut takes both `accum.micro` and `accum.steps`, so that any two sizes do."""
-    return {"accum.micro", "accum.steps"} <= view.keys()
-
-
 def give_way(tree: dict[str, Any], typed: Collection[str], default_global: int) -> None:
-    """Null one of three sizes of `accum=fixed` that nobody typed and the others give, in place.
+    """Null what nobody typed and something typed replaces, in place.
 
-    A default `batch.global` gives way first, always to sizes of a class's own; then `accum.steps`.
+    Steps stand in place of a recipe's epochs, or the reverse. Two of the three sizes of
+    `accum=fixed` give the third: a default `batch.global` gives way first, always to sizes of a
+    class's own; then `accum.steps`.
     """
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if length in typed and other not in typed and tree[length] is not None:
+            tree[other] = None
     has_global, has_micro, has_steps = (key in typed for key in _SIZES)
     gives_sizes = declared(str(lookup(tree, "batch._target_"))).flags.get("gives_sizes", False)
     if gives_sizes and not has_global:
         tree["batch"] = {**tree["batch"], "global": None}
     sizes = [gives_sizes or lookup(tree, _SIZES[0]), *(lookup(tree, key) for key in _SIZES[1:])]
     has_global |= gives_sizes
-    if not counts_samples(flat(tree)) or None in sizes or (has_global and has_micro and has_steps):
+    is_fixed = flat(tree).keys() >= _TWO_SIZES
+    if not is_fixed or None in sizes or (has_global and has_micro and has_steps):
         return
     if not has_global and (sizes[0] == default_global or (has_micro and has_steps)):
         tree["batch"] = {**tree["batch"], "global": None}

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
 
 import yaml
 from pydantic import ValidationError
@@ -19,13 +22,19 @@ from pydantic import ValidationError
 from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
-from trainer.config.messages import Tree
-from trainer.config.option_files import OWN, data_dir, default_options, options_of
-from trainer.config.other_trainers import NONE_HERE, OTHER_WORDS, REFUSED, REFUSED_CLASSES
+from trainer.config.messages import MISSING, Tree, lookup
+from trainer.config.option_files import OWN, data_dir, default_options, load_yaml, options_of
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FullConfig, RunConfig
 from trainer.config.secrets import is_secret, leaked
 from trainer.core.errors import ConfigError
+
+# What the settings of other trainers are called here, or why there is none.
+_WORDS = load_yaml(Path(__file__).with_name("other_trainers.yaml"))
+OTHER_WORDS = {word: meant for meant, words in _WORDS["called"].items() for word in words}
+NONE_HERE: Mapping[str, str] = _WORDS["none"]
+REFUSED: Mapping[str, str] = _WORDS["refused"]
+REFUSED_CLASSES: Mapping[str, str] = _WORDS["classes"]
 
 # Keys whose values the start of a run shows as defaults where nobody set them.
 _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
@@ -47,62 +56,65 @@ def validate(
     named, `typed_keys` what the command line gives a value. `choices` has the option of every
     group by the folder's name, `accum/gradient` too.
     """
-    named = _options(choices or {}, typed_keys)
-    tree = copy.deepcopy(dict(raw))
-    odd = [p for p in components.COMPONENTS if not isinstance(messages.lookup(tree, p), Mapping)]
-    if odd:
-        raise ConfigError(
-            *(
-                messages.line(p, messages.lookup(tree, p), "takes an option or a mapping")
-                for p in odd
-            )
-        )
-    # One search of all values at once: of each, it would take most of the time of a start.
-    environ = os.environ if leaked(tree, os.environ) else {}
+    tree, named = copy.deepcopy(dict(raw)), _options(choices or {}, typed_keys)
+    sections = {path: lookup(tree, path) for path in components.COMPONENTS}
+    if odd := {path: each for path, each in sections.items() if not isinstance(each, Mapping)}:
+        text = "takes an option or a mapping"
+        raise ConfigError(*(messages.line(path, each, text) for path, each in odd.items()))
     known, built_in = trackers.options(config_dir), trackers.options()
     typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
+    composed = Composed(tree, base, named)
+
     faults = [*trackers.complete(tree, config_dir, typed_keys)]
-    faults += [*_leaf_faults("", tree, named, environ), *_argument_faults(tree, base, named)]
+    # One search of all values at once: of each, it would take most of the time of a start.
+    environ = os.environ if leaked(tree, os.environ) else {}
+    faults += [*composed.leaf_faults("", tree, environ), *composed.argument_faults()]
+    # What is typed replaces what stands for the same; rules are about what is left.
     give_way(tree, typed_keys, KEYS["batch.global"].default)
-    tree |= _replaced_length(tree, typed_keys)
     faults += rule_faults(tree, named)
     for name in known.keys() & trackers.names_in(tree):
-        faults += _section_faults(name, tree[name], known[name], base, named)
-    kind = str(messages.lookup(tree, "optimizer._target_"))
+        faults += composed.section_faults(name, tree[name], known[name])
+    kind = str(lookup(tree, "optimizer._target_"))
     if why := REFUSED_CLASSES.get(kind.lower()):
         faults.append(messages.line("optimizer._target_", kind, why))
 
-    def is_default(key: str) -> bool:  # nobody set it, or the other way to state it
-        same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
-        is_open = key != "batch.global" or not named.get("recipe")  # which may state the default
-        is_same = all(messages.lookup(tree, k) == messages.lookup(base, k) for k in same)
-        return is_open and is_same and same.isdisjoint(typed_keys)
-
-    beside = {"config_dir": config_dir, "unset": [*filter(is_default, _SHOWN_DEFAULTS)]}
+    unset = [key for key in _SHOWN_DEFAULTS if _is_default(key, composed, typed_keys)]
+    fields = _fields(tree, named, typed_targets)
     try:
-        config = FullConfig.model_validate(_fields(tree, named, typed_targets) | beside)
+        config = FullConfig.model_validate({**fields, "config_dir": config_dir, "unset": unset})
     except ValidationError as error:
-        faults += _schema_faults(error, tree, base, named)
+        faults += composed.schema_faults(error)
     if faults:
-        meant = {fault.partition("Did you mean ")[2] for fault in faults}
-        faults = [each for each in faults if f"{each.partition(':')[0]}?" not in meant]
-        # One line for each key and value: the first says most.
-        raise ConfigError(*{fault.partition(": ")[0]: fault for fault in reversed(faults)}.values())
+        raise ConfigError(*_distinct(faults))
     return config
 
 
 def _options(choices: Tree, typed: Collection[str]) -> dict[str, str]:
     """Name the option of each group; a class that was typed is no option's any more."""
     named = {g: n for g, n in choices.items() if not g.startswith("hydra/") and "@" not in g}
-    return named | {
-        p.replace(".", "/"): OWN for p in components.COMPONENTS if f"{p}._target_" in typed
-    }
+    for path in components.COMPONENTS:
+        if f"{path}._target_" in typed:
+            named[path.replace(".", "/")] = OWN
+    return named
 
 
-def _replaced_length(tree: Tree, typed: Collection[str]) -> dict[str, None]:
-    """Let steps that are typed stand in place of the epochs of a recipe, or the reverse."""
-    pairs = (("steps", "epochs"), ("epochs", "steps"))
-    return {b: None for a, b in pairs if a in typed and b not in typed and tree[a] is not None}
+def _is_default(key: str, composed: Composed, typed: Collection[str]) -> bool:
+    """Whether nobody set a key, or the other way to state the same; a recipe may have."""
+    same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
+    is_open = key != "batch.global" or not composed.choices.get("recipe")
+    is_same = all(lookup(composed.tree, k) == lookup(composed.base, k) for k in same)
+    return is_open and is_same and same.isdisjoint(typed)
+
+
+def _distinct(faults: Collection[str]) -> list[str]:
+    """Leave one line for each key and value, the first, which says most."""
+    meant = {fault.partition("Did you mean ")[2] for fault in faults}
+    found = dict[str, str]()
+    for fault in reversed([*faults]):
+        # That a key is missing says nothing once another is taken for it.
+        if f"{fault.partition(':')[0]}?" not in meant:
+            found[fault.partition(": ")[0]] = fault
+    return [*found.values()]
 
 
 def from_plain(plain: Tree) -> RunConfig:
@@ -111,183 +123,8 @@ def from_plain(plain: Tree) -> RunConfig:
     try:
         return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:
-        raise ConfigError(*dict.fromkeys(_schema_faults(error, plain, {}, choices))) from None
-
-
-def secret_fault(key: str, value: object, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Say why the value of a dotted key must not be written into a run folder, or None."""
-    where = "settings are written into the run folder; leave it in the environment"
-    if variable := leaked(value, environ):
-        return messages.clip(f"{key}: holds the secret of ${variable}, and {where}")
-    if is_secret(key.rpartition(".")[2], value):
-        return messages.clip(f"{key}: looks like a secret, and {where}, where the library reads it")
-    return None
-
-
-def _choice(owner: str, choices: Tree) -> str:
-    """Write which option a component was chosen by: `model=gpt_tiny`."""
-    option = choices.get(owner.replace(".", "/"))
-    return f"{owner}={option}" if option else owner
-
-
-def _leaf_faults(
-    key: str, value: object, choices: Tree, environ: Mapping[str, str]
-) -> Iterator[str]:
-    """Find values that are missing, and secrets, at any depth."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaf_faults(f"{key}.{name}".removeprefix("."), inner, choices, environ)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaf_faults(key, inner, choices, environ)
-    elif isinstance(value, str) and "\0" in value:
-        yield messages.clip(f"{key}: holds a NUL character; leave it out")
-    elif value == messages.MISSING:
-        yield _needed(key, choices)
-    elif fault := secret_fault(key, value, environ):
-        yield fault
-
-
-def _needed(key: str, choices: Tree) -> str:
-    """Say that a value is missing, with an example where its type has one."""
-    owner, _, name = key.rpartition(".")
-    option = (
-        options_of(owner).get(str(choices.get(owner)), {}) if owner in components.COMPONENTS else {}
-    )
-    words = dict(components.alternatives(declared(str(option.get("_target_"))).types.get(name)))
-    example = messages.either(words).partition("e.g. ")[2] if words else ""
-    typed = f"e.g. {key}={example}" if example else f"{key}=..."
-    return messages.clip(
-        f"{key}: {_choice(components.owner_of(key) or key, choices)} needs it, {typed}"
-    )
-
-
-def _argument_faults(tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
-    """Read every constructor argument as the type it has there or in its option, in place."""
-    for path in components.COMPONENTS:
-        yield from _section_faults(
-            path, messages.lookup(tree, path), messages.lookup(base, path), base, choices
-        )
-    examples = (data_sets.set_defaults(messages.lookup(base, "data")), data_sets.source_option())
-    for sections, example in zip(
-        (data_sets.eval_sets(tree), data_sets.sources(tree)), examples, strict=True
-    ):
-        for place, section in sections.items():
-            typed = messages.lookup(tree, place)
-            target = section.get("_target_") if isinstance(section, Mapping) else ""
-            if not isinstance(target, str):
-                yield messages.line(
-                    f"{place}._target_", target, "names a class: type package.Class"
-                )
-                continue
-            yield from _section_faults(place, section, example, base, choices, typed)
-            if isinstance(section, Mapping) and section.get("path") == messages.MISSING:
-                yield messages.clip(f"{place}.path: needed; type {place}.path=FILE")
-
-
-def _section_faults(
-    place: str, section: Tree, example: Tree, base: Tree, choices: Tree, typed: object = None
-) -> Iterator[str]:
-    """Read the arguments of a class; they are those of `section`, or `typed` among them."""
-    own = section if typed is None else typed
-    if not isinstance(own, dict):
-        return
-    # A class that its option does not name takes arguments that only its constructor knows.
-    is_own = section.get("_target_") != example.get("_target_")
-    is_open = is_own or _is_open(section)
-    types = _types(components.owner_of(place) or place, section, {} if is_own else example)
-    types |= (
-        {data_sets.SOURCE_WEIGHT: components.Positive} if data_sets.SOURCE_WEIGHT in example else {}
-    )
-    for name, value in own.items():
-        key, default = f"{place}.{name}", example.get(name)
-        if name in components.extra_keys(place) or value == messages.MISSING:
-            continue
-        is_refused = name in REFUSED and not (is_own and place == "data")
-        is_known = not is_refused and (name in example or is_open)
-        if not is_known and place not in components.COMPONENTS:
-            names = [each for each in example if each != "_target_"]
-            near = messages.did_you_mean(key, [f"{place}.{each}" for each in names])
-            yield messages.clip(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
-        elif not is_known:
-            yield _unknown(key, value, base, choices)
-        elif name in types and not (type(value) is type(default) and value == default):
-            try:
-                read = components.convert(types[name], value)
-                own[name] = [*read] if isinstance(read, tuple) else read  # as a file has it
-            except ValidationError as error:
-                entry = error.errors()[0]["loc"]
-                yield messages.value_fault(key, types[name], value, default, entry)
-
-
-def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
-    """Give the types of a component's arguments, by its option where it is of its class."""
-    types = {name: components.type_like(value) for name, value in example.items()}
-    target = str(section.get("_target_"))
-    shared = data_sets.source_option()["_target_"] if data_sets.sources_argument(target) else None
-    own = {**(declared(shared).types if shared else {}), **declared(target).types}
-    types |= {n: t | None if n in components.FROM_DATA else t for n, t in own.items()}
-    is_shared = bool(example) or owner in {"optimizer", "scheduler"}
-    return types | {
-        n: t for n, t in components.SHARED.get(owner, {}).items() if is_shared or n in own
-    }
-
-
-def hint_for(key: str, offers: Collection[str]) -> str:
-    """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
-    name = key.rpartition(".")[2]
-    if name in NONE_HERE:
-        return f" Here {NONE_HERE[name]}"
-    meant = OTHER_WORDS.get(name)
-    return f" Did you mean {meant}?" if meant else messages.did_you_mean(key, offers)
-
-
-def suits(key: str, text: str) -> bool:
-    """Whether a typed value may be one of a setting, by its type or that in an option's file."""
-    owner, _, name = key.rpartition(".")
-    if key in {*components.COMPONENTS, "parallel"} or key == trackers.TRACKER_GROUP:
-        return text in (trackers.options() if key == trackers.TRACKER_GROUP else options_of(key))
-    examples = [keys[name] for keys in options_of(owner).values() if name in keys] if owner else []
-    kinds = [KEYS[key].annotation] if key in KEYS else [*map(components.type_like, examples)]
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return False
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value  # 1e-3
-    try:
-        return bool([components.convert(str if kind is Any else kind, value) for kind in kinds])
-    except ValidationError:
-        return False
-
-
-def _is_open(option: Tree) -> bool:
-    """Whether the class of an option takes names beyond those of its file."""
-    return declared(str(option.get("_target_"))).takes_more
-
-
-def _unknown(key: str, value: object, known: Tree, choices: Tree) -> str:
-    """Say what is meant by a key that is none."""
-    owner, name = components.owner_of(key), key.rpartition(".")[2]
-    if name in REFUSED:
-        return messages.line(key, value, REFUSED[name])
-    options = options_of(owner) if owner else {}
-    others = [o for o, keys in options.items() if name in keys or _is_open(keys)]
-    # `auto` leaves more open than the rest, and the default is known best.
-    usual = default_options(data_dir("conf")).get(owner or "")
-    others.sort(key=lambda option: (option == "auto", option != usual))
-    if owner and others and key != owner:
-        better = f"{owner}={others[0]} {key}={messages.show(value)}"
-        return messages.line(
-            key, value, f"not a setting of {_choice(owner, choices)}; type {better}"
-        )
-    every = (*messages.flat(known), *KEYS, *messages.flat(trackers.options()))
-    offers = [each for each in every if not each.endswith("_target_")]
-    hint = hint_for(key, offers)
-    if not hint and owner:
-        names = [k for k in messages.lookup(known, owner) if f"{owner}.{k}" in offers]
-        hint = f" {_choice(owner, choices)} has {', '.join(names) or 'none'}"
-    return messages.clip(f"{key}: unknown setting.{hint}")
+        composed = Composed(dict(plain), {}, choices)
+        raise ConfigError(*dict.fromkeys(composed.schema_faults(error))) from None
 
 
 def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]:
@@ -332,26 +169,208 @@ def _component(section: object, path: str, choices: Tree, typed: Collection[str]
     return {**extras, **identity, "params": params}
 
 
-def _schema_faults(error: ValidationError, tree: Tree, base: Tree, choices: Tree) -> Iterator[str]:
-    """Put the errors of pydantic into the words of the interface."""
-    for item in error.errors(include_url=False):
-        path = ".".join(part for part in item["loc"] if isinstance(part, str))
-        key = next((k for k in (path, *messages.ancestors(path)) if k in KEYS), path)
-        value = messages.lookup(tree, key)
-        if item["loc"][-1] == "target":
-            parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
-            key = "".join(parts).removeprefix(".").removesuffix(".target")
-            yield messages.line(f"{key}._target_", item["input"], messages.NO_CLASS)
-        elif item["type"] == "missing":
-            yield f"{path}: is missing"
-        elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
-            nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
-            yield messages.clip(f"{path}: in a file, nest the keys: {nested}")
-        elif item["type"] == "extra_forbidden":
-            for unknown, given in messages.flat({path: item["input"]}).items():
-                yield _unknown(unknown, given, base, choices)
-        elif key not in KEYS:
-            names = [k.removeprefix(f"{key}.") for k in KEYS if k.startswith(f"{key}.")]
-            yield messages.line(key, value, f"is a section, not a value; it has {', '.join(names)}")
-        else:
-            yield messages.value_fault(key, KEYS[key].annotation, value, messages.lookup(base, key))
+@final
+@dataclass(frozen=True)
+class Composed:
+    """A config as it was composed, plain, and the example that its names and values are like."""
+
+    tree: dict[str, Any]  # what its types read is put back in place
+    base: Tree  # the same options without a value of the command line or of a recipe
+    choices: Tree  # the option of each group, by the folder's name: `accum/gradient`
+
+    def leaf_faults(self, key: str, value: object, environ: Mapping[str, str]) -> Iterator[str]:
+        """Find values that are missing, and secrets, at any depth."""
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from self.leaf_faults(f"{key}.{name}".removeprefix("."), inner, environ)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                yield from self.leaf_faults(key, inner, environ)
+        elif isinstance(value, str) and "\0" in value:
+            yield messages.clip(f"{key}: holds a NUL character; leave it out")
+        elif value == MISSING:
+            yield self._needed(key)
+        elif fault := secret_fault(key, value, environ):
+            yield fault
+
+    def _needed(self, key: str) -> str:
+        """Say that a value is missing, with an example where its type has one."""
+        owner, _, name = key.rpartition(".")
+        option = {}
+        if owner in components.COMPONENTS:
+            option = options_of(owner).get(str(self.choices.get(owner)), {})
+        kind = declared(str(option.get("_target_"))).types.get(name)
+        # The words of a type end with an example where it has one: `e.g. {0: 64, 20k: 256}`.
+        example = ", ".join(dict(components.alternatives(kind))).partition("e.g. ")[2]
+        chosen = self._option(components.owner_of(key) or key)
+        typed = f"e.g. {key}={example}" if example else f"{key}=..."
+        return messages.clip(f"{key}: {chosen} needs it, {typed}")
+
+    def _option(self, owner: str) -> str:
+        """Write which option a component was chosen by: `model=gpt_tiny`."""
+        option = self.choices.get(owner.replace(".", "/"))
+        return f"{owner}={option}" if option else owner
+
+    def argument_faults(self) -> Iterator[str]:
+        """Read every argument of a class as the type it has there or in its option."""
+        for path in components.COMPONENTS:
+            section, example = lookup(self.tree, path), lookup(self.base, path)
+            yield from self.section_faults(path, section, example)
+        example = data_sets.set_defaults(lookup(self.base, "data"))
+        for place, section in data_sets.eval_sets(self.tree).items():
+            yield from self._data_set_faults(place, section, example)
+        for place, section in data_sets.sources(self.tree).items():
+            yield from self._data_set_faults(place, section, data_sets.source_option())
+
+    def _data_set_faults(self, place: str, section: object, example: Tree) -> Iterator[str]:
+        """Read what a data set beside the data has of its own; `section` has all settings."""
+        if not isinstance(section, Mapping):
+            return  # which the schema refuses
+        yield from self.section_faults(place, section, example, lookup(self.tree, place))
+        if section.get("path") == MISSING:
+            yield messages.clip(f"{place}.path: needed; type {place}.path=FILE")
+
+    def section_faults(
+        self, place: str, section: Tree, example: Tree, typed: object = None
+    ) -> Iterator[str]:
+        """Read the arguments of a class; they are those of `section`, or `typed` among them."""
+        own = section if typed is None else typed
+        if not isinstance(own, dict):
+            return
+        # A class that its option does not name takes arguments that only its constructor knows.
+        is_own = section.get("_target_") != example.get("_target_")
+        is_open = is_own or _takes_more(section)
+        types = _types(components.owner_of(place) or place, section, {} if is_own else example)
+        for name, value in own.items():
+            key, default = f"{place}.{name}", example.get(name)
+            if name in components.extra_keys(place) or value == MISSING:
+                continue
+            is_refused = name in REFUSED and not (is_own and place == "data")
+            if is_refused or not (is_open or name in example):
+                yield self._unknown_in(place, name, value, example)
+            elif name in types and not (type(value) is type(default) and value == default):
+                try:
+                    read = components.convert(types[name], value)
+                except ValidationError as error:
+                    entry = error.errors()[0]["loc"]
+                    yield messages.value_fault(key, types[name], value, default, entry)
+                else:
+                    own[name] = [*read] if isinstance(read, tuple) else read  # as a file has it
+
+    def _unknown_in(self, place: str, name: str, value: object, example: Tree) -> str:
+        """Say what is meant by an argument that is none; of a data set, only its own may be."""
+        key = f"{place}.{name}"
+        if place in components.COMPONENTS:
+            return self.unknown(key, value)
+        names = [each for each in example if each != "_target_"]
+        near = messages.did_you_mean(key, [f"{place}.{each}" for each in names])
+        return messages.clip(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
+
+    def unknown(self, key: str, value: object) -> str:
+        """Say what is meant by a key that is none."""
+        owner, name = components.owner_of(key), key.rpartition(".")[2]
+        if name in REFUSED:
+            return messages.line(key, value, REFUSED[name])
+        options = options_of(owner) if owner else {}
+        others = [o for o, keys in options.items() if name in keys or _takes_more(keys)]
+        # The default is known best, and `auto` leaves more open than the rest.
+        usual = default_options(data_dir("conf")).get(owner or "")
+        others.sort(key=lambda option: (option != usual, option == "auto"))
+        if owner and others and key != owner:
+            better = f"{owner}={others[0]} {key}={messages.show(value)}"
+            text = f"not a setting of {self._option(owner)}; type {better}"
+            return messages.line(key, value, text)
+        every = (*messages.flat(self.base), *KEYS, *messages.flat(trackers.options()))
+        offers = [each for each in every if not each.endswith("_target_")]
+        hint = hint_for(key, offers)
+        if not hint and owner:
+            names = [k for k in lookup(self.base, owner) if f"{owner}.{k}" in offers]
+            hint = f" {self._option(owner)} has {', '.join(names) or 'none'}"
+        return messages.clip(f"{key}: unknown setting.{hint}")
+
+    def schema_faults(self, error: ValidationError) -> Iterator[str]:
+        """Put the errors of pydantic into the words of the interface."""
+        for item in error.errors(include_url=False):
+            path = ".".join(part for part in item["loc"] if isinstance(part, str))
+            key = next((k for k in (path, *messages.ancestors(path)) if k in KEYS), path)
+            value = lookup(self.tree, key)
+            if item["loc"][-1] == "target":
+                place = re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, item["loc"][:-1])))
+                yield messages.line(f"{place}._target_", item["input"], messages.NO_CLASS)
+            elif item["type"] == "missing":
+                yield f"{path}: is missing"
+            elif item["type"] == "extra_forbidden" and "." in str(item["loc"][-1]):
+                nested = f"{path.replace('.', ': {')}: ...{'}' * path.count('.')}"
+                yield messages.clip(f"{path}: in a file, nest the keys: {nested}")
+            elif item["type"] == "extra_forbidden":
+                for unknown, given in messages.flat({path: item["input"]}).items():
+                    yield self.unknown(unknown, given)
+            elif key not in KEYS:
+                names = [k.removeprefix(f"{key}.") for k in KEYS if k.startswith(f"{key}.")]
+                text = f"is a section, not a value; it has {', '.join(names)}"
+                yield messages.line(key, value, text)
+            else:
+                default = lookup(self.base, key)
+                yield messages.value_fault(key, KEYS[key].annotation, value, default)
+
+
+def secret_fault(key: str, value: object, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Say why the value of a dotted key must not be written into a run folder, or None."""
+    where = "settings are written into the run folder; leave it in the environment"
+    if variable := leaked(value, environ):
+        return messages.clip(f"{key}: holds the secret of ${variable}, and {where}")
+    if is_secret(key.rpartition(".")[2], value):
+        return messages.clip(f"{key}: looks like a secret, and {where}, where the library reads it")
+    return None
+
+
+def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
+    """Give the types of a component's arguments, by its option where it is of its class."""
+    types = {name: components.type_like(value) for name, value in example.items()}
+    target = str(section.get("_target_"))
+    own = dict(declared(target).types)
+    if data_sets.sources_argument(target):  # its other settings are of its sources
+        own = {**declared(data_sets.source_option()["_target_"]).types, **own}
+    for name, kind in own.items():
+        types[name] = kind | None if name in components.FROM_DATA else kind
+    # Of a class of one's own too, but a cut or data may use such a word for something else.
+    is_shared = bool(example) or owner in {"optimizer", "scheduler"}
+    for name, kind in components.SHARED.get(owner, {}).items():
+        if is_shared or name in own:
+            types[name] = kind
+    if data_sets.SOURCE_WEIGHT in example:
+        types[data_sets.SOURCE_WEIGHT] = components.Positive
+    return types
+
+
+def _takes_more(option: Tree) -> bool:
+    """Whether the class of an option takes names beyond those of its file."""
+    return declared(str(option.get("_target_"))).takes_more
+
+
+def hint_for(key: str, offers: Collection[str]) -> str:
+    """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
+    name = key.rpartition(".")[2]
+    if name in NONE_HERE:
+        return f" Here {NONE_HERE[name]}"
+    meant = OTHER_WORDS.get(name)
+    return f" Did you mean {meant}?" if meant else messages.did_you_mean(key, offers)
+
+
+def suits(key: str, text: str) -> bool:
+    """Whether a typed value may be one of a setting, by its type or that in an option's file."""
+    owner, _, name = key.rpartition(".")
+    if key in {*components.COMPONENTS, "parallel"} or key == trackers.TRACKER_GROUP:
+        return text in (trackers.options() if key == trackers.TRACKER_GROUP else options_of(key))
+    examples = [keys[name] for keys in options_of(owner).values() if name in keys] if owner else []
+    kinds = [KEYS[key].annotation] if key in KEYS else [*map(components.type_like, examples)]
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return False
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value  # 1e-3
+    try:
+        return bool([components.convert(str if kind is Any else kind, value) for kind in kinds])
+    except ValidationError:
+        return False

@@ -173,9 +173,8 @@ class SGD(OptimizerSpec):
     def __post_init__(self) -> None:
         """Refuse to look ahead by no momentum."""
         if self.nesterov and not self.momentum:
-            raise ConfigError(
-                "optimizer.nesterov=true: needs a momentum; type optimizer.momentum=0.9"
-            )
+            text = "needs a momentum; type optimizer.momentum=0.9"
+            raise ConfigError(f"optimizer.nesterov=true: {text}")
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
