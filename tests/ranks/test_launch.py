@@ -133,7 +133,7 @@ HANGS = "rank {} did not answer for 3 s (parallel.timeout_s), at step 2 (compute
         *(nightly("hang", rank, 7, HANGS.format(rank)) for rank in (0, 1)),
     ],
 )
-def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say_a_line(
+def test_of_ranks_that_joined_each_says_in_a_line_how_it_ended(
     tmp_path, alone, fault, rank, code, line
 ):
     folder = tmp_path / "run"
@@ -146,7 +146,7 @@ def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say
         assert "in happen" in (folder / "errors" / f"rank{rank}.txt").read_text()
     assert ended[1 - rank][0] == 7
     # The first rank of the run says how to go on, too.
-    assert [len(errors) for _, errors in ended] == [2, rank]
+    assert [len(errors) for _, errors in ended] == [2, 1]
     assert "nothing is saved: begin again with" in ended[0][1][1]
     status = read_json(folder / "status.json")
     assert (status["exit_code"], status["state"]) == (ended[0][0], "failed")
@@ -160,8 +160,9 @@ def test_of_ranks_that_joined_the_one_that_failed_and_the_first_of_a_machine_say
 def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_path):
     first, second = start_joined(tmp_path / "run", "objective=next_token")
     code, (error,) = finish(first)
-    assert (code, finish(second)) == (2, (2, []))
     assert error.startswith("train: error: objective: labels of shape (2,)")
+    other = error.replace("error: ", "error: rank 1, the start: ")
+    assert (code, finish(second)) == (2, (2, [other]))
     assert not [*tmp_path.iterdir()]
 
 

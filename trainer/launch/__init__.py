@@ -7,6 +7,6 @@ one rank that it was to be (`membership.py` reads which). Ranks find each other 
 by the launcher's address; then they agree on config and folder, and run the command
 (`session.py`). Each notes its place in memory that its supervisor reads: a rank that hangs is
 killed, and one that fails ends the others. As a rank ends it writes why; from all of that
-the supervisor names the cause (`ends.py`), under a launcher of its own rank alone. A run of our own
-ranks may then start again from its newest checkpoint (`supervise.py`).
+the supervisor names the cause (`ends.py`), and under a launcher each prints how its own rank ended.
+A run of our own ranks may then start again from its newest checkpoint (`supervise.py`).
 """

@@ -1,14 +1,13 @@
 """Describe how each rank ended, and name in one line why the run did.
 
-One supervisor sees all ranks of a local run. Under a launcher each sees one rank, and those of
-ranks that ended for a reason of their own, or that are the first of their machine, print a line.
+One supervisor sees all ranks of a local run, and names the one that the others followed. Under a
+launcher each sees one rank, and prints how that ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Mapping
@@ -25,11 +24,6 @@ from trainer.core.user_code import described, excerpt
 from trainer.report.run_status import keep_traceback
 
 STACKS_SIGNAL = signal.SIGUSR2
-
-# A place in gloo's source, which its errors name; all of them are the end of a connection.
-_GLOO = re.compile(r"\[[^\[\]\n]*\bgloo/[^\[\]\n]*\.(cc|cpp|h):\d+\]")
-# In NCCL's errors when another rank is gone, or does not come.
-_NCCL = ("ncclRemoteError", "remote process exited", "Connection", "timeout", "aborted")
 
 _SENT = {
     "SIGKILL": ", as the system often does when memory runs out",
@@ -60,18 +54,6 @@ class Ended:
     def has_failed(self) -> bool:
         """Whether it did not end well; a rank that is done writes so."""
         return bool(self.code) or not self.report
-
-    @property
-    def has_reason(self) -> bool:
-        """Whether it ended for a reason of its own, and not since another rank did."""
-        return self.has_failed and not self.is_killed and "peer" not in self.report
-
-    @property
-    def is_individual(self) -> bool:
-        """Whether other ranks hardly ended like it: it crashed, hung, or met data of its own."""
-        if "error" in self.report:
-            return self.place.phase in ("data", "compute", "evaluation")
-        return self.has_reason or (self.is_killed and not self.place.waits)
 
 
 @final
@@ -113,23 +95,12 @@ class Records:
         return Ended(**{**found, "place": RankPosition(**found["place"])})
 
 
-def is_peer_failure(error: BaseException) -> bool:
-    """Tell whether a collective failed since another rank is gone, or does not come."""
-    if not isinstance(error, RuntimeError):
-        return False
-    # By name, for PyTorch is not imported here.
-    kind, text = type(error).__name__, str(error)
-    if kind == "DistBackendError":
-        return any(word in text for word in _NCCL)
-    return kind in {"DistNetworkError", "DistStoreError"} or _GLOO.search(text) is not None
-
-
 def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any]:
     """Describe an error: `code`, and what it is.
 
-    That is `error` and `text` of what a user can act on, `peer` of a collective that another rank
-    left, or `crash` of anything else. Tracebacks of crashes and of the user's code go to `errors/`
-    of the run folder, which a rank on another machine may not have yet.
+    That is `error` and `text` of what a user can act on, or `crash` of anything else. Tracebacks of
+    crashes and of the user's code go to `errors/` of the run folder, which a rank on another
+    machine may not have yet.
     """
     from trainer.core.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
 
@@ -146,8 +117,6 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
         report = errors.error_to_dict(error)
         return {**report, "text": report["text"] + where}
     text = without_secrets(described(error), os.environ)[:300]
-    if is_peer_failure(error):
-        return {"peer": text, "code": 1}
     return {"crash": text + where, "code": 1}
 
 
@@ -172,21 +141,26 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> error
 
 
 def _order(end: Ended) -> int:
-    """Tell how likely an end is the cause of the others; the smallest is."""
+    """Tell how likely an end is the cause of the others; the smallest is, and of equal the first.
+
+    A rank that loses another raises in its next collective, in words that differ by library and
+    version: where it was tells more than what it says.
+    """
     if "error" in end.report:
         return 0
-    if end.has_reason:
-        # Collectives abort the process when they find messages they did not expect.
-        return 2 if end.code == -signal.SIGABRT else 1
-    return 3 if end.is_killed else 4
+    if "crash" in end.report:
+        return 4 if end.place.waits else 2
+    if end.is_killed:
+        return 5
+    # Collectives abort the process when they find messages they did not expect.
+    return 3 if end.code == -signal.SIGABRT else 1
 
 
 def _name(end: Ended) -> str:
     """Say how a rank failed."""
     if "crash" in end.report:
-        return f"rank {end.rank} failed at {end.place}: {end.report['crash']}"
-    if "peer" in end.report:
-        return f"rank {end.rank} could not reach another at {end.place}: {end.report['peer']}"
+        what = "failed in a collective" if end.place.waits else "failed"
+        return f"rank {end.rank} {what} at {end.place}: {end.report['crash']}"
     if end.code >= 0:
         return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
     name = signal.Signals(-end.code).name

@@ -98,12 +98,7 @@ def joined_session(
     config: RunConfig, member: Membership, rank_progress: RankProgress
 ) -> Iterator[World]:
     """Set this rank up, wait for the others, and part from them in good order. Collective."""
-    try:
-        world = _prepare(config, gpu_index(member, len(gpu.devices())))
-    except ConfigError as error:
-        # Machines differ: one rank of each prints it.
-        error.is_own = member.local_rank in (0, len(gpu.devices()))
-        raise
+    world = _prepare(config, gpu_index(member, len(gpu.devices())))
     if member.is_ours and config.deterministic != "layout" and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))

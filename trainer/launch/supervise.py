@@ -45,8 +45,7 @@ def supervise(
     """Run one command on some ranks, and give the exit code; after one failed again, where allowed.
 
     The ranks are all of the run, or the one that a launcher meant; the run folder exists where the
-    first one is. Of an error that this process is to print, though it is not the first, `is_own`
-    is true.
+    first one is. Under a launcher every process prints how its own rank ended: `is_own` is true.
     """
     is_ours, trains = members[0].is_ours, config.command == "train"
     most = config.parallel.max_restarts if trains else 0
@@ -106,8 +105,7 @@ def _attempt(
     if (error := verdict(watch.ended, place, timeout_s)) is None:
         return
     if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
-        (end,) = watch.ended.values()
-        error.is_own |= end.is_individual or members[0].local_rank == 0
+        error.is_own = True
     raise error
 
 
@@ -233,8 +231,6 @@ class Watch:
         if end is None:
             unreported = Ended.now(child.rank, place or child.rank_progress.read(), {})
             end = replace(unreported, is_killed=is_overdue)
-        if "peer" in end.report:
-            end = replace(end, place=self.places.get(child.rank, end.place))
         self.ended[child.rank] = end = replace(end, code=code)
         # Those that are done, or saved, wait for each other as in a step; W&B takes some seconds.
         wait_s = max(self.timeout_s, 10.0)

@@ -16,7 +16,7 @@ from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch import supervise
-from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, is_peer_failure, verdict
+from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
 SLEEPS = "sleep 600"
@@ -130,34 +130,40 @@ def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
         watch.run()
 
 
-PEER = {"peer": "RuntimeError: Connection closed by peer", "code": 1}
+PEER = {"crash": "RuntimeError: Connection closed by peer", "code": 1}
 CRASH = {"crash": "ValueError: injected", "code": 1}
 TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3, "is_own": False}
 
 
 @pytest.mark.parametrize(
-    ("report", "place", "is_individual", "says"),
+    ("report", "place", "says"),
     [
-        (
-            CRASH,
-            ("compute", False),
-            True,
-            "rank 1 failed at step 2 (compute): ValueError: injected",
-        ),
-        (PEER, ("agree", True), False, "rank 1 could not reach another at step 2 (agree): Runtime"),
-        (TORN, ("compute", False), True, "rank 1, step 2 (compute): record 7 is torn"),
-        (TORN, ("agree", False), False, "rank 1, step 2 (agree): record 7 is torn"),
-        ({}, ("compute", False), True, f"rank 1 did not answer for 600 s ({KEY}), at step 2 (com"),
-        ({}, ("agree", True), False, f"rank 1 waited for other ranks for 600 s ({KEY}), at step 2"),
+        (CRASH, ("compute", False), "rank 1 failed at step 2 (compute): ValueError: injected"),
+        (PEER, ("agree", True), "rank 1 failed in a collective at step 2 (agree): RuntimeError: C"),
+        (TORN, ("compute", False), "rank 1, step 2 (compute): record 7 is torn"),
+        ({}, ("compute", False), f"rank 1 did not answer for 600 s ({KEY}), at step 2 (com"),
+        ({}, ("agree", True), f"rank 1 waited for other ranks for 600 s ({KEY}), at step 2"),
     ],
 )
-def test_a_supervisor_of_one_rank_says_how_it_ended_and_whether_others_did_not(
-    report, place, is_individual, says, tmp_path
-):
+def test_a_supervisor_of_one_rank_says_how_it_ended(report, place, says, tmp_path):
     at = RankPosition(step=2, phase=place[0], waits=place[1])
     end = Ended(1, 1, report, 1.0, at, 0.0, is_killed=not report)
-    assert end.is_individual is is_individual
     assert str(verdict({1: end}, tmp_path, 600)).startswith(says)
+
+
+COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)
+KILLED = Ended(1, -signal.SIGKILL, {}, 9.0, COMPUTES, 0.0)
+SAID = Ended(1, 3, TORN, 9.0, COMPUTES, 0.0)
+FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES, 0.0)
+
+
+@pytest.mark.parametrize("first", [KILLED, SAID, FAILED], ids=["killed", "said", "failed"])
+@pytest.mark.parametrize("place", [COMPUTES, WAITS], ids=["in lockstep", "at the end of a window"])
+def test_the_rank_that_others_follow_is_named_wherever_their_collective_fails(
+    first, place, tmp_path
+):
+    followers = {r: Ended(r, 1, PEER, 6.0, place, 0.0) for r in (0, 2)}
+    assert str(verdict({**followers, 1: first}, tmp_path, 600)).startswith("rank 1")
 
 
 def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_taken_back(
@@ -173,17 +179,3 @@ def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_tak
     folder.mkdir()
     watch.end(folder)
     assert [path.name for path in folder.rglob("*.txt")] == ["rank1.txt"]
-
-
-@pytest.mark.parametrize(
-    ("text", "is_peers"),
-    [
-        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: reset", True),
-        ("Gloo connectFullMesh failed with [../third_party/gloo/gloo/rendezvous/x.cc:9] no", True),
-        ("Connection closed by the label server", False),
-        ("cannot open gloo.txt", False),
-    ],
-)
-def test_a_rank_that_is_gone_is_no_other_error(text, is_peers):
-    assert is_peer_failure(RuntimeError(text)) is is_peers
-    assert not is_peer_failure(ValueError(text))
