@@ -26,7 +26,7 @@ from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
-from trainer.verify.comparison import Errors, Gradient, compared, measure_rounding
+from trainer.verify.comparison import Errors, Gradient, compared
 
 NARROWING: Mapping[Any, torch.dtype] = {
     Tensor.float: torch.float32,
@@ -242,12 +242,8 @@ class Case:
         return self.gradient([self.load(group) for group in groups], kind, strategy)
 
     def errors(self, found: Gradient, expected: Gradient) -> Errors:
-        """Compare two gradients by the precision of this case, and by its rounding."""
-        return compared(found, expected, self.limit_dtype, self.rounding)
-
-    def rounding(self, amount: float) -> Mapping[str, float]:
-        """Measure how far the planned gradient goes when weights move."""
-        return measure_rounding(self.module, self.gradient, amount)
+        """Compare two gradients by the precision of this case."""
+        return compared(found, expected, self.limit_dtype)
 
     @contextmanager
     def running(self) -> Iterator[Case]:

@@ -2,7 +2,7 @@
 
 The gradient of one planned step is compared with that of the whole global batch in one piece, in
 float64, where a wrong normalizer or a coupled layer stands out by ten orders of magnitude. A model
-that runs in float32 only is compared in float32, by limits that are its own rounding as measured.
+that runs in float32 only is compared in float32, where a limit of 1e-4 tells less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.optim.optimizers import hooked
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext
 from trainer.verify.case import Case, copied
-from trainer.verify.comparison import Errors, Gradient
+from trainer.verify.comparison import EXACT, Errors, Gradient
 from trainer.verify.diagnose import LOW, diagnose, low_precision
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
 from trainer.verify.recomputed import check_recomputed
@@ -132,7 +132,7 @@ def _plan(
             why = clip(f"{type(error).__name__}: {error}")
             notes.append(
                 f"the model does not run in float64 ({why}), so this proves what float32 can: no "
-                "error beyond the model's own rounding, which was measured"
+                f"error beyond {EXACT[torch.float32]:g}"
             )
     low = ", ".join(dtype_name(cast) for cast in LOW if cast in case.undone)
     if low and low_precision(context.model.module) is None:
@@ -232,5 +232,5 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) ->
     if errors.cancelled:
         yield (
             f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
-            "error is relative to the terms that cancel in it"
+            "error is relative to the largest gradient"
         )

@@ -30,7 +30,7 @@ def check_recomputed(
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
     if found.is_exact or not _errors(case, case.written(recompute_nothing), plain).is_exact:
         return errors, rest, []
-    wrong = {n for n, error in found.by_name.items() if error > found.limits[n]}
+    wrong = {n for n, error in found.by_name.items() if error > found.limit}
     buffers = [n for n, _ in case.module.named_buffers() if n in wrong]
     # Without one it is the last module with another gradient: backward begins there.
     names = buffers or [n for n, _ in case.module.named_parameters() if n in wrong][-1:]

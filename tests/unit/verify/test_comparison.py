@@ -145,27 +145,25 @@ def test_noise_raises_no_alarm_in_gradients_that_are_small_or_zero_on_paper(
     assert report.max_relative_error <= report.limit
     if dtype == "float64":
         assert report.limit == 1e-10
-        assert report.max_relative_error <= EXACT[torch.float64] or model is Cancelling
+        assert report.max_relative_error <= EXACT[torch.float64]
     else:
-        assert 0 < report.limit <= 1e-4
+        assert report.limit == 1e-4
     assert any(each.startswith(note or "") for each in report.notes) == (note is not None)
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "fault"),
+    ("model", "fault"),
     [
-        (Spanning, "float64", Faulty("branches.3.weight", 1e-6)),
-        (Keyed, "float64", Faulty("key.bias", offset=1e-8)),
-        (Cancelling, "float64", Faulty("shift", 1e-6)),
-        (single(Spanning), "float32", Faulty("body.branches.3.weight", 5e-6)),
-        nightly(Spanning, "float64", Faulty("branches.0.weight", 1e-6)),
-        nightly(single(Spanning), "float32", Faulty("body.branches.0.weight", 5e-6)),
+        (Spanning, Faulty("branches.3.weight", 1e-6)),
+        (Keyed, Faulty("key.bias", offset=1e-8)),
+        nightly(Spanning, Faulty("branches.0.weight", 1e-6)),
     ],
 )
-def test_a_millionth_of_a_fault_shows_however_small_the_gradient_it_is_in(model, dtype, fault):
-    dtype_of_run = torch.float32 if dtype == "float32" else torch.float64
-    report = Bench(SORTED, dtype_of_run, model=model, strategy=fault).verified()
-    assert (report.exact, report.dtype) == (False, dtype)
+def test_a_millionth_of_a_fault_shows_in_a_gradient_that_is_a_millionth_of_the_largest(
+    model, fault
+):
+    report = Bench(SORTED, torch.float64, model=model, strategy=fault).verified()
+    assert (report.exact, report.dtype) == (False, "float64")
     assert [name for name, _ in report.culprits] == ["accum.gradient"]
     (worst, error), (_, next_error) = report.worst[:2]
     assert worst == fault.name
@@ -173,34 +171,25 @@ def test_a_millionth_of_a_fault_shows_however_small_the_gradient_it_is_in(model,
     if model is Spanning:
         assert error == pytest.approx((report.micro_batches - 1) * 1e-6, rel=1e-6)
         assert next_error <= EXACT[torch.float64]
-    if dtype == "float32":
-        assert error < 1e-4
-
-
-def unmeasured(amount: float) -> dict[str, float]:
-    pytest.fail(f"rounding was not in question, but {amount}")
 
 
 def test_the_reported_error_is_the_largest_difference_over_the_largest_reference():
     expected = {"large": torch.tensor([3.0, -1.0]), "small": torch.tensor([2e-6, -4e-6])}
     found = expected | {"small": torch.tensor([2e-6, -3e-6])}
-    errors = compared(found, expected, torch.float64, unmeasured)
+    errors = compared(found, expected, torch.float64)
     assert errors.by_name == {"large": 0.0, "small": pytest.approx(0.25)}
     found["large"] = torch.tensor([3.0, float("nan")])
-    errors = compared(found, expected, torch.float64, unmeasured)
+    errors = compared(found, expected, torch.float64)
     assert errors.by_name["large"] == float("inf")
     assert not errors.is_exact
 
 
 @pytest.mark.parametrize(("size", "is_exact"), [(5e-17, True), (5e-13, False)])
-def test_a_gradient_of_a_few_last_bits_is_rounding_though_moved_weights_leave_it_as_it_is(
-    size, is_exact
-):
+def test_a_gradient_of_a_few_last_bits_is_rounding_and_a_small_one_is_not(size, is_exact):
     # As that of the bias of a softmax over classes, which is zero on paper.
     expected = {"weight": torch.tensor([0.05]), "bias": torch.tensor([size])}
     found = expected | {"bias": torch.tensor([-size])}
-    unmoved = lambda _: dict.fromkeys(expected, 0.0)  # noqa: E731
-    assert compared(found, expected, torch.float64, unmoved).is_exact == is_exact
+    assert compared(found, expected, torch.float64).is_exact == is_exact
 
 
 @pytest.mark.parametrize(
@@ -211,7 +200,7 @@ def test_a_model_that_amplifies_rounding_proves_nothing_and_no_module_is_blamed(
     assert (report.verdict, report.dtype) == ("not_proven", dtype)
     [(name, reason)] = report.culprits
     assert name == "rounding"
-    assert "changing the weights by their last bit" in reason
+    assert "look for large numbers that cancel" in reason
 
 
 # Memory
