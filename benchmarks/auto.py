@@ -35,6 +35,7 @@ from trainer.optim.optimizers import AdamW
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed
 from trainer.plan.memory import Shape
+from trainer.training.model import Model
 from trainer.tune.memory_limit import memory_limit
 from trainer.tune.predict import predict_peak
 from trainer.tune.request import Tuning, TuningRequest
@@ -82,7 +83,7 @@ class Contender:
         for fields in self.micro_batches:
             work.backward(fields)
         timing = Timing.between(begin, Mark.now())
-        work.model.zero_grad(set_to_none=True)
+        work.model.module.zero_grad(set_to_none=True)
         self.speed.add(int(self.plan.lengths.sum()) / timing.seconds, timing)
 
 
@@ -136,7 +137,7 @@ def tune_once(work: Workload, data: StdlibText, batches: list[IntArray]) -> tupl
         layout=Layout(),
         limit=memory_limit(torch.device("cpu"), resident_bytes=work.resident_bytes),
     )
-    found = tune(question, meter=meter_for(work.device))
+    found = tune(question, meter=meter_for(work.model.device))
     seconds = time.perf_counter() - started
     print(f"a cap of {found.max_tokens:,} after {seconds:.1f} s: {found.method}", flush=True)
     return found, seconds
@@ -206,9 +207,7 @@ def main() -> None:
         Request((longest,), 0, int(data.lengths[longest]))
     )
     work = Workload(
-        model=model,
-        objective=NextToken(),
-        make_optimizer=AdamW(lr=1e-3).build,
+        model=Model(module=model, objective=NextToken(), spec=AdamW(lr=1e-3)),
         make_fields=Tiled(example, int(data.lengths[longest])),
     )
     order = np.random.default_rng(0).permutation(len(data))

@@ -8,6 +8,8 @@ Two steps of a small GPT under AdamW, on one rank, of which every live tensor is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from trainer.models.bind import bind
@@ -17,8 +19,9 @@ from trainer.optim.masters import masters_of, widen_gradients
 from trainer.optim.optimizers import AdamW
 from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
+from trainer.training.model import Model
 from trainer.tune.predict import resting
-from trainer.tune.workload import Workload
+from trainer.tune.workload import Tiled, Workload
 
 SCHEMES = [("float32", False), ("bfloat16", False), ("bfloat16", True)]
 RANKS = 8
@@ -50,22 +53,12 @@ def measured(model: GPT) -> list[float]:
 def predicted(model: GPT, ranks: int) -> list[float]:
     """What the plan counts at the peak of an update without samples."""
     setup = ParallelSetup(mode="fsdp", replicas=1, sync=Deferred())
-    work = Workload(
-        model=model,
-        objective=NextToken(),
-        make_optimizer=AdamW(lr=1e-3).build,
-        make_fields=lambda *_: {},
-    )
-    if ranks == 1:
-        found = resting(work)
-    else:
+    stage = Model(module=model, objective=NextToken(), setup=setup, spec=AdamW(lr=1e-3))
+    work = Workload(model=stage, make_fields=Tiled({}, 1))
+    if ranks > 1:
         device = torch.device("cpu")
-        ranked = Workload(
-            **{name: vars(work)[name] for name in ("objective", "make_optimizer", "make_fields")},
-            model=model,
-            fake_ranks=lambda: setup.fake_ranks(ranks, bind, device),
-        )
-        found = resting(ranked)
+        work = replace(work, fake_ranks=lambda: setup.fake_ranks(ranks, bind, device))
+    found = resting(work)
     return [found.parameters, found.gradients, found.optimizer_state]
 
 

@@ -31,17 +31,13 @@ from common import FOLDER, Mark, Timing, print_table, write_results
 from torch import Tensor
 from torch.nn import functional as F
 
-from trainer.accumulate.sum import Sum
 from trainer.core.world import World
 from trainer.data.loader import Loader
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW
-from trainer.optim.schedules import Constant
 from trainer.parallel.base import Replicated
-from trainer.parallel.setup import ParallelSetup
-from trainer.parallel.sync import Deferred
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Fixed
@@ -148,10 +144,7 @@ def our_loop(
         model=Model(
             module=model,
             objective=objective,
-            strategy=Sum(),
-            setup=ParallelSetup(mode="none", replicas=1, sync=Deferred()),
             spec=OPTIMIZER,
-            schedule=Constant(),
             clip_norm=CLIP,
         ),
         world=world,

@@ -19,7 +19,6 @@ from trainer.models.bind import bind
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW
-from trainer.optim.schedules import Constant
 from trainer.parallel.base import Parallel, Replicated
 from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred, SyncPolicy
@@ -152,7 +151,6 @@ class Bench:
             ),
             setup=ParallelSetup(mode="none", replicas=1, sync=self.sync),
             spec=AdamW(lr=1e-2),
-            schedule=Constant(),
             clip_norm=self.clip_norm,
         )
         self.context = StepContext(

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.accumulate.rollback import Snapshot
-from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.optim.optimizers import AdamW
 from trainer.plan.memory import Shape
+from trainer.training.model import Model
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 
@@ -129,17 +129,10 @@ def images(size: int = 12) -> Tiled:
     return Tiled({"pixels": pixels, "labels": torch.tensor([1, 4])}, 1)
 
 
-def workload(model: nn.Module, make_fields: Tiled | None = None) -> Workload:
-    return Workload(
-        model=model,
-        objective=PerToken(),
-        make_optimizer=adamw,
-        make_fields=make_fields or text(),
-    )
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # few operations
+def workload(module: nn.Module, make_fields: Tiled | None = None, **changes: Any) -> Workload:
+    """What a rank computes that trains a module, by fused AdamW unless by another `spec`."""
+    model = Model(**{"objective": PerToken(), "spec": AdamW(lr=1e-3), "module": module} | changes)
+    return Workload(model=model, make_fields=make_fields or text())
 
 
 def gpt() -> GPT:
@@ -152,11 +145,10 @@ def measured_peak(
     *,
     recompute: bool = False,
     limit: int | None = None,
-    autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
     """Take two optimizer steps of two micro-batches each for real, on a copy of the model."""
-    model = copy.deepcopy(work.model)
-    copied = replace(work, model=model, bind=partial(bind, autocast=autocast))
+    model = copy.deepcopy(work.model.module)
+    copied = replace(work, model=replace(work.model, module=model))
     peak = PeakBytes()
     fields = copied.fields(*shape)
     full, variant = FullAt(peak, limit), copied.variant(recompute=recompute)
@@ -164,7 +156,7 @@ def measured_peak(
         peak.assign("parameters", model.parameters())
         peak.assign("buffers", model.buffers())
         peak.assign("activations", fields.values())
-        optimizer, snapshot = copied.make_optimizer(model), Snapshot(model)
+        optimizer, snapshot = work.model.spec.build(model), Snapshot(model)
         for _ in range(2):
             snapshot.take()
             copied.backward(fields)

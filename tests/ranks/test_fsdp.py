@@ -28,11 +28,13 @@ from trainer.models.first_weights import build_on_meta, drawn
 from trainer.models.gpt import GPT
 from trainer.models.recompute import blocks_of, checkpoint_blocks
 from trainer.objectives.next_token import NextToken
+from trainer.optim.optimizers import OwnOptimizer
 from trainer.parallel.base import Parallel
 from trainer.parallel.fsdp import Sharded, fake_mesh, make_mesh
 from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
+from trainer.training.model import Model
 from trainer.tune.predict import predict_peak
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
@@ -82,13 +84,17 @@ class Load:
 
         whole = partial(self.setup.fake_ranks, size, self.bind, torch.device("cpu"))
         model, weights = (self.build(), None) if self.is_whole else build_on_meta(self.build)
-        work = Workload(
-            model=model,
-            objective=NextToken(),
-            make_optimizer=lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2),
-            make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
+        stage = Model(
+            module=model,
             weights=weights,
-            sync=POLICIES[self.sync](),
+            precision="fp32" if self.dtype is None else "bf16",
+            objective=NextToken(),
+            setup=self.setup,
+            spec=OwnOptimizer.of(torch.optim.AdamW, {"lr": 1e-2}),
+        )
+        work = Workload(
+            model=stage,
+            make_fields=Tiled({"input_ids": tokens, "labels": tokens}, 24),
             fake_ranks=whole if self.is_whole else fake_ranks,
         )
         return predict_peak(work, Shape(self.micro, 24), recompute=self.recompute)

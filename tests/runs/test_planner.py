@@ -1,6 +1,6 @@
 """The planner as a run uses it: packed rows, padding, and memory under autocast."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
 from trainer.assemble.layout import layout_for
 from trainer.core.errors import ConfigError
-from trainer.models.bind import bind
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.models.gpt import GPT
 from trainer.plan.cut import Cost, Layout
@@ -196,11 +195,11 @@ def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
 @pytest.mark.parametrize("name", ["gpt", nightly("encoder")])
 def test_the_peak_under_bf16_autocast_is_predicted(name):
     model = gpt() if name == "gpt" else Encoder()
-    work = replace(workload(model), bind=partial(bind, autocast=torch.bfloat16))
+    work = workload(model, precision="bf16")
     shape = Shape(6, 40)
     predicted = predict_peak(work, shape).peak_bytes
     assert predicted < predict_peak(workload(model), shape).peak_bytes
-    measured = measured_peak(work, shape, autocast=torch.bfloat16).peak_bytes
+    measured = measured_peak(work, shape).peak_bytes
     assert predicted == pytest.approx(measured, rel=0.05)
 
 

@@ -22,9 +22,10 @@ from trainer.data.samples import preserve_generators
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
+from trainer.training.model import Model
 from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
-from trainer.tune.workload import Workload
+from trainer.tune.workload import Tiled, Workload
 
 LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
 STATE = 4  # weights, gradients and two moments: what training needs at the most, as a rule
@@ -72,13 +73,9 @@ def refuse_too_large(
     needed, what = weights, "weights need"
     is_large = limit is not None and STATE * weights > limit.bytes * ranks
     if spec is not None and is_trained and is_large:
-        work = Workload(
-            model=module,
-            objective=NextToken(),  # any: no sample is computed
-            make_optimizer=spec.build,
-            make_fields=lambda *_: {},
-            device=world.device,
-        )
+        # Any objective will do: no sample is computed.
+        model = Model(module=module, objective=NextToken(), spec=spec, device=world.device)
+        work = Workload(model=model, make_fields=Tiled({}, 1))
         needed, what = resting(work).peak_bytes, "weights, gradients and optimizer state need"
     if limit is not None and needed > limit.bytes * ranks:
         raise _refusal(module, f"{what} {size(needed)}", limit, ranks)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
+
 from trainer.assemble.features import Features
+from trainer.assemble.hardware import planned_device
 from trainer.assemble.objective import Chosen
 from trainer.assemble.optimizer import ChosenOptimizer
 from trainer.config.run_config import RunConfig
@@ -48,6 +51,11 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether the model is laid out in shards; other commands compute in one process."""
         return self.model.setup.mode in SHARDED and self.config.command in {"train", "plan"}
+
+    @property
+    def planned_device(self) -> torch.device:
+        """Where the run is to compute; `train plan` may be for a GPU that is not here."""
+        return planned_device(self.config, self.world)
 
     def feed(self, world: World) -> Feed:
         """Begin to give the micro-batches of a rank."""

@@ -12,24 +12,16 @@ from trainer.assemble.counts import count_run, unread_fields
 from trainer.assemble.noise import noise_every
 from trainer.assemble.run import Run
 from trainer.assemble.saved import SavedCut, accum_of
-from trainer.assemble.stages import later_batches
-from trainer.assemble.tuning import (
-    device_cost,
-    memory_of_rank,
-    predict_sampled,
-    tune_run,
-    workload_of,
-)
+from trainer.assemble.tuning import predict_sampled, tune_run
+from trainer.assemble.workload import device_cost, memory_of_rank, sampled_batches, workload_of
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import IntArray, Plan
+from trainer.plan.cut import Plan
 from trainer.training.run import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.request import Tuning
 from trainer.tune.speed import speed_of
 from trainer.tune.tensors import MemoryEstimate
-
-SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
 
 
 @final
@@ -121,7 +113,7 @@ def prepare(
     limit, is_here = memory_of_rank(run, work.resident_bytes)
 
     # The cut: as it was, as it is tuned, or as it was typed.
-    batches = _sampled(run)
+    batches = sampled_batches(run)
     cut, tuning, how = run.cut, None, f"{type(run.cut).__name__}, as typed"
     if is_known:
         cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
@@ -164,14 +156,3 @@ def prepare(
         warnings=tuple(warnings),
         counts=counts,
     )
-
-
-def _sampled(run: Run) -> list[IntArray]:
-    """Take the lengths behind the first few steps of the first epoch."""
-    order, batches = run.data.order, list[IntArray]()
-    cursor = order.start
-    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, run.data.total_steps)):
-        samples = order.next(cursor)
-        cursor = samples.after
-        batches.append(run.data.lengths[samples.ids])
-    return [*batches, *later_batches(run)]  # which may need more memory

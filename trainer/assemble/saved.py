@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Self, final
 
 from pydantic import Field
 
 from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.store import CheckpointStore, Loaded
 from trainer.checkpoint.weights import StoredWeights, first_weights
 from trainer.config.run_config import RunConfig, contract_diff
 from trainer.core.errors import NoCheckpointError
@@ -116,3 +117,10 @@ class Saved:
         """
         before, may_change = self.terms.contract, ("steps", "epochs")
         return self.loaded is not None and not contract_diff(before, terms.contract, may_change)
+
+
+def open_store(config: RunConfig, folder: Path, world: World) -> tuple[CheckpointStore, Saved]:
+    """Open the checkpoints of a run, and read the newest intact one if it goes on. Collective."""
+    store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
+    loaded = None if config.resume is None else store.load(world=world)
+    return store, Saved.read(config, loaded, world)

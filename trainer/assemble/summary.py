@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from trainer.assemble.hardware import has_fast_bf16, planned_device
+from trainer.assemble.hardware import has_fast_bf16
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.stages import stage_rows, stage_warnings
@@ -165,7 +165,7 @@ def _time(run_plan: RunPlan) -> list[Row]:
     each = seconds and f"about {duration(seconds)} per step"
     text = join_parts(each, total and f"{total} in all", note)
     config, here = run.config, run.world.device
-    is_away = planned_device(config, run.world).type != here.type
+    is_away = run.planned_device.type != here.type
     device = f"{config.device} (not here)" if is_away else str(here)
     workers = run.data.loader.num_workers
     loading = plural(workers, "loading process") + " each" * (run.world.size > 1)
@@ -271,7 +271,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     run, unit = run_plan.run, run_plan.run.config.batch.unit
     warnings = [*run.split.warnings, *run_plan.warnings, *stage_warnings(run)]
     lengths, asked = run.data.lengths, run.data.order.sizes.largest
-    device = planned_device(run.config, run.world)
+    device = run.planned_device
     named = "batch.global=" if run.data.order.sizes.is_constant else "a stage of "
     is_open = run.config.precision == "auto"
     if is_open and run.model.precision == "bf16" and not has_fast_bf16(device):

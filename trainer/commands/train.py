@@ -11,9 +11,8 @@ from trainer.assemble.open_run import open_run
 from trainer.assemble.parts import own_parts
 from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_stopped
 from trainer.assemble.run_plan import prepare_on_main
-from trainer.assemble.saved import Saved
+from trainer.assemble.saved import open_store
 from trainer.assemble.summary import describe_run
-from trainer.checkpoint.store import CheckpointStore
 from trainer.commands.announce import announce
 from trainer.commands.finish import finish
 from trainer.config.run_config import RunConfig
@@ -43,10 +42,9 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
 def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> None:
     """Build the run, go through its steps, and say how it ended. Collective."""
     started = time.perf_counter()
-    store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
     end_if_stopped(world, stop())
-    loaded = None if config.resume is None else store.load(world=world)
-    saved, own = Saved.read(config, loaded, world), own_parts(config)
+    store, saved = open_store(config, folder, world)
+    own = own_parts(config)
     run = assemble_on_all(config, world, saved)
     terms = check_terms(run, saved.terms)
     run_plan = prepare_on_main(run, saved.cut)

@@ -17,7 +17,6 @@ from trainer.core.format import plural
 from trainer.core.run_folder import RunFolder
 from trainer.core.tensors import dtype_name
 from trainer.core.world import World
-from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.report.console import Screen
 from trainer.verify.comparison import EXACT
@@ -30,7 +29,7 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
     here = World(device=world.device)
     run = assemble(config, world, Saved.read(config, None, here))
     setup, layout = run.model.setup, replace(run.layout, world_size=1, lockstep=False)
-    none = ParallelSetup(mode="none", replicas=1, sync=setup.sync)
+    none = replace(setup, mode="none", replicas=1, mesh=None, sizes=None, is_ordered=False)
     cut = Fixed(micro=2 * layout.group_size)
     single = replace(run, world=here, model=replace(run.model, setup=none), layout=layout, cut=cut)
     with closing(single.feed(here)) as feed:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
-from trainer.plan.cut import Plan
+from trainer.plan.cut import Cut, Layout, Plan
+from trainer.plan.partition import pad_length
 
 
 @final
@@ -32,6 +33,20 @@ def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
     by_positions = max(shapes, key=lambda shape: (shape.num_samples * shape.length, shape))
     by_pairs = max(shapes, key=lambda shape: (shape.num_samples * shape.length**2, shape))
     return tuple(dict.fromkeys((by_positions, by_pairs, max(shapes))))
+
+
+def dearest_shapes(
+    cut: Cut, plans: Sequence[Plan], layout: Layout, longest: int
+) -> tuple[Shape, ...]:
+    """Name shapes of which one needs the most memory of the steps that were planned.
+
+    Under counts that were typed it is that of all steps: the longest sample of the data may come
+    with a whole micro-batch of others.
+    """
+    if "micro_batch" not in cut.couplings or layout.packed:
+        return largest_shapes(plans)
+    most = max(len(ids) for plan in plans for own in plan.ranks for ids in own)
+    return (Shape(most, pad_length(longest, layout)),)
 
 
 def candidate_caps(longest: int, total: int, ratio: float = 1.04) -> tuple[int, ...]:

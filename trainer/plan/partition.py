@@ -80,6 +80,11 @@ def samples_of_groups(
     return [[samples(slot) for slot in slots] for slots in ranks]
 
 
+def pad_length(length: int, layout: Layout) -> int:
+    """Pad one length; see `pad_lengths`."""
+    return int(pad_lengths(np.array([length]), layout)[0])
+
+
 def pad_lengths(lengths: IntArray, layout: Layout) -> IntArray:
     """Round lengths up to 1 at least, and to a shape of the layout; above all, to the multiple."""
     multiple = layout.pad_multiple

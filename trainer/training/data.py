@@ -17,7 +17,7 @@ from trainer.plan.cut import IntArray, Layout
 from trainer.plan.cuts import Budget
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order, Stage
-from trainer.plan.partition import pad_lengths
+from trainer.plan.partition import pad_length
 
 PLANNED_AT_ONCE = 8192  # samples planned at once
 
@@ -50,7 +50,7 @@ class HeldOut:
 
     def requests(self, rank: int) -> Iterator[Request]:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once."""
-        longest = int(pad_lengths(np.array([self.lengths.max(initial=1)]), self.layout)[0])
+        longest = pad_length(self.lengths.max(initial=1), self.layout)
         cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
         size = self.layout.world_size if self.is_ordered else 1
         layout = replace(self.layout, world_size=self.layout.world_size // size)

@@ -6,25 +6,26 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
+from trainer.accumulate.base import at_places, summed
 from trainer.core.errors import DoesNotFitError, Preempted
 from trainer.core.micro_batch import Fields, to_device
-from trainer.core.out_of_memory import AllocationGuard, release_memory
+from trainer.core.out_of_memory import AllocationGuard, no_replay, release_memory
+from trainer.core.tensors import full_products
 from trainer.core.world import World
 from trainer.data.loader import Loader, Request
 from trainer.models.bind import Casts
-from trainer.objectives.base import Objective, Sums, sums_of, weights_of
+from trainer.objectives.base import ModelCall, Objective, Sums, checked, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.metrics import metrics_of_sums
 from trainer.parallel.base import Parallel
 from trainer.training.context import StepContext
-from trainer.training.coupled_evaluation import CollectedRows
 from trainer.training.data import HeldOut
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
@@ -206,3 +207,41 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@final
+@dataclass(eq=False)
+class CollectedRows:
+    """Collects the rows of held-out samples, to be summed once all are there."""
+
+    objective: CoupledObjective
+    places: Mapping[int, int]  # of a held-out sample, among those that are evaluated
+    _rows: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _ids: list[int] = field(default_factory=list, init=False)
+
+    def noted(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """Begin; pass requests on, whose micro-batches are to be added in this order."""
+        self._rows.clear()
+        self._ids.clear()
+        for request in requests:
+            self._ids += request.ids
+            yield request
+
+    def add(self, model: ModelCall, fields: Fields) -> Sums:
+        """Run the model on the next micro-batch, which has no sums of its own."""
+        for name, own in self.objective.rows(model, fields).items():
+            # A view of a parameter is gone once the model gives its shards back.
+            self._rows[name].append(own.clone())
+        return Sums(losses={})
+
+    @full_products()
+    def sums(self, world: World, weights: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
+        """Sum over the samples of all ranks, the same on each. Collective."""
+        counted: dict[str, float] = defaultdict(float)
+        for name, counts in chain.from_iterable(each.items() for each in weights):
+            counted[name] += sum(counts)
+        with no_replay("in an evaluation: set a smaller eval.samples"), torch.no_grad():
+            mine = {name: torch.cat(parts) for name, parts in self._rows.items()}
+            at = [self.places[i] for i in self._ids]
+            rows = summed(at_places(mine, at, len(self.places)), world, "evaluation")
+            return checked(self.objective, self.objective.sums_of_rows(rows), counted)

@@ -16,15 +16,19 @@ from torch import nn
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.normalizer import WeightUnit
+from trainer.accumulate.sum import Sum
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.world import World
 from trainer.models.bind import AUTOCAST, bind
 from trainer.models.first_weights import FirstWeights, any_values
 from trainer.objectives.base import ModelCall, Objective
 from trainer.optim.optimizers import OptimizerSpec
-from trainer.optim.schedules import Schedule
+from trainer.optim.schedules import Constant, Schedule
 from trainer.parallel.setup import ParallelSetup
+from trainer.parallel.sync import Deferred
 from trainer.plan.order import Cursor, Order
+
+ONE_RANK = ParallelSetup(mode="none", replicas=1, sync=Deferred())
 
 
 @final
@@ -41,13 +45,15 @@ class Model:
 
     objective: Objective  # what turns the model's outputs into loss sums
     normalizer: WeightUnit = "tokens"
-    strategy: GradientStrategy  # how the gradients of micro-batches become the step's
+    strategy: GradientStrategy = field(
+        default_factory=Sum
+    )  # how the gradients of micro-batches become the step's
     coupling: Coupling = NONE  # of the samples of a step, by model, objective and normalizer
     # How ranks are used; under `sync=auto` with a policy that the plan may change
-    setup: ParallelSetup
+    setup: ParallelSetup = ONE_RANK
 
     spec: OptimizerSpec  # builds the optimizer, once the model is laid out
-    schedule: Schedule  # factor of every learning rate, by step
+    schedule: Schedule = field(default_factory=Constant)  # factor of every learning rate, by step
     clip_norm: float | None = None  # largest 2-norm of the step's gradient; None leaves it as it is
 
     @cached_property

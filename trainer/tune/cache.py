@@ -110,17 +110,16 @@ class TuningCache:
                 durable.write_json(self.path, {"facts": _FACTS.dump_python(self.facts)})
 
 
-def measurement_key(
-    work: Workload, length: int, precision: str, counts: ComputeCounts | None
-) -> dict[str, Any]:
+def measurement_key(work: Workload, length: int, counts: ComputeCounts | None) -> dict[str, Any]:
     """List everything a measurement depends on.
 
     What a class computes shows in the operators of a fake run over that length; an edit that
     changes none of them changes no measurement.
     """
-    device, optimizer = work.device, work.make_optimizer(work.model)
-    parts = (*work.model.modules(), work.objective, optimizer)
-    tensors = [*work.model.named_parameters(), *work.model.named_buffers()]
+    model, module = work.model, work.model.module
+    optimizer = model.spec.build(module)
+    parts = (*module.modules(), model.objective, optimizer)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
     groups = optimizer.param_groups
     return {
         "classes": sorted(  # with the version of each one's package
@@ -133,9 +132,9 @@ def measurement_key(
         "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
         "average": work.ema_decay is not None,
         "length": length,
-        "precision": precision,
+        "precision": model.precision,
         "compiled": work.compiled,
-        "device": gpu.name_of(device) or cpu_model(),
+        "device": gpu.name_of(model.device) or cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -75,13 +75,14 @@ def count_compute(
     one of 124M parameters.
     """
     counter = Counter()
-    layer = None if declares_logits(work.model) else candidate(work.model)
+    module = work.model.module
+    layer = None if declares_logits(module) else candidate(module)
     try:
         micro_batch = fake_micro_batch(replace(work, fake_ranks=None), Shape(PAIR, length))
         with micro_batch as (theirs, fields, _):
-            recompute_nothing(theirs.model)
-            fake = None if layer is None else candidate(theirs.model)
-            is_last = None if fake is None else watch_last(theirs.model, fake)
+            recompute_nothing(theirs.model.module)
+            fake = None if layer is None else candidate(theirs.model.module)
+            is_last = None if fake is None else watch_last(theirs.model.module, fake)
             limits = _watch_limits(theirs, fields)
             reads = _Reads({id(fields[name]): name for name in watched})
             with sdpa_kernel(SDPBackend.MATH), counter, reads if watched else nullcontext():
@@ -107,8 +108,8 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
     Seen are tables that look up the ids as they are, by `nn.Embedding`, and the logits.
     """
     limits: dict[str, int] = {}
-    ids, axis = fields.get(INPUT_IDS), work.objective.class_axis
-    layer = getattr(work.call, "output_layer", None)
+    ids, axis = fields.get(INPUT_IDS), work.model.objective.class_axis
+    layer = getattr(work.model.call, "output_layer", None)
 
     def note_rows(table: nn.Embedding, given: tuple[Tensor, ...]) -> None:
         if ids is not None and given and _is_all_of(given[0], ids):
@@ -121,10 +122,10 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
         elif axis is not None and isinstance(logits, Tensor):
             limits[LABELS] = logits.shape[axis]
 
-    for part in work.model.modules():
+    for part in work.model.module.modules():
         if isinstance(part, nn.Embedding):
             part.register_forward_pre_hook(note_rows)
-    work.model.register_forward_hook(note_classes)
+    work.model.module.register_forward_hook(note_classes)
     return limits
 
 

@@ -64,10 +64,9 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     `CannotRunFake` where the model cannot be copied, or the block asks for a value.
     """
     mode = FakeTensorMode()
-    tensors = [*work.model.parameters(), *work.model.buffers()]
-    memo: dict[int, object] = {
-        id(tensor): _fake_of(tensor, mode, work.device) for tensor in tensors
-    }
+    module, device = work.model.module, work.model.device
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
     ranks = nullcontext(work.on_one_rank) if work.fake_ranks is None else work.fake_ranks()
     log = logging.getLogger(FakeTensorMode.__module__)  # tells of every fault, which is an answer
     was_disabled, log.disabled = log.disabled, True
@@ -75,13 +74,14 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
         with restoring(nn.Module()), ranks as lay_out:
 
             def fake(tensor: Tensor) -> Tensor:  # among the attributes of the model
-                return _fake_of(tensor, mode, work.device if tensor.is_meta else tensor.device)
+                return _fake_of(tensor, mode, device if tensor.is_meta else tensor.device)
 
-            model, objective = duplicate((work.model, work.objective), memo, fake)
-            for parameter in model.parameters():
+            module, objective = duplicate((module, work.model.objective), memo, fake)
+            for parameter in module.parameters():
                 parameter.grad = None
+            model = replace(work.model, module=module, objective=objective)
             with mode:
-                yield mode, replace(work, model=model, objective=objective), lay_out
+                yield mode, replace(work, model=model), lay_out
     except TrainError:
         raise  # what the model, or the objective, says to the user
     except Exception as error:
@@ -117,7 +117,7 @@ def fake_micro_batch(
     """Lend a fake copy of a workload, and a micro-batch of a shape."""
     fields = work.make_fields(*shape)
     with fake_copy(work) as (mode, theirs, lay_out), theirs.variant(recompute=recompute):
-        fakes = {name: mode.from_tensor(f).to(theirs.device) for name, f in fields.items()}
+        fakes = {name: mode.from_tensor(f).to(theirs.model.device) for name, f in fields.items()}
         yield theirs, fakes, lay_out
 
 
@@ -132,8 +132,8 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     for compiled in (False, True)[: 1 + (work.compiled and not recompute)]:
         with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, lay_out):
             if compiled:  # these graphs count towards the same limit as the run's
-                compile_model(theirs.model, 2 * COMPILED_SHAPES, backend=UNFUSED)
-            found.append(fullest_steps(theirs, lay_out(theirs.model), fields))
+                compile_model(theirs.model.module, 2 * COMPILED_SHAPES, backend=UNFUSED)
+            found.append(fullest_steps(theirs, lay_out(theirs.model.module), fields))
     # Upper bounds, both: what Inductor fuses takes no more than unfused, nor than uncompiled.
     return min(found, key=lambda estimate: estimate.peak_bytes)
 
@@ -169,7 +169,7 @@ class Predictor:
                 self._work, self._predict = replace(work, compiled=False), None
                 self.method = f"memory predicted with fake tensors, uncompiled ({answer})"
                 return self(shape)
-            if is_on_meta(work.model):
+            if is_on_meta(work.model.module):
                 raise
             self.method = f"memory by real probes of small shapes ({answer})"
             self._predict = probe_peak(work, smallest, recompute=recompute)
@@ -178,10 +178,10 @@ class Predictor:
 
 def _compare(work: Workload, smallest: Shape, *, recompute: bool) -> None:
     """Compare the bytes of a small forward, run for real, with its fake's: both must be close."""
-    if is_on_meta(work.model):
+    if is_on_meta(work.model.module):
         return
     # Statistics over samples need two.
-    length = min(smallest.length, max(work.shortest, COMPARED_TOKENS))
+    length = min(smallest.length, max(work.make_fields.shortest, COMPARED_TOKENS))
     shape, real = Shape(min(2, smallest.num_samples), length), 0
     # What fails here fails again, in full, in the step.
     with suppress(Exception), work.live(recompute=recompute):
@@ -200,8 +200,8 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
     Three terms: constant, per position, and per pair of positions of one sample, where attention
     scores are materialised. Arguments as for `Predictor`.
     """
-    length = min(smallest.length, max(PROBE_TOKENS, 2 * work.shortest))
-    lengths = dict.fromkeys((length, max(work.shortest, length // 2)))
+    length = min(smallest.length, max(PROBE_TOKENS, 2 * work.make_fields.shortest))
+    lengths = dict.fromkeys((length, max(work.make_fields.shortest, length // 2)))
     with work.live(recompute=recompute):
         count = min(2, smallest.num_samples)  # statistics over samples need two
         first, *more = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
@@ -221,14 +221,14 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
 
 def _activations(work: Workload, shape: Shape) -> float:
     """Measure one micro-batch while gradients are there."""
-    peak, fields, snapshot = PeakBytes(), work.fields(*shape), Snapshot(work.model)
+    peak, fields, snapshot = PeakBytes(), work.fields(*shape), Snapshot(work.model.module)
     with peak:
         work.count(peak, fields)
         for _ in range(2):
             peak.reset()
             snapshot.take()
             work.backward(fields)
-            peak.assign("gradients", gradients(work.model))
+            peak.assign("gradients", gradients(work.model.module))
     return float(peak.estimate.activations)
 
 
@@ -237,9 +237,11 @@ def resting(work: Workload) -> MemoryEstimate:
     try:
         with fake_copy(work) as (_, theirs, lay_out):
             # Without a window a rank in shards has no more than in one.
-            return fullest_steps(replace(theirs, sync=Deferred()), lay_out(theirs.model))
+            setup = replace(theirs.model.setup, sync=Deferred())
+            apart = replace(theirs, model=replace(theirs.model, setup=setup))
+            return fullest_steps(apart, lay_out(theirs.model.module))
     except CannotRunFake:
         # An optimizer that needs values, too, runs on a copy of the model.
         return fullest_steps(
-            replace(work, fake_ranks=None), work.on_one_rank(duplicate(work.model))
+            replace(work, fake_ranks=None), work.on_one_rank(duplicate(work.model.module))
         )

@@ -13,7 +13,7 @@ import torch
 from trainer.core import gpu
 from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
-from trainer.plan.partition import pad_lengths
+from trainer.plan.partition import pad_length
 from trainer.tune.memory_limit import MemoryLimit
 from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload
@@ -93,7 +93,7 @@ class TuningRequest:
 
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""
-        return int(pad_lengths(np.array([length]), self.layout)[0])
+        return pad_length(length, self.layout)
 
     @property
     def single(self) -> Shape:
@@ -123,7 +123,7 @@ class TuningRequest:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
-        bound = LARGEST_TIMED[gpu.kind_of(self.work.device)] if self.timed else self.fixed_cap
+        bound = LARGEST_TIMED[gpu.kind_of(self.work.model.device)] if self.timed else self.fixed_cap
         if self.as_needed:
             bound = max(plan.max_positions for plan in self.plans_under(whole, self.layout.cost))
         return max(self.single_sample_cap, min(whole, bound or whole))

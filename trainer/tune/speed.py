@@ -64,8 +64,8 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[PrepareShape]:
     What it yields prepares forward and backward of a shape, which compiles at that; to run it waits
     for the device.
     """
-    known = set[Shape]()
-    compilation = with_compilation(work.model, COMPILED_SHAPES) if work.compiled else nullcontext()
+    known, module = set[Shape](), work.model.module
+    compilation = with_compilation(module, COMPILED_SHAPES) if work.compiled else nullcontext()
 
     def prepare(shape: Shape) -> Callable[[], None]:
         fields = work.fields(*shape)
@@ -79,7 +79,7 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[PrepareShape]:
             known.add(shape)
         return run
 
-    once = Casts(work.model).once(work.device.type)
+    once = Casts(module).once(work.model.device.type)
     with work.live(recompute=recompute), compilation, once:
         yield prepare
 

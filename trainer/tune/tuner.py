@@ -33,6 +33,7 @@ from trainer.tune.speed import (
     speed_of,
 )
 from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.workload import Workload, restoring
 
 # With and without activation checkpointing, by `TuningRequest.recompute`
 VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
@@ -94,9 +95,24 @@ def tune(
     )
 
 
+def predict_stated(
+    work: Workload, shapes: Sequence[Shape], cache: TuningCache, *, recompute: bool
+) -> MemoryEstimate:
+    """Predict the peak of steps with such micro-batches, which nothing tunes."""
+    peaks = cache.facts[recompute].peaks
+    if unknown := [shape for shape in shapes if shape not in peaks]:
+        # One that the run has, not one sample alone: statistics over samples need two.
+        smallest = min(shapes, key=lambda shape: shape.num_samples)
+        with restoring(work.model.module, work.model.objective):
+            predictor = Predictor(work, smallest, recompute=recompute)
+            peaks.update({shape: predictor(shape) for shape in unknown})
+        cache.save()
+    return max((peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
+
+
 def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
     """Tell whether a cap that memory forbids might have been faster."""
-    if not can_recompute(plain.request.work.model):
+    if not can_recompute(plain.request.work.model.module):
         return False
     if not plain.rows:
         return True
@@ -107,7 +123,7 @@ def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
 def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
     """Take the fastest row; of those within its noise, what recomputes least and is most usual."""
     request = variants[0].request
-    usual = usual_cap(request.work.device)
+    usual = usual_cap(request.work.model.device)
     # Where nothing is timed, only the largest cap may be chosen.
     first = 0 if request.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -23,14 +22,14 @@ from trainer.core.micro_batch import Fields, to_device
 from trainer.core.world import World
 from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
-from trainer.models.bind import Casts, bind
+from trainer.models.bind import Casts
 from trainer.models.check import refuse_sparse_gradients
-from trainer.models.first_weights import FirstWeights, drawn, is_on_meta
+from trainer.models.first_weights import drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
-from trainer.objectives.base import ModelCall, Objective, sums_of
+from trainer.objectives.base import sums_of
 from trainer.parallel.base import Parallel, Replicated
-from trainer.parallel.sync import Deferred, SyncPolicy
 from trainer.plan.cut import IntArray
+from trainer.training.model import ONE_RANK, Model
 from trainer.tune.tensors import MemoryEstimate, PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
@@ -46,81 +45,63 @@ SAMPLES = 16  # looked at, to tell which dimensions follow the length
 class Workload:
     """One rank's model, loss, optimizer and data."""
 
-    # As it is before it is compiled or wrapped for several ranks; to be sharded, it may have its
-    # parameters on the meta device
-    model: nn.Module
-    objective: Objective  # gives the loss sums
-    # Builds the run's optimizer over the parameters a model has, real or fake
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    # Gives collated fields, on the CPU, of so many samples padded to so many tokens; draws nothing
-    # from global generators
-    make_fields: Callable[[int, int], Fields]
-    shortest: int = 1  # tokens of the shortest whole sample; of fewer no probe is made
+    model: Model  # as it is before it is compiled or wrapped for several ranks
+    make_fields: Tiled  # draws nothing from global generators
     ema_decay: float | None = None  # of the average of the weights; None where there is none
-    # Makes a call of the model, or of a copy, under the run's precision
-    bind: Callable[[nn.Module], ModelCall] = bind
-    # Where the model computes
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     # Whether the model is timed compiled, and its memory predicted so; where it recomputes, whose
     # graphs cannot run fake, memory is predicted uncompiled
     compiled: bool = False
-    weights: FirstWeights | None = None  # what parameters on the meta device begin with
-    # When gradients are reduced, where the model is laid out
-    sync: SyncPolicy = field(default_factory=Deferred)
     # Lends a way to lay copies out over ranks that are not there, as the run does over real ones;
     # None is one rank
     fake_ranks: Callable[[], AbstractContextManager[LayOut]] | None = None
 
-    @cached_property
-    def call(self) -> ModelCall:
-        """Runs the model on the fields it takes."""
-        return self.bind(self.model)
-
     @property
     def resident_bytes(self) -> int:
         """Bytes of the model's own tensors that are in memory already."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
+        module = self.model.module
+        tensors = [*module.parameters(), *module.buffers()]
         storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
         return sum({id(storage): storage.nbytes() for storage in storages}.values())
 
     def fields(self, num_samples: int, length: int) -> Fields:
         """Make a micro-batch where the model computes."""
-        return to_device(self.make_fields(num_samples, length), self.device)
+        return to_device(self.make_fields(num_samples, length), self.model.device)
 
     def backward(self, fields: Fields) -> None:
         """Add the gradient of one micro-batch to `.grad`."""
-        losses = sums_of(self.objective, self.call, fields, None).losses
+        losses = sums_of(self.model.objective, self.model.call, fields, None).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
-        refuse_sparse_gradients(self.model)
+        refuse_sparse_gradients(self.model.module)
 
     def filled(self) -> AbstractContextManager[None]:
         """Have the model whole inside the block, wherever its parameters are outside of it."""
-        if self.weights is not None and is_on_meta(self.model):
-            return drawn(self.model, self.weights, self.device)
+        module, weights = self.model.module, self.model.weights
+        if weights is not None and is_on_meta(module):
+            return drawn(module, weights, self.model.device)
         return nullcontext()
 
-    def on_one_rank(self, model: nn.Module) -> Parallel:
+    def on_one_rank(self, module: nn.Module) -> Parallel:
         """Lay a copy of the model out on one rank."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return Replicated(model, self.bind(model), trained, World(device=self.device))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return Replicated(module, self.model.bind(module), trained, World(device=self.model.device))
 
     @contextmanager
     def live(self, *, recompute: bool) -> Iterator[None]:
         """Lend the model itself to be run inside the block, and leave it bit for bit as it was."""
-        with restoring(self.model, self.objective), self.variant(recompute=recompute):
+        with restoring(self.model.module, self.model.objective), self.variant(recompute=recompute):
             yield
 
     @contextmanager
     def variant(self, *, recompute: bool) -> Iterator[None]:
         """Compute with or without activation checkpointing inside the block."""
-        with with_checkpointing(self.model) if recompute else nullcontext():
-            self.model.train()
+        with with_checkpointing(self.model.module) if recompute else nullcontext():
+            self.model.module.train()
             yield
 
     def count(self, peak: PeakBytes, fields: Fields) -> None:
         """Count what is there before a forward."""
-        peak.assign("parameters", self.model.parameters())
-        peak.assign("buffers", self.model.buffers())
+        peak.assign("parameters", self.model.module.parameters())
+        peak.assign("buffers", self.model.module.buffers())
         peak.assign("activations", fields.values())
 
 
@@ -130,7 +111,7 @@ def forward_bytes(work: Workload, fields: Fields) -> int:
     with peak:
         work.count(peak, fields)
         peak.reset()
-        work.objective.sums(work.call, fields)
+        work.model.objective.sums(work.model.call, fields)
     return peak.estimate.activations
 
 
@@ -170,10 +151,11 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     micro-batches, as what is reduced waits beside the second. Changes the weights, so it is for
     fake tensors or copies, laid out. Without `fields` it updates alone.
     """
-    module, sync = model.module, Deferred() if work.fake_ranks is None else work.sync
-    work, peak = replace(work, model=module, bind=lambda _: model.call), PeakBytes()
+    module = model.module
+    sync = (ONE_RANK if work.fake_ranks is None else work.model.setup).sync
+    work, peak = replace(work, model=replace(work.model, module=module)), PeakBytes()
     with peak:
-        optimizer, snapshot = work.make_optimizer(module), Snapshot(module)
+        optimizer, snapshot = work.model.spec.build(module), Snapshot(module)
         # The weights, which count as such, but for copies that it steps in place of them.
         for group in optimizer.param_groups:
             peak.assign("optimizer_state", group["params"])
@@ -196,7 +178,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             model.reduce(used)
             peak.assign("gradients", gradients(module))
             # A norm takes next to nothing; a fake one of a large model, minutes.
-            model.scale_gradients(torch.ones((), device=work.device))
+            model.scale_gradients(torch.ones((), device=work.model.device))
             optimizer.step()
             state = tree_leaves([*optimizer.state.values()])
             peak.assign("optimizer_state", filter(torch.is_tensor, state))
@@ -209,7 +191,7 @@ def _accumulate(
 ) -> None:
     """Add up the gradients of the micro-batches that a step has at its peak."""
     for is_last in (False, True) if in_lockstep else (True,):
-        casts = nullcontext() if in_lockstep else Casts(model.module).once(work.device.type)
+        casts = nullcontext() if in_lockstep else Casts(model.module).once(work.model.device.type)
         with casts, model.micro_batch(is_last=is_last):
             work.backward(fields)
         peak.assign("gradients", [*gradients(model.module), *model.gradients()])

@@ -19,7 +19,7 @@ from trainer.features.contrastive.contrastive import Contrastive
 from trainer.objectives.base import Sums
 from trainer.objectives.coupled import CoupledObjective
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.coupled_evaluation import CollectedRows
+from trainer.training.evaluation import CollectedRows
 
 EXACT, WRONG = 1e-12, 1e-2
 CUTS = [Fixed(micro=1), Fixed(micro=3), Budget(max_tokens=60)]

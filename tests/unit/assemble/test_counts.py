@@ -7,7 +7,7 @@ from torch import nn
 from tests.reliability import lab
 from trainer.assemble.build import assemble
 from trainer.assemble.counts import count_run, unread_fields
-from trainer.assemble.tuning import workload_of
+from trainer.assemble.workload import workload_of
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums
 

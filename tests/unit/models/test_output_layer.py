@@ -1,6 +1,5 @@
 """What goes into the output layer stands in for logits where the logits are that layer's alone."""
 
-from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from tests.lib.nightly import nightly
-from tests.lib.tune_support import assert_same, text, traces, workload
+from tests.lib.tune_support import assert_same, traces, workload
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import LEAST_BYTES, NextToken
@@ -37,14 +36,14 @@ def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(
     config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
     before = traces(model, runs=True)
-    work = replace(workload(model, text()), objective=NextToken())
+    work = workload(model, objective=NextToken())
     count_compute(work, 1)
     assert_same(traces(model, runs=True), before)
-    assert (work.call.output_layer is not None) == is_output
+    assert (work.model.call.output_layer is not None) == is_output
     fields = work.fields(2, 40)
     assert 4 * fields["labels"].numel() * SIZES["vocab_size"] > LEAST_BYTES
     losses, grads = [], []
-    for call in (work.call, work.call.run):
+    for call in (work.model.call, work.model.call.run):
         losses.append(NextToken().sums(call, fields).losses["cross_entropy"])
         grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
     # transformers normalises in float32, whatever the dtype of the model.
@@ -82,15 +81,15 @@ def capped(*sizes: int, hooks: bool = False, **options: Any) -> GPT:
 )
 def test_a_model_of_ours_with_another_forward_is_looked_at_like_any_other(build, is_output):
     model = build(2**15, width=8, num_layers=1, num_heads=2)
-    work = replace(workload(model, text()), objective=NextToken())
+    work = workload(model, objective=NextToken())
     count_compute(work, 1)
-    assert (work.call.output_layer is not None) == is_output
+    assert (work.model.call.output_layer is not None) == is_output
     fields = work.fields(2, 40)
     assert 4 * fields["labels"].numel() * model.vocab_size > LEAST_BYTES
     with torch.no_grad():
         whole, found = (
             float(NextToken().sums(call, fields).losses["cross_entropy"])
-            for call in (work.call.run, work.call)
+            for call in (work.model.call.run, work.model.call)
         )
     assert found == pytest.approx(whole, rel=1e-6)
 

@@ -1,7 +1,5 @@
 """FLOPs of forward and backward against formulas of papers, and what they cost on a card."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
@@ -136,7 +134,7 @@ class Pixels(nn.Module):
 
 
 def limits_of(model: nn.Module, objective: Objective, fields: Tiled | None = None) -> Limits | None:
-    counts = count_compute(replace(workload(model, fields), objective=objective), 8)
+    counts = count_compute(workload(model, fields, objective=objective), 8)
     return counts and counts.limits
 
 

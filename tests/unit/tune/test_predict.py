@@ -25,7 +25,6 @@ from tests.lib.tune_support import (
     traces,
     workload,
 )
-from trainer.models.bind import bind
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
 from trainer.objectives import next_token
@@ -73,21 +72,21 @@ def bert() -> nn.Module:
 )
 def test_the_predicted_peak_is_the_measured_one_and_recomputing_saves(make, shape, recomputes):
     work = workload(make(), images() if make is ConvNet else text())
-    before, found = traces(work.model), {}
+    before, found = traces(work.model.module), {}
     for recompute in (False, True)[: 1 + recomputes]:
         found[recompute] = predict_peak(work, shape, recompute=recompute)
         measured = measured_peak(work, shape, recompute=recompute).peak_bytes
         assert found[recompute].peak_bytes == pytest.approx(measured, rel=TOLERANCE)
     assert not recomputes or found[True].activations < found[False].activations
-    assert_same(traces(work.model), before)
+    assert_same(traces(work.model.module), before)
 
 
 def test_the_parts_of_a_prediction_are_what_the_model_and_adam_hold():
     work = workload(Encoder())
-    weights = sum(p.nbytes for p in work.model.parameters())
+    weights = sum(p.nbytes for p in work.model.module.parameters())
     found = predict_peak(work, Shape(8, 32))
     assert found.parameters == found.gradients == weights == work.resident_bytes
-    steps = 4 * len(list(work.model.parameters()))
+    steps = 4 * len(list(work.model.module.parameters()))
     assert found.optimizer_state == 2 * weights + steps
     parts = found.parameters + found.gradients + found.optimizer_state + found.activations
     assert parts + found.buffers == found.peak_bytes
@@ -114,14 +113,14 @@ def test_a_prediction_changes_no_bit_of_the_live_model_and_the_random_generator(
 
 def test_a_model_that_needs_values_is_probed_for_real_and_its_state_is_put_back():
     work = workload(Stubborn())
-    before = traces(work.model, runs=True)
+    before = traces(work.model.module, runs=True)
     predict = Predictor(work, Shape(1, 64))
     predict(Shape(1, 64))
     assert "real probes" in predict.method
     assert "cannot run with fake tensors: DataDependent" in predict.method
     assert "_local_scalar_dense" in predict.method
-    assert_same(traces(work.model, runs=True), before)
-    assert work.model.seen, "for real"
+    assert_same(traces(work.model.module, runs=True), before)
+    assert work.model.module.seen, "for real"
     for shape in (Shape(16, 64), Shape(3, 128), Shape(48, 10)):
         measured = measured_peak(work, shape).peak_bytes
         assert predict(shape).peak_bytes == pytest.approx(measured, rel=TOLERANCE)
@@ -168,30 +167,30 @@ def test_a_compiled_model_is_predicted_with_what_its_graphs_save(
 ):
     monkeypatch.setattr(next_token, "LEAST_BYTES", 0)  # chunks of the loss are compiled too
     shape, model = Shape(6, 96), deep(kind)
-    plain = replace(workload(model), bind=partial(bind, autocast=autocast))
+    plain = workload(model, precision="fp32" if autocast is None else "bf16")
     work, before = replace(plain, compiled=True), traces(model)
     found = predict_peak(work, shape).activations
     assert_same(traces(model), before)
     assert found < 0.9 * predict_peak(plain, shape).activations
     real = copy.deepcopy(model).train()
     compile_model(real, 1, backend=backend)
-    measured = allocated_peak(replace(plain, model=real), shape)
+    measured = allocated_peak(replace(plain, model=replace(plain.model, module=real)), shape)
     # What Inductor fuses inside of one block is predicted apart: a share that falls with depth.
     assert 0.99 * measured < found < 1.1 * measured
 
 
-def sharded(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
+def sharded(model: nn.Module, precision: str = "fp32") -> Workload:
     """The work of the first of two ranks that share a model."""
     setup = ParallelSetup(mode="fsdp", replicas=1, sync=Deferred())
-    call = partial(bind, autocast=autocast)
-    ranks = partial(setup.fake_ranks, 2, call, torch.device("cpu"))
-    return replace(workload(model), bind=call, fake_ranks=ranks)
+    work = workload(model, precision=precision, setup=setup)
+    ranks = partial(setup.fake_ranks, 2, work.model.bind, torch.device("cpu"))
+    return replace(work, fake_ranks=ranks)
 
 
 def test_shards_compute_with_the_activations_of_the_whole_model_in_the_run_s_precision():
     shape, found = Shape(8, 64), []
-    for autocast in (None, torch.bfloat16):
-        work = sharded(gpt(), autocast)
+    for precision in ("fp32", "bf16"):
+        work = sharded(gpt(), precision)
         found.append(predict_peak(work, shape).activations)
         assert found[-1] == predict_peak(replace(work, fake_ranks=None), shape).activations
     assert found[1] < 0.7 * found[0]
@@ -279,11 +278,17 @@ def test_what_allocating_activations_costs_on_a_cpu_is_part_of_what_a_peak_takes
     assert cuda.with_overhead(peak) == 1000
 
 
+class OfLogits(NextToken):
+    """Asks for the logits of all positions."""
+
+    def sums(self, model, fields):
+        return super().sums(model.run, fields)
+
+
 def test_the_prediction_has_the_logits_of_one_chunk_and_not_of_all_positions():
     vocabulary, shape = 2**16, Shape(8, 128)
     model = GPT(vocabulary, width=8, num_layers=1, num_heads=2, max_length=128)
-    work = replace(workload(model, text()), objective=NextToken())
-    whole = replace(work, bind=lambda module: bind(module).run)
+    work, whole = (workload(model, objective=each()) for each in (NextToken, OfLogits))
     chunks, logits = (predict_peak(each, shape) for each in (work, whole))
     of_all = 4 * shape.num_samples * shape.length * vocabulary
     assert logits.activations > 2 * of_all

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.lib.nightly import nightly
 from tests.lib.tune_support import VOCABULARY, Encoder, Stubborn, measured_peak, workload
 from trainer.core.errors import ConfigError, DoesNotFitError
+from trainer.optim.optimizers import AdamW, OwnOptimizer
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Auto
 from trainer.plan.memory import Shape
@@ -157,7 +158,7 @@ def test_what_cannot_fit_names_the_nearest_length_and_memory_that_do(book, input
 def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(tmp_path):
     model = Paced(best=256)
     asked = question(model, timed=True, num_steps=10**6)
-    facts = measurement_key(asked.work, asked.longest, "fp32", None)
+    facts = measurement_key(asked.work, asked.longest, None)
     found = tune(asked, TuningCache.open(facts, tmp_path), clock=model.clock)
     assert found.max_tokens <= 512
     chosen = [row for row in found.candidates if row.chosen]
@@ -167,7 +168,7 @@ def test_a_cap_as_fast_as_any_is_chosen_and_a_second_run_finds_it_in_the_cache(t
     assert all(s > 1.03 * min(times.values()) for cap, s in times.items() if cap > 512)
     assert found.cost.seconds_per_token == pytest.approx(1e-5, rel=0.2)
     assert found.cost.fixed == pytest.approx(120, rel=0.2)
-    broken = question(nn.Identity(), timed=True, work=replace(asked.work, bind=None))
+    broken = question(nn.Identity(), timed=True)
     again = tune(broken, TuningCache.open(facts, tmp_path))
     assert (again.max_tokens, again.candidates) == (found.max_tokens, found.candidates)
     assert "earlier run" in again.method
@@ -340,21 +341,16 @@ class Repeated(Encoder):
 
 
 def test_the_cache_is_of_one_precision_optimizer_and_model_whoever_says_what_it_computes():
-    def key(model: nn.Module | None = None, precision="fp32", length=8, **changes) -> str:
+    def key(model: nn.Module | None = None, length=8, ema_decay=None, **changes) -> str:
         torch.manual_seed(1)
-        work = replace(workload(model or Encoder()), **changes)
-        return json.dumps(measurement_key(work, length, precision, count_compute(work, length)))
+        work = replace(workload(model or Encoder(), **changes), ema_decay=ema_decay)
+        return json.dumps(measurement_key(work, length, count_compute(work, length)))
 
-    def other_rate(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=9.0, fused=True)
-
-    def plain(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(module.parameters(), lr=9.0)
-
-    assert key() == key() == key(make_optimizer=other_rate)
+    plain = OwnOptimizer.of(torch.optim.SGD, {"lr": 9.0})
+    assert key() == key() == key(spec=AdamW(lr=9.0))
     frozen = Repeated()
     frozen.head.requires_grad_(requires_grad=False)
     models = [Encoder(width=9), Stubborn(), frozen, Repeated(), Repeated(2)]
-    others = [key(precision="bf16"), key(length=9), key(make_optimizer=plain)]
+    others = [key(precision="bf16"), key(length=9), key(spec=plain)]
     others += [key(ema_decay=0.9)]
     assert len({key(), *others, *map(key, models)}) == 10

@@ -1,6 +1,5 @@
 """Models and data of users that once misled the tuner."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +63,7 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     def fail(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("trainer.assemble.tuning.Predictor", fail)
+    monkeypatch.setattr("trainer.tune.tuner.Predictor", fail)
     plan = planned(*VALUES, *STATED, f"model._target_={OWN}.Normalised")
     assert plan["predicted_peak_bytes"] is None
     shown = " ".join("".join(capsys.readouterr()).split())
@@ -83,13 +82,13 @@ class Averaging(PerToken):
 
 
 def test_an_objective_with_a_tensor_of_its_own_gets_no_fake_one():
-    work = replace(workload(gpt()), objective=Averaging())
+    work = workload(gpt(), objective=Averaging())
     predict_peak(work, Shape(2, 8))
-    assert not vars(work.objective)
+    assert not vars(work.model.objective)
     with rehearsal(work, recompute=False) as prepare:
         prepare(Shape(2, 8))()
     predict_peak(work, Shape(2, 8))
-    assert type(work.objective.mean) is torch.Tensor
+    assert type(work.model.objective.mean) is torch.Tensor
 
 
 class Tabled(nn.Module):

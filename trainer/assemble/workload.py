@@ -1,0 +1,106 @@
+"""Say what one rank of a run computes, in which time, and with which memory."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from trainer.assemble.hardware import rank_memory
+from trainer.assemble.run import Run
+from trainer.assemble.stages import later_batches
+from trainer.config.cards import card_of
+from trainer.core.errors import DataError
+from trainer.core.micro_batch import Fields
+from trainer.data.loader import Request
+from trainer.models.boundaries import BOUNDARIES
+from trainer.models.first_weights import is_on_meta
+from trainer.plan.cut import Cost, IntArray
+from trainer.training.batches import PREFETCH_LIMIT_BYTES
+from trainer.tune.flops import ComputeCounts, card_at, card_cost
+from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.packing import unpacked
+from trainer.tune.workload import Tiled, Workload, measured_dims
+
+SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means
+
+
+def workload_of(run: Run) -> Workload:
+    """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
+    world, setup = run.world, run.model.setup
+    ranks = partial(setup.fake_ranks, world.size, run.model.bind, world.device)
+    return Workload(
+        model=run.model,
+        make_fields=_tiled(run),
+        ema_decay=run.config.ema.decay,
+        compiled=run.config.compile,
+        fake_ranks=ranks if run.is_sharded or setup.mode == "ddp" else None,
+    )
+
+
+def _tiled(run: Run) -> Tiled:
+    """Make shapes out of the longest sample; others show which dimensions follow its length."""
+    example, lengths = run.example, run.data.lengths
+    module, device, longest = run.model.module, run.world.device, lengths.max()
+    is_away = run.planned_device.type != device.type
+    # Without that kernel boundaries are looked at, and a model on the meta device runs fake alone.
+    has_kernel = not is_away and (not is_on_meta(module) or device.type != "cpu")
+    boundaries = inspect.signature(module.forward).parameters.get(BOUNDARIES)
+    is_optional = boundaries is None or boundaries.default is not boundaries.empty
+    if not has_kernel and is_optional and BOUNDARIES in example:
+        # The kernel that takes all documents of a packed row at once is a GPU's. Where that is not
+        # here, documents side by side, which take as much, stand in for it.
+        example = unpacked(example)
+    if BOUNDARIES in example:
+        return Tiled(example, longest)
+
+    def load(i: int) -> Fields | None:
+        # What cannot be read is refused, or passed over, where its step needs it.
+        request = Request((i,), 0, int(lengths[i]), run.layout.packed)
+        with suppress(DataError):
+            fields = run.data.loader.load(request)
+            return unpacked(fields) if request.packed else fields
+        return None
+
+    some = lengths.sample()
+    dims = measured_dims(lengths[some], lambda place: load(int(some[place])))
+    return Tiled(example, longest, dims)
+
+
+def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
+    """Give the time model of the device by arithmetic; on a CPU it is a constant."""
+    if run.planned_device.type == "cpu":
+        return run.layout.cost
+    here, named = run.world.device, card_of(run.config.device)
+    card = card_at(here) or named
+    cost = card_cost(counts, card, run.model.precision)
+    return cost if named else replace(cost, seconds_per_token=None)
+
+
+def memory_of_rank(run: Run, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
+    """Find the memory of one rank, less what inputs take on a CPU, and whether it is here.
+
+    Those are the inputs of a step, and of the next where that is loaded ahead; a GPU holds one
+    micro-batch of them, which the prediction counts.
+    """
+    config, world, lengths = run.config, run.world, run.data.lengths
+    limit, is_here = rank_memory(config, world, resident_bytes)
+    if limit is None or run.planned_device.type != "cpu":
+        return limit, is_here
+    per_token = sum(field.nbytes for field in run.example.values()) / float(lengths.max())
+    each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
+    of_step = int(per_token * each * run.data.order.sizes.largest / world.size)
+    inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
+    return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
+
+
+def sampled_batches(run: Run) -> list[IntArray]:
+    """Take the lengths behind the first few steps of the first epoch."""
+    order, batches = run.data.order, list[IntArray]()
+    cursor = order.start
+    while cursor.epoch == 0 and len(batches) < min(SAMPLED_STEPS, max(1, run.data.total_steps)):
+        samples = order.next(cursor)
+        cursor = samples.after
+        batches.append(run.data.lengths[samples.ids])
+    return [*batches, *later_batches(run)]  # which may need more memory
