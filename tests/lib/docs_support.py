@@ -80,23 +80,28 @@ def write_files_of(text: str) -> None:
             path.write_text(block.text)
 
 
-def make_workshop() -> None:
-    """Write what the pages name, into the current folder: models, records, images, a run `RUN`."""
+def make_workshop(*models: str) -> None:
+    """Write into the current folder what README and the tutorials name: models, texts."""
+    save_job_files(*models)
+    corpus = Path("corpus.jsonl")
+    corpus.write_text("".join(json.dumps({"text": t, "body": t}) + "\n" for t in TEXTS * 3))
+    for name in OF_CLONE:
+        Path(name).symlink_to(CHECKOUT / name)
+
+
+def furnish_workshop() -> None:
+    """Write what the other pages name, too: images, records of other kinds, a run `RUN`."""
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
     import numpy as np  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
     from tests.lib.picture_toys import draw_pictures, save_vit  # noqa: PLC0415
 
-    save_job_files()
     datasets.Dataset.from_json("pairs.jsonl").to_parquet("pairs.parquet")
     corpus = Path("corpus.jsonl")
-    corpus.write_text("".join(json.dumps({"text": t, "body": t}) + "\n" for t in TEXTS * 3))
     for name in ("a", "b", "web", "code", "other"):
         shutil.copy(corpus, f"{name}.jsonl")
     Path("book.txt").write_text("\n\n".join(TEXTS * 3) + "\n")
-    for name in OF_CLONE:
-        Path(name).symlink_to(CHECKOUT / name)
     for folder in ("web", "books"):
         Path(folder).mkdir()
         for i, text in enumerate(TEXTS):

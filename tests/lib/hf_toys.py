@@ -76,8 +76,8 @@ TEMPLATE = (
 )
 
 
-def save_job_files() -> None:
-    """Write, in the current folder, models and files for every job of text: llama, bert, t5, ..."""
+def save_job_files(*models: str) -> None:
+    """Write, in the current folder, files for every job of text, and the models llama, bert, t5."""
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
@@ -86,10 +86,15 @@ def save_job_files() -> None:
     sizes = {"vocab_size": 320, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
     sizes |= {"num_heads": 2, "pad_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2}
     torch.manual_seed(0)
-    transformers.BertForMaskedLM(transformers.BertConfig(**small)).save_pretrained("bert")
-    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained("t5")
-    save_llama(Path("llama"))
-    for name in ("llama", "bert", "t5"):
+    makes: dict[str, Any] = {  # each imports a second's worth of transformers
+        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small)),
+        "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)),
+    }
+    for name in models or (*makes, "llama"):
+        if name == "llama":
+            save_llama(Path(name))
+        else:
+            makes[name]().save_pretrained(name)
         save_tokenizer(Path(name), chat_template=TEMPLATE)
     answers = [{"role": "assistant", "content": text} for text in TEXTS]
     files: dict[str, list[dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from tests.lib.nightly import LIMIT_S, nightly, slow
 
 CHECKOUT = Path(__file__).parents[2]
 SHOWN = ["auto", "packed", "ghost", "contrastive", "chat"]
-PAIRS = [("auto", "deep"), nightly("adapter", "deep adapter")]
+PAIRS = [slow("auto", "deep"), nightly("adapter", "deep adapter")]
 LEARNING = [k for k in KINDS if k != "mixed devices"]
 EACH = [*SHOWN[:1], *map(slow, SHOWN[1:]), *(nightly(k) for k in LEARNING if k not in SHOWN)]
 
@@ -27,7 +27,7 @@ TOLERANCE = {"half precision": 1e-3, "muon": 1e-4}
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run all kinds that this session asks for, in one process, which has the device."""
-    kinds = {"mixed devices", *(kind for pair in PAIRS[:1] for kind in pair)}
+    kinds = {"mixed devices"}
     for item in request.session.items:
         if item.path == Path(__file__):
             asked = getattr(item, "callspec", None)

@@ -13,7 +13,7 @@ import pytest
 from tests.lib import cli_support
 from tests.lib.cli_support import CHECKOUT, make_own_folder
 from tests.lib.hf_toys import TEXTS, save_llama, save_tokenizer, write_lines
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from trainer.core.reports import SWITCHES, switch_off_reports
 
 # Python runs it in every process, as it starts.
@@ -51,7 +51,8 @@ OWN_RUN = cli_support.OWN_RUN.replace("wandb.mode=disabled", "wandb.mode=offline
 @pytest.mark.parametrize(
     "typed",
     [
-        f"{OWN_RUN} logger=[mlflow]".replace("wandb.mode=offline", ""),
+        OWN_RUN,
+        slow(f"{OWN_RUN} logger=[mlflow]".replace("wandb.mode=offline", "")),
         nightly(f"{OWN_RUN} {ALL_TRACKERS}"),
         nightly(f"{RECORDS} {ALL_TRACKERS}"),
         nightly(f"{RECORDS} parallel.ranks=2"),
