@@ -12,9 +12,6 @@ OWN = "tests.lib.objective_toys"
 AWAY = "device=cuda precision=bf16"
 
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
-
 def planned(line: str) -> dict[str, Any]:
     return read_json(go(f"command=plan {line}").folder / "plan.json")
 

@@ -16,8 +16,6 @@ SIZES = [4, 4, 4, 4, 4, 8, 8, 6, 8, 8, 8, 16, 2]
 """Of 42 samples an epoch, whose last step is short."""
 DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant accum.micro=3"
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def typed(line: str) -> list[str]:
     """Settings over the usual ones, whose size and length of the run give way."""

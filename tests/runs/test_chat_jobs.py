@@ -12,10 +12,7 @@ from tests.lib.hf_toys import save_llama, write_lines
 from tests.lib.run_support import curve, entries, go, read_json
 from trainer.core.errors import ConfigError, DataError
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LINE = "model=hf model.path=model data=hf data.path=chat.jsonl batch.global=16"
 EXACT = 1e-10
 

@@ -9,8 +9,6 @@ from tests.lib.run_support import curve, entries, go, on, read_json, state
 from trainer import train
 from trainer.core.errors import ConfigError, NoCheckpointError, Preempted
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 RISING = "steps=30 optimizer.lr=0.5 scheduler=constant eval.every=3"
 """A loss that goes up and down, so that the best evaluation is not the last."""
 

@@ -16,8 +16,6 @@ from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.run_folder import hold
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def planned(line: str) -> tuple[FinishedRun, dict[str, object]]:
     run = go(f"command=plan {line}")

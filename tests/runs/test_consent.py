@@ -12,8 +12,6 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
 from trainer.cli.finished_run import FinishedRun
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 @pytest.fixture
 def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

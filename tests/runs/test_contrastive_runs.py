@@ -12,9 +12,6 @@ LINE = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
-
 def test_a_run_learns_its_scale_and_goes_on_as_if_it_had_not_stopped(capsys):
     whole = go(f"{LINE} steps=6 ema.decay=0.9 scheduler=constant model.dropout=0.2 eval.every=3")
     shown = " ".join(capsys.readouterr().out.split())

@@ -9,8 +9,6 @@ from tests.lib.cli_support import prepared
 from tests.lib.run_support import BASE, TOYS, entries, go, read_json, shell
 from trainer import train
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 PLAIN = [
     f"{key}={value}"
     for key, value in BASE.items()

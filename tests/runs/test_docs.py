@@ -48,7 +48,6 @@ def test_nothing_stands_in_for_what_a_clone_holds(workshop):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of what it compiles
 # joblib renews a process that grew, and warns; an error would end the thread that renews it.
 @pytest.mark.filterwarnings("ignore:A worker stopped while some jobs:UserWarning")

@@ -14,8 +14,6 @@ from tests.reliability import lab
 from tests.reliability.rank_work import on_ranks
 from trainer.core.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant ema.decay=0.75"
 EVERY = "checkpoint.every=1 checkpoint.keep=9"
 PLACE = "ema.weights."

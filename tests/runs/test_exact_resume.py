@@ -26,8 +26,6 @@ from tests.lib.run_toys import Stop
 from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError, DataError, TrainError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def stopped(line: str, at: int = 3) -> FinishedRun:
     """Start a run and stop it after a step."""

@@ -14,10 +14,7 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell, state
 from trainer.models.gpt import GPT
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 CHAT = (
     "{% for m in messages %}<s>{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"

@@ -1,10 +1,6 @@
 """A model made of classes within: trained, and everything after that."""
 
-import pytest
-
 from tests.lib.run_support import TOYS, go, only_run, read_json, shell
-
-pytestmark = pytest.mark.usefixtures("own_folder")
 
 MODEL = (
     f"model._target_={TOYS}.Whole model.net._target_={TOYS}.Net.of model.net.width=4 "

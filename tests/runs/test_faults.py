@@ -12,8 +12,6 @@ from tests.lib.run_toys import Net
 from trainer import train
 from trainer.core.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 class Loud(Net):
     """Is so sure that the perplexity is beyond what a float holds."""

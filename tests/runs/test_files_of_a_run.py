@@ -25,8 +25,6 @@ from trainer.optim.schedules import Cosine
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.order import Order
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def test_a_run_makes_one_folder_with_what_the_interface_lists(capsys):
     line = "steps=7 checkpoint.every=3 checkpoint.keep=2 eval.every=3 log.every=5 name=mine"

@@ -8,10 +8,7 @@ from tests.lib.hf_toys import save_llama, save_tokenizer, write_lines
 from tests.lib.run_support import read_json
 from trainer import train
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SIZES = {6: 8, 2000: 16, 5925: 32, 40_000: 128}
 """Samples, and the largest power of two of which an epoch has 100, from 8 to 128."""
 LINE = (

@@ -12,10 +12,7 @@ from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write
 from tests.lib.run_support import entries, go, read_json, shell
 from trainer.core.errors import ConfigError, DataError
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(scope="module")

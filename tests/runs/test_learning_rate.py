@@ -10,10 +10,7 @@ from tests.lib.run_support import shell, small_library
 from trainer.core.durable import read_json
 from trainer.models.transform import ModelTransform
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PLAIN = ["device=cpu", "wandb.mode=disabled", "batch.global=8", "steps=1", "scheduler.warmup=0"]
 HF = "data._target_=datasets.load_from_disk data.dataset_path"

@@ -6,7 +6,6 @@ from tests.lib.heads import MASKED
 from tests.lib.run_support import go
 
 
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("line", ["accum=auto steps=1 eval.every=1", "command=verify"])
 def test_tuning_training_evaluation_and_verification_give_a_causal_model_no_mask(line):
     MASKED.clear()

@@ -13,8 +13,6 @@ from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, she
 from tests.reliability import lab
 from tests.reliability.rank_work import on_ranks
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 LOW = f"model._target_={TOYS}.LowNet scheduler=constant optimizer.lr=1e-3 accum.micro=1"
 WIDE = f"{LOW} accum.buffer=fp32"
 PLACE = "optimizer.masters."

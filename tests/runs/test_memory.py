@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -23,9 +22,6 @@ from tests.lib.run_toys import Greedy, Rows
 from trainer.tune.tensors import PeakBytes
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
-
-
-pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class RealBytes(PeakBytes):

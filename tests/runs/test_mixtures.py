@@ -22,8 +22,6 @@ from tests.lib.run_toys import Rows
 from tests.reliability.rank_work import on_ranks
 from trainer.cli.finished_run import FinishedRun
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 OWN = f"{{_target_:{__name__}.Others,size:21}}"
 LINE = (
     f"model._target_={TOYS}.DoubleNet data=mixture data.holdout=0.3 data.stopping=all_exhausted "

@@ -15,10 +15,7 @@ from trainer.core.errors import ConfigError
 from trainer.models.hugging_face import hugging_face
 from trainer.models.transformers_classes import new_weights
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 LINE = "model=hf data._target_=datasets.load_from_disk data.dataset_path=data"
 

@@ -21,8 +21,6 @@ TOY += " accum.micro=1 optimizer.lr=1e-4 batch=noise_ramp"
 RAMP = f"{TOY} batch.global=4 batch.max=12 batch.every=10 log.noise_scale=1 steps=50"
 SIZES = [4] * 30 + [8] * 10 + [12] * 10
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def config_of(line: str) -> RunConfig:
     return prepared(shlex.join(overrides(line))).config

@@ -15,8 +15,6 @@ SMALL = """import pytest
 from tests.lib.run_support import small_library
 small_library(pytest.MonkeyPatch())"""
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

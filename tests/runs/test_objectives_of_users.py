@@ -23,8 +23,6 @@ from trainer.training.evaluation import evaluate_parts
 
 OWN, HEADS = "tests.lib.objective_toys", "tests.lib.heads"
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def refusal(line: str) -> str:
     """What a run is refused with, on one line."""

@@ -8,8 +8,6 @@ from tests.lib.run_support import TOYS, go, overrides, state, steps
 from tests.reliability.rank_work import on_ranks
 from trainer.training.parameter_norms import block_of
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 DOUBLE = f"model._target_={TOYS}.DoubleNet scheduler=constant log.parameters=2"
 # SGD by hand: the update is the clipped gradient times the rate.
 SGD = "optimizer=sgd optimizer.momentum=0 optimizer.lr=0.5 clip_norm=0.01"

@@ -9,8 +9,6 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, on, saved, shell
 from trainer.core.errors import DataError, NoCheckpointError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 SHAPE = "model=gpt_tiny model.width=16 model.num_heads=2 model.num_layers=1 batch.global=8"
 TINY = f"{SHAPE} accum=fixed accum.micro=4 steps=2"
 TEXT = f"{TINY} data=text data.max_length=32 eval.samples=8"

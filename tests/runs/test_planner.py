@@ -72,7 +72,6 @@ def test_rows_of_few_lengths_compute_the_step_though_filler_is_longer_than_any_s
     assert relative_error(gradients_of_one_step(few), whole) <= EXACT[torch.float64]
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_deterministic_run_cuts_and_ends_the_same_whatever_was_timed_before(monkeypatch):
     runs = []
     try:
@@ -144,7 +143,6 @@ model.config.num_attention_heads=2 model.config.intermediate_size=16
 accum=budget accum.max_tokens=30 accum.packed=true steps=2"""
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
     (first, second) = steps(go(HUGGING_FACE.format("Llama", "ForCausalLM")))
     assert first["padding"] == second["padding"] == 0.0
@@ -205,7 +203,6 @@ def test_the_peak_under_bf16_autocast_is_predicted(name):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.usefixtures("own_folder")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which it hides, but for an error
 def test_the_recipe_of_gpt2_runs_packed_and_compiled_at_toy_size():

@@ -9,8 +9,6 @@ from trainer import train
 from trainer.assemble.hardware import has_fast_bf16
 from trainer.core.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 HERE = "bf16" if has_fast_bf16(torch.device("cpu")) else "fp32"
 
 

@@ -14,8 +14,6 @@ from tests.lib.run_support import TOYS, go, read_json, shell, state
 from tests.lib.run_toys import DoubleNet, Images, Rows, Vision
 from trainer.cli.finished_run import FinishedRun
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 KINDS = ("plain", "striped", "dotted", "other")
 
 

@@ -5,11 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.lib.run_support import curve, go, on, state
-
-pytestmark = pytest.mark.usefixtures("own_folder")
 
 PHASES = ("data", "normalizer", "gather", "compute", "agree", "reduce", "update", "report")
 

@@ -16,10 +16,7 @@ from trainer.core.signals import SIGNALS, UNBEGUN
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 
-pytestmark = [
-    pytest.mark.skipif(os.name != "posix", reason="signals"),
-    pytest.mark.usefixtures("own_folder"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 
 WAITS = """

@@ -25,9 +25,6 @@ SAME = 1e-6
 """Largest relative difference of a loss or norm in float32 that is only cut differently."""
 
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """The whole batch in one piece."""

@@ -10,8 +10,6 @@ from tests.lib.run_support import curve, go, overrides, read_json
 from tests.reliability.rank_work import run_as_rank
 from trainer.report.time_table import PARTS
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 TOYS = (
     "model._target_=tests.lib.faulty.SlowNet data._target_=tests.lib.faulty.Rows "
     "objective=classify eval.every=null log.samples=false"

@@ -19,8 +19,6 @@ NAMES = "Adadelta Adafactor Adagrad Adam Adamax ASGD NAdam RAdam RMSprop Rprop"
 TORCH = {name.lower(): name for name in NAMES.split()}
 GROUPS = "'optimizer.groups={*bias: {lr: 0.03}}'"
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 
 def test_every_optimizer_of_torch_is_an_option_or_is_refused():
     unfit = {"lbfgs", "optimizer", "sparseadam"}

@@ -37,7 +37,6 @@ def assert_as_after_one_forward(model: nn.Module) -> None:
     assert torch.equal(logits, expected[2])
 
 
-@pytest.mark.usefixtures("own_folder")
 def test_tuning_and_a_replayed_step_leave_a_model_as_after_one_forward():
     line = (
         "model._target_=tests.lib.heads.bert data._target_=tests.lib.heads.masked "

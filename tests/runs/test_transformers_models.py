@@ -7,10 +7,7 @@ import pytest
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.run_support import go, only_run, read_json
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 LOAD = (
     "model._target_=transformers.{}.from_pretrained model.pretrained_model_name_or_path=model "

@@ -25,9 +25,6 @@ ROUNDED = "precision=bf16 adds rounding to the run's own step"
 NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout cannot be compared"
 
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
-
 @pytest.mark.parametrize(
     ("line", "notes"),
     [

@@ -1,10 +1,6 @@
 """What a run says of an odd step: on the screen and in train.log, and nothing else changes."""
 
-import pytest
-
 from tests.lib.run_support import go, steps
-
-pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_a_loss_that_does_not_fall_is_a_line_on_the_screen_and_in_the_log(capsys):
