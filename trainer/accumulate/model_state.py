@@ -77,6 +77,7 @@ class ModelState:
         tensors = [entries[name] for entries, name, *_ in self._buffers]
         if not tensors or self._world.size == 1 or self._is_ordered:
             return
+        # As one vector of bytes: to send a hundred buffers one by one costs a hundred latencies.
         values = self._world.copy_from_main(torch.cat([bits_of(tensor) for tensor in tensors]))
         pieces = torch.split(values, [tensor.nbytes for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):

@@ -66,5 +66,6 @@ class Snapshot:
                     tensor.copy_(copied)
                 else:  # through `.data`, which may change it
                     tensor.data = copied.clone()
+        # Generators and what `get_extra_state` gives.
         for undo in self._undo:
             undo()

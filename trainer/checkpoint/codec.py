@@ -70,7 +70,7 @@ def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any
         return [decode(item, read) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    mark = next(iter(tree)) if len(tree) == 1 else ""
+    mark = next(iter(tree)) if len(tree) == 1 else ""  # an object of ours has one key
     if mark not in _MARKS:
         return {key: decode(item, read) for key, item in tree.items()}
     content = tree[mark]
@@ -99,6 +99,7 @@ def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state
         return value
     if isinstance(value, str):
         return str(value)
+    # NumPy's numbers are of these kinds, too.
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

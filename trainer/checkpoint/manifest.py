@@ -73,6 +73,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """Read a manifest, perhaps a stranger's, and check that it is whole and of this format."""
     try:
         body = json.loads(data)
+        # Written again, and compared: a changed bit shows even where JSON would not see it.
         unsigned = {key: value for key, value in body.items() if key != "sha256"}
         is_whole = sign(unsigned) == data
     except (ValueError, RecursionError, AttributeError) as error:
@@ -115,6 +116,7 @@ def verify_folder(
     for name, content in manifest.files.items():
         if found[name] != content.size:
             raise DamagedError(f"{name} has {found[name]} bytes, not {content.size}")
+    # Dealt in turn, the largest first, so that ranks read about as much.
     largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
     for name in largest_first[rank::num_ranks]:
         with (folder / name).open("rb") as file:

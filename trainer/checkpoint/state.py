@@ -43,6 +43,7 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str,
     rest as JSON. Collective only where a part keeps what is neither in rows nor whole.
     """
     tensors: dict[str, Tensor] = {}
+    # `encode` fills in the tensors.
     states = {
         name: {"version": part.version, "state": encode(part.state(), name, tensors)}
         for name, part in parts.items()
@@ -174,6 +175,7 @@ class OptimizerPart(Stateful):
         """See the base class."""
         parameters, groups = self._named(), read_whole(state["groups"])
         live, own_class = self._groups([*parameters]), type(self._optimizer).__qualname__
+        # By name, so that the order in which a model lists its parameters does not matter.
         own, theirs = ([sorted(group["params"]) for group in each] for each in (live, groups))
         if state["class"] != own_class or not (self._keeps_settings or own == theirs):
             raise NoCheckpointError(
@@ -182,6 +184,7 @@ class OptimizerPart(Stateful):
             )
         settings = self._optimizer.state_dict()["param_groups"]
         if not self._keeps_settings:
+            # What is saved counts, but for how this machine computes it: fused or not.
             pairs = zip(settings, groups, strict=True)
             settings = [
                 {**own, **g, **{k: own[k] for k in _EXECUTION if k in own}} for own, g in pairs
@@ -196,8 +199,10 @@ class OptimizerPart(Stateful):
             if group.get("fused"):
                 _refuse_misfits({n: states[n] for n in group["params"] if n in states}, parameters)
         indices = {name: index for index, name in enumerate(parameters)}
+        # State of something else than a parameter keeps its own key.
         by_index = {indices.get(name, name): values for name, values in states.items()}
         self._optimizer.load_state_dict({"state": by_index, "param_groups": settings})
+        # PyTorch restores what it steps; of weights in half precision that is a copy in fp32.
         for name, copy in self._masters().items():
             local_part(copy).copy_(local_part(_read(state["masters"][name], copy)))
         self._load_bits(states, parameters)
@@ -261,6 +266,7 @@ class GeneratorsPart(Stateful):
 
     def state(self) -> State:
         """See the base class."""
+        # 624 words each, as tensors: as JSON they would be most of the manifest.
         version, words, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state()
         numpy_words = torch.from_numpy(np.asarray(keys).astype(np.int64))

@@ -163,6 +163,7 @@ class CheckpointStore:
             which = f" of step {step}; has {', '.join(map(str, steps))}" if steps else " here"
             raise NoCheckpointError(f"{self.folder}: no checkpoint{which}")
         messages: list[str] = []
+        # All ranks must take the same one, so each is agreed on before the next is looked at.
         for candidate in reversed(steps) if step is None else [step]:
             loaded, fault = self._read(candidate, world)
             faults = [each for each in world.collect(fault) if each is not None]
@@ -195,6 +196,7 @@ class CheckpointStore:
         self, step: int, unfinished: Path, files: tensor_files.FileTensors
     ) -> dict[str, Any]:
         """Write one rank's files; gives size and digest of each, by its name."""
+        # Asked of the file system beforehand, for a message with what is missing.
         needed = sum(each.nbytes for tensors in files.values() for each in tensors.values())
         with durable.as_save_error(self.path(step), needed):
             written = {
@@ -228,6 +230,7 @@ class CheckpointStore:
                     if step != best:
                         durable.remove(self.path(step))
                     continue
+                # One that another process wrote is read whole, once: a damaged one must not count.
                 if step not in self._intact:
                     verify_folder(self.path(step), step)
                     self._intact.add(step)

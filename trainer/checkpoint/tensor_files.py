@@ -77,6 +77,7 @@ class StoredTensor:
         if len(self.parts) == 1:
             whole: Tensor = self.parts[0][rows]
             return whole.to(self.dtype)
+        # Of several files only those that have some of the rows are read.
         start, stop = (0, self.shape[0]) if rows is ... else (rows.start, rows.stop)
         found, first = [], 0
         for part in self.parts:
@@ -135,7 +136,7 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[BytesLike]
         header[name] = {**kind, "data_offsets": [start, start + tensor.nbytes]}
         start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin where any of their types may
     yield len(text).to_bytes(8, "little") + text
     for tensor in in_main_memory(tensor[...] for tensor in tensors.values()):
         if tensor.nbytes:
@@ -163,6 +164,7 @@ def assign_files(tensors: Mapping[str, Tensor], rank: int) -> FileTensors:
         rows = rows_of(tensor)
         assert rows is not None, "tensors must be sharded along dimension 0, or not at all"
         # Ranks hold rows in the order of their numbers, and so do files that are sorted by name.
+        # Copies of the shards (HSDP) take turns, so that all of them write as much.
         is_turn = num_sharded % rows.num_replicas == rows.replica
         num_sharded += 1
         if is_turn and rows.start < rows.stop:

@@ -64,7 +64,7 @@ def source_sums(
     names = {s: {t: figure_of(s, t, len(losses)) for t in losses} for s in marks}
     present = [s for s, figures in names.items() if any(weights[f] for f in figures.values())]
     for source in present:
-        sums: Mapping[str, Tensor] = losses
+        sums: Mapping[str, Tensor] = losses  # of the only source that is here
         if len(present) > 1 and given.terms is not None:
             sums = dict.fromkeys(
                 losses, given.terms.where(marks[source], 0.0).sum(dtype=torch.float64)

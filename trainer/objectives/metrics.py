@@ -79,6 +79,7 @@ def _score_counts(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _moments(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum what regression needs for each number: `(8, numbers)`."""
+    # In fp64: differences of large sums, as of squares and a mean, lose half of the digits.
     valid = (labels != IGNORED).double()
     p, y = logits.double() * valid, labels.double() * valid
     sums = [valid, (p - y).square(), (p - y).abs(), y, p, y.square(), p.square(), y * p]
@@ -100,6 +101,7 @@ def _f1(counts: Tensor, average: str = "") -> float:
         return float(2 * right.sum() / (found.sum() + true.sum()))
     if not average and len(right) == 2:  # noqa: PLR2004
         right, found, true = right[1:], found[1:], true[1:]
+    # 2 P R / (P + R), in counts: precision is right / found, recall is right / true.
     each = 2 * right / (found + true).clamp(min=1)
     counted = each[(labelled[0] if labelled else found + true) > 0]
     return float(counted.mean()) if len(counted) else 0.0
@@ -122,6 +124,7 @@ def _auroc(counts: Tensor) -> float:
 
 def _r2(sums: Tensor) -> float:
     n, squares, _, y, _, yy, _, _ = sums
+    # yy - y y / n is the sum of squares around the mean.
     return float((1 - squares / (yy - y * y / n)).mean())
 
 

@@ -66,6 +66,7 @@ class MasterWeights:
         """Have a model whose parameters are the copies, under the same names, inside the block."""
         copies = {id(weight): copy for weight, copy in self.pairs}
         places = []
+        # Under every name that a weight has, so that tied ones stay tied.
         for part in model.modules():
             named = part._parameters.items()
             places += [(part._parameters, name, w) for name, w in named if id(w) in copies]

@@ -60,6 +60,7 @@ class Muon(OptimizerSpec):
         for group in groups:
             for is_hidden, name in ((True, "matrices"), (False, "others")):
                 members = [p for p in group["params"] if (id(p) in hidden) is is_hidden]
+                # Both halves keep the group's rate and decay.
                 named = {"name": f"{group['name']} {name}", "params": members}
                 parts += [{**group, **named, _USE_MUON: is_hidden}] if members else []
         return parts

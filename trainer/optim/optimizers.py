@@ -209,6 +209,7 @@ class OwnOptimizer(OptimizerSpec):
             for name, parameter in inspect.signature(kind).parameters.items()
             if isinstance(parameter.default, int | float)
         }
+        # PyTorch's own classes have one; a class of one's own may leave it to the caller.
         lr = options.pop("lr", defaults.get("lr"))
         if lr is None:
             raise ConfigError(f"optimizer.lr: {kind.__name__} has no default; type optimizer.lr=")
@@ -253,6 +254,7 @@ class HalfLives:
     def __call__(self, size: int, lr_factor: float) -> None:
         """Set the groups for a step of so many samples, or tokens."""
         ratio = size / self.reference_batch
+        # A class of one's own has them among its options.
         known = vars(self.spec.for_batch(ratio, lr_factor))
         known = {**known, **known.get("options", {})}
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
@@ -303,6 +305,7 @@ def param_groups(
             parts = {pattern: (trained, settings["weight_decay"])}
         rate, own = settings.get("lr", lr), {} if "lr" in settings else scales
         for name, (part, decay) in parts.items():
+            # PyTorch has one rate for a group, so each factor needs a group of its own.
             for scale in sorted({own.get(id(p), 1.0) for p in part}):
                 title = f"{name} at {scale:.6g}" if own else name
                 of_scale = [p for p in part if own.get(id(p), 1.0) == scale]

@@ -47,6 +47,7 @@ class _BinnedSum:
     def add(self, values: Tensor) -> None:
         """Add finite values."""
         rest = values.double()
+        # Bits 52 to 62 of fp64 are the exponent, with 1023 added.
         exponents = ((rest.view(torch.int64) >> 52) & 2047) - 1023
         self._raise(torch.maximum((exponents >> 5).to(torch.int8), self._bins))
         rest = _scaled(rest, -self._bins)
@@ -57,6 +58,7 @@ class _BinnedSum:
 
     def reduce(self, world: World) -> None:
         """Add the sums of all ranks. Collective."""
+        # Digits can be added only to the same base, that of the largest bin of all ranks.
         self._raise(world.max(self._bins.clone()))
         world.sum(self._digits)
 

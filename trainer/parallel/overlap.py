@@ -95,6 +95,7 @@ class Overlap:
         place = len(self._waits)
         for parameter in self._buckets[place]:
             view = self._views[parameter]
+            # A strategy may have assigned a gradient of its own.
             if parameter.grad is not None and parameter.grad is not view:
                 view.copy_(parameter.grad)
             parameter.grad = view
