@@ -273,13 +273,26 @@ def test_every_objective_sums_alike_for_every_cut(option):
     assert np.isfinite(run.result["eval_loss"])
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler"), paired("optimizer", "scheduler"))
+OURS = ["adamw", "muon", "sgd"]
+"""Optimizers of this program; the others are PyTorch's own classes."""
+PYTORCHS = [option for option in options("optimizer") if option not in OURS]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        *zip(cycle(OURS), options("scheduler"), strict=False),
+        *(slow(*pair) for pair in zip(PYTORCHS, cycle(options("scheduler")), strict=False)),
+    ],
+)
 def test_every_optimizer_moves_what_is_not_frozen_and_every_schedule_warms_up_and_stays_below(
     optimizer, scheduler
 ):
     groups = '\'optimizer.groups={"embed*": {frozen: true}, "head.bias": {lr: 0.0}}\''
     line = f"model._target_={TOYS}.DeepNet optimizer={optimizer} optimizer.lr=0.1 {groups} "
     line += f"scheduler={scheduler}"
+    if optimizer == "rprop":  # whose step sizes are bounded from below, whatever the rate
+        line += " optimizer.step_sizes=[0,50]"
     run = go(f"{line} scheduler.warmup=2 steps=4 checkpoint.every=1 checkpoint.keep=2")
     one, two = state(run, 3), state(run, 4)
     moved = {n for n, t in two.items() if n.startswith("model.") and not t.equal(one[n])}

@@ -22,7 +22,7 @@ def planned(line: str) -> dict[str, Any]:
         "batch.normalizer=micro_batches": "is a mean of means",
         "model.norm=batch": "over 2 to 3 samples, the micro-batches of one rank, and not over the",
         "model.norm=batch parallel.ranks=2": "move 2 times a step, by those of rank 0 alone: so",
-        f"objective._target_={OWN}.Mean": "in one micro-batch a loss that differs by 0.5",
+        f"objective._target_={OWN}.Mean": "the loss of Mean is not a sum over samples",
         "batch.global=512": "batch.global=512 is more than the 42 samples of an epoch",
     }.items(),
 )

@@ -132,10 +132,17 @@ def check_loss(run: Run) -> list[str]:
         if chosen.is_like_models and not objective.is_of_model:
             _compare_with_model(run)
         # `train verify` says more of sums: also what padding and other samples change.
-        is_sum = objective.sums_samples or objective.coupling.kind != "none"
+        is_sum = _declares_sum(objective) or objective.coupling.kind != "none"
         if is_sum or run.config.command == "verify":
             return []
         return _check_sum(run)
+
+
+def _declares_sum(objective: Objective) -> bool:
+    """Whether samples are said to add up by the class that has `sums`, and not by one before it."""
+    places = [vars(kind) for kind in type(objective).__mro__]
+    nearest = next(names for names in places if "sums" in names or "sums_samples" in names)
+    return objective.sums_samples and "sums_samples" in nearest
 
 
 def _compare_with_model(run: Run) -> None:
