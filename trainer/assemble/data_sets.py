@@ -17,7 +17,7 @@ from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config import data_sets
 from trainer.config.components import EVAL_SETS, Component
 from trainer.config.messages import show
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import FINE_TUNING, RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.mixture import MixtureSource
@@ -27,10 +27,6 @@ from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
 from trainer.models.task import Purpose, stated_purpose, task_of_class
 from trainer.models.transformers_classes import pretrained_of
-
-FINE_TUNING = (8, 128, 100)
-"""Smallest and largest default global batch where weights are loaded, and the steps an epoch that
-it leaves, if it can."""
 
 LABELLING_LIBRARY = "datasets"
 """Its factories take `split` as a label of what they give, or as the name of a part in a file."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +17,11 @@ from trainer.core.rows import Row, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
+from trainer.data.shown import ShownSample
 from trainer.models.task import task_of
 from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Parallel
 from trainer.training.predictions import predict
-
-Decode = Callable[[Sequence[int]], str]
 
 MOST_WORST = 8  # samples of a part that are written with their texts
 
@@ -40,14 +37,12 @@ def shown_samples(run: Run, folder: Path) -> list[Row]:
     view, rows, records = run.data.train, list[Row](), list[dict[str, Any]]()
     drawn = list[tuple[Fields, str]]()
     for i in source.order.next(source.order.start).ids[:count].tolist():
-        fields, shown = _loaded(run, source.loader, i, int(source.lengths[i]))
-        with faults_of(f"`decode` of {view.kind}"):
-            text = printable_lines(shown.text())
+        shown, text = _loaded(run, source.loader, i)
         tokens = plural(source.lengths[i], "token")
         terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
         name = join_parts(view.name_of(i), shown.terms is not None and tokens, terms)
         rows.append(row("sample", f"{name}\n{text}", in_plan=True))
-        drawn.append((fields, (shown.learned(fields.get(LABELS)) or "").strip("[]")))
+        drawn.append((shown.fields, (shown.learned() or "").strip("[]")))
         records.append({"id": int(view.original_ids([i])[0]), "text": text})
     picture = folder / IMAGES_FILE
     if records and draw_images(drawn, picture):
@@ -73,10 +68,7 @@ def worst_samples(
         place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
         measured = [line for line in lines if line["loss"] is not None]
         for line in sorted(measured, key=_by_loss)[:MOST_WORST]:
-            place = place_of[line["id"]]
-            _, shown = _loaded(run, part.loader, place, int(part.lengths[place]))
-            with faults_of(f"`decode` of {view.kind}"):
-                text = printable_lines(shown.text())
+            _, text = _loaded(run, part.loader, place_of[line["id"]])
             found.append({**({"set": name} if name else {}), **line, "text": text})
     return found
 
@@ -87,18 +79,18 @@ def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
     return (True, -loss) if math.isfinite(loss) else (False, 0.0)
 
 
-def _loaded(run: Run, loader: Loader, place: int, length: int) -> tuple[Fields, _Shown]:
-    """Load one sample, with what shows it."""
-    fields = loader.load(Request(ids=(place,), epoch=0, pad_to=length))
+def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
+    """Load one sample, with its text."""
     view, has_targets = loader.dataset, task_of(run.model.module) == "seq2seq_lm"
-    decode, names = view.optional("decode") or _numbers, view.optional("label_names")
-    terms = _terms(fields, run.model.objective, has_targets=has_targets)
-    return fields, _Shown(fields, decode, names, terms)
-
-
-def _numbers(ids: Sequence[int]) -> str:
-    """Stand in for the decoder of a data set that has none."""
-    return "".join(f"{number} " for number in ids)
+    fields = loader.load(Request(ids=(place,), epoch=0, pad_to=int(view.lengths[place])))
+    shown = ShownSample(
+        fields=fields,
+        decode=view.optional("decode") or (lambda ids: "".join(f"{each} " for each in ids)),
+        names=view.optional("label_names"),
+        terms=_terms(fields, run.model.objective, has_targets=has_targets),
+    )
+    with faults_of(f"`decode` of {view.kind}"):
+        return shown, printable_lines(shown.text())
 
 
 def _terms(fields: Fields, objective: Objective, *, has_targets: bool) -> list[bool] | None:
@@ -111,66 +103,6 @@ def _terms(fields: Fields, objective: Objective, *, has_targets: bool) -> list[b
     if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
         terms[0] = False  # the objective predicts each token from those before
     return terms
-
-
-@final
-@dataclass(frozen=True)
-class _Shown:
-    """One sample, collated alone."""
-
-    fields: Fields
-    decode: Decode
-    names: Sequence[str] | None  # of classes
-    terms: list[bool] | None  # which tokens are loss terms, where labels are of tokens
-
-    def text(self) -> str:
-        """Write it out."""
-        ids, labels = self.fields.get(INPUT_IDS), self.fields.get(LABELS)
-        if self.terms is not None and ids is not None and labels is not None:
-            return "".join(self._marked(ids.flatten().tolist(), labels.flatten().tolist()))
-        return " -> ".join(filter(None, [self._given(ids), self.learned(labels)]))
-
-    def _marked(self, ids: list[int], labels: list[int]) -> Iterator[str]:
-        """Give runs of tokens; of tokens with classes of their own each one with its class."""
-        assert self.terms is not None  # see `text`
-        end, before = 0, ""
-        pairs = enumerate(self.terms)
-        for (is_term, _), tokens in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
-            end += len(list(tokens))
-            # Of the whole so far: what stands alone may be decoded without the space before it.
-            whole = self.decode(ids[:end])
-            text, before = whole[len(before) :], whole
-            name = f"={self._class(labels[end - 1])}" if self.names else ""
-            yield f"[[{text}{name}]]" if is_term else text
-
-    def _given(self, ids: Tensor | None) -> str:
-        if ids is None:
-            names = ((n, f) for n, f in self.fields.items() if n != LABELS)
-            return ", ".join(f"{name} {tuple(field.shape[1:])}" for name, field in names)
-        # One row, or one for each of several choices.
-        return "\n".join(map(self.decode, ids.reshape(-1, ids.shape[-1]).tolist()))
-
-    def learned(self, labels: Tensor | None) -> str | None:
-        """Give the class by its name, the target of an encoder-decoder, or numbers."""
-        if labels is None:
-            return self._span()
-        values = labels.flatten().tolist()
-        if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
-            return f"[[{self.decode([value for value in values if value != IGNORED])}]]"
-        return f"[[{', '.join(map(self._class, values))}]]"
-
-    def _span(self) -> str | None:
-        """Give the tokens of the answer to a question about a context."""
-        ends = [self.fields.get(f"{name}_positions") for name in ("start", "end")]
-        if None in ends or INPUT_IDS not in self.fields:
-            return None
-        begin, end = (int(each) for each in ends if each is not None)
-        return f"[[{self.decode(self.fields[INPUT_IDS].flatten()[begin : end + 1].tolist())}]]"
-
-    def _class(self, label: float) -> str:
-        """Name a class; else write the number."""
-        known = self.names or ()
-        return known[label] if isinstance(label, int) and 0 <= label < len(known) else f"{label:g}"
 
 
 IMAGES_FILE = "samples.png"

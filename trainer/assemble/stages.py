@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.assemble.run import Run
-from trainer.assemble.summary_rates import changes
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, join_parts, row
 from trainer.objectives.coupled import CoupledObjective
+from trainer.optim.described import changes
 from trainer.plan.cut import IntArray
 from trainer.plan.order import Stage
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Any
 
 from trainer.assemble.hardware import has_fast_bf16
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.stages import stage_rows, stage_warnings
-from trainer.assemble.summary_data import data_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
-from trainer.assemble.summary_rates import by_job_row, defaults_row, group_rows, half_life_row
 from trainer.config.amounts import cadence_steps, warmup_steps
-from trainer.config.cards import card_of
 from trainer.config.run_config import RunConfig
-from trainer.core.format import duration, number, percent, plural, size
+from trainer.config.validate import defaults_row
+from trainer.core.format import duration, number, percent, plural
 from trainer.core.rows import Noun, Row, RunFacts, join_parts, row
-from trainer.tune.flops import PEAK_SHARE
-
-MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "average", "activations", "buffers")
+from trainer.data.described import data_rows
+from trainer.data.split import OWN_PART
+from trainer.optim.described import changes, default_row, optimizer_rows
+from trainer.tune.flops import time_note
+from trainer.tune.tensors import memory_rows
 
 
 def describe_run(run_plan: RunPlan) -> list[Row]:
@@ -30,13 +28,16 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
     None is what is not known.
     """
-    run, lengths = run_plan.run, run_plan.run.data.lengths
+    run, order = run_plan.run, run_plan.run.data.order
+    lengths = run.data.lengths
     noun: Noun = "sample" if int(lengths.sum()) == len(lengths) else "token"
     ranks, steps = run.world.size, run.data.total_steps
     facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
     setup, objective, how = run.model.setup, run.model.objective, run_plan.how
     others = run.model.strategy, run.model.schedule, run.model.spec, setup.sync, setup
     chosen, has_cap = run.chosen.text, bool(run.cut.hard_cap)
+    limit, tuning = run_plan.limit_bytes, run_plan.tuning
+    candidates = [] if tuning is None else [each.to_json(limit) for each in tuning.candidates]
     return [
         *_batch(run_plan, facts),
         *run.cut.describe(facts),
@@ -45,17 +46,17 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
         *objective.describe(facts),
         _loss(run.config.batch.normalizer),
         *model_rows(run_plan),
-        *group_rows(run),
+        *optimizer_rows(run.model.spec, run.model.module, run.model.lr_scale(order, order.start)),
         _named(run.config),
         *tokenizer_rows(run),
-        *data_rows(run, facts),
-        *_memory(run_plan, facts),
+        *_data(run, facts),
+        *memory_rows(run_plan.predicted, limit, ranks, is_here=run_plan.is_here),
         *_length(run),
-        defaults_row(run),
+        defaults_row(run.config, run.chosen_optimizer.by_job),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
-        row(shapes=_shapes(run_plan), candidates=_candidates(run_plan)),
+        row(shapes=run_plan.plans[0].shapes, candidates=candidates),
         row(warnings=_warnings(run_plan)),
     ]
 
@@ -71,9 +72,8 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     left = num_samples % size if is_known else 0
     few = f"the last {plural(left, 'sample')}" if left else "the last few samples"
     end = "left out" if batch.tail == "drop" else "in a step with a normaliser of its own"
-    counts = [len(plan.ranks[rank][slot]) for rank, slot in plan.slots()]
     whole = f"{plural(size, 'token')} or just above" if batch.unit == "tokens" else None
-    equation = batch_equation(counts, ranks, plan.accum_steps, whole)
+    equation = plan.equation(whole)
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
         *order.sizes.describe(facts),
@@ -94,47 +94,11 @@ def _loss(normalizer: str) -> Row:
     return row("loss", text, normalizer=normalizer)
 
 
-def batch_equation(
-    counts: Sequence[int], world_size: int, accum_steps: int, whole: str | None = None
-) -> str:
-    """Write the global batch as what it is cut into: `512 samples = 1 rank x 11 micro-batches`.
-
-    `counts` are the samples of every micro-batch of all ranks; `whole` is the global batch in
-    words.
-    """
-    low, high, ranks = min(counts), max(counts), plural(world_size, "rank")
-    right = f"{ranks} x {plural(accum_steps, 'micro-batch')}"
-    if world_size * accum_steps != len(counts):
-        right = f"{plural(len(counts), 'micro-batch')} over {ranks}, at most {accum_steps} each"
-    each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
-    times = "x" if low == high and whole is None else "of"
-    return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
-
-
 def _named(config: RunConfig) -> Row:
     """Name the classes that were named by their path and stand in no other row."""
     typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
     names = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
     return row("with", join_parts(*names), named_classes=names)
-
-
-def _memory(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
-    """Set the predicted need beside the limit; either may be unknown."""
-    predicted, limit = run_plan.predicted, run_plan.limit_bytes
-    peak = predicted and predicted.peak_bytes
-    text = limit and f"limit {size(limit)}, usage not predicted"
-    if peak is not None:
-        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
-        text = f"{size(peak)} of tensors predicted, {share}"
-    note = None if run_plan.is_here else "an estimate for a machine that is not here"
-    shown = text and join_parts(text + " per rank" * (facts.world_size > 1), note)
-    names = MEMORY_PARTS if predicted else ()
-    parts = {name.replace("_", " "): getattr(predicted, name) for name in names}
-    terms = " + ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
-    return [
-        row("memory", shown or None, predicted_peak_bytes=peak, memory_limit_bytes=limit),
-        row("peak", terms or None, in_plan=True, is_dim=True, memory_parts=parts, memory_note=note),
-    ]
 
 
 def _length(run: Run) -> list[Row]:
@@ -150,21 +114,38 @@ def _length(run: Run) -> list[Row]:
     warmup = warmup_steps(run.model.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
     rate = join_parts(f"{lr:g}", optimizer, scheduler, warmup and share)
+    chosen = run.chosen_optimizer
+    typed = chosen.reference or chosen.spec  # before the global batch changed it
+    followed, changed = changes(typed, chosen.spec)
     return [
         row("steps", text, steps=steps, steps_per_epoch=per_epoch, epochs=epochs),
         row("lr", rate, lr=lr, optimizer=optimizer, scheduler=scheduler, warmup_steps=warmup),
-        by_job_row(run, optimizer),
-        half_life_row(run),
+        default_row(optimizer, typed, chosen.by_job, chosen.why),
+        row("half-life", changed, followed_batch=followed),
     ]
+
+
+def _data(run: Run, facts: RunFacts) -> list[Row]:
+    """Describe the data, and of what is held out what comes from other data."""
+    config = run.config
+    elsewhere = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
+    held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
+    name = config.data.name or config.data.target
+    return data_rows(name, run.data.train, held_out, elsewhere, facts)
 
 
 def _time(run_plan: RunPlan) -> list[Row]:
     """Give the time of a step, and what it is computed on."""
-    run, seconds, note = run_plan.run, run_plan.step_seconds, _time_note(run_plan)
+    run, seconds = run_plan.run, run_plan.step_seconds
+    config, here = run.config, run.world.device
+    note = time_note(
+        *(config.device, run.model.precision, seconds),
+        is_tuned=run_plan.tuning is not None,
+        is_here=run_plan.is_here,
+    )
     total = seconds and not run.data.stages and duration(seconds * run.data.total_steps)
     each = seconds and f"about {duration(seconds)} per step"
     text = join_parts(each, total and f"{total} in all", note)
-    config, here = run.config, run.world.device
     is_away = run.planned_device.type != here.type
     device = f"{config.device} (not here)" if is_away else str(here)
     workers = run.data.loader.num_workers
@@ -177,8 +158,8 @@ def _time(run_plan: RunPlan) -> list[Row]:
 
 
 def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
-    """Give means over the steps that were sampled, since cuts vary, and how often what is done."""
-    plans, run, config = run_plan.plans, run_plan.run, run_plan.run.config
+    """Give means over the steps that were sampled, as cuts vary, and how often what is done."""
+    plans, run = run_plan.plans, run_plan.run
     means = {
         "micro_batches": fmean(plan.num_micro_batches for plan in plans),
         "accum_steps": fmean(plan.accum_steps for plan in plans),
@@ -191,79 +172,30 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
     )
+    is_shown = len(plans) > 1 and not run.data.stages
     padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
-    often: dict[str, float | str | None] = {"log": config.log.every}
-    if run.data.held_out:
-        often["evaluate"] = config.eval.every
-    often["checkpoint"] = config.checkpoint.every
-    cadences = {
-        name: e if e is None or isinstance(e, str) else cadence_steps(e, facts.total_steps)
-        for name, e in often.items()
-    }
-    times = (f"{name} {_cadence(e, facts.total_steps)}" for name, e in cadences.items())
     return [
         row("padding", first, in_plan=True, padding=padding),
-        row(
-            "epoch",
-            text if len(plans) > 1 and not run.data.stages else None,
-            in_plan=True,
-            epoch_means=means,
-        ),
-        row("cadence", join_parts(*times), in_plan=True, cadences=cadences),
+        row("epoch", text if is_shown else None, in_plan=True, epoch_means=means),
+        _cadence(run.config, facts.total_steps, evaluates=bool(run.data.held_out)),
     ]
 
 
-def _cadence(every: int | str | None, steps: int) -> str:
-    """Say when something is done: after so many steps, in a time such as `10min`, or once."""
-    if every is None or (isinstance(every, int) and every > steps):
-        return "at the end"
-    return f"every {plural(every, 'step') if isinstance(every, int) else every}"
-
-
-def _shapes(run_plan: RunPlan) -> list[dict[str, Any]]:
-    """List the micro-batches of step 1; under packing a length is that of the row."""
-    plan = run_plan.plans[0]
-    return [
-        {
-            "rank": rank,
-            "num_samples": len(plan.ranks[rank][slot]),
-            "length": plan.padded_lengths[rank][slot],
-            "packed": plan.packed,
-            "num_tokens": plan.num_tokens(rank, slot),
-        }
-        for rank, slot in plan.slots()
-    ]
-
-
-def _candidates(run_plan: RunPlan) -> list[dict[str, Any]]:
-    """List the caps that tuning weighed."""
-    limit, tuning = run_plan.limit_bytes, run_plan.tuning
-    return [
-        {
-            "max_tokens": each.max_tokens,
-            "micro_batches": round(each.micro_batches),
-            "padding": each.padding,
-            "predicted_bytes": each.predicted_bytes,
-            "predicted_seconds": each.seconds_per_step,
-            "fits": limit is None or each.predicted_bytes <= limit,
-            "is_chosen": each.chosen,
-            "recomputes": each.activation_checkpointing,
-        }
-        for each in (() if tuning is None else tuning.candidates)
-    ]
-
-
-def _time_note(run_plan: RunPlan) -> str | None:
-    """Say how the time of a step is known, or why it is not; None where it was timed."""
-    config, card = run_plan.run.config, card_of(run_plan.run.config.device)
-    if card is not None and run_plan.step_seconds:
-        peak = card.peak(run_plan.run.model.precision) / 1e12
-        return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {config.device}"
-    if run_plan.tuning is None or run_plan.step_seconds:
-        return None
-    remedy = ": nothing can be timed for another machine; device=h100 estimates it"
-    return "unknown" + remedy * (not run_plan.is_here)
+def _cadence(config: RunConfig, total_steps: int, *, evaluates: bool) -> Row:
+    """Say how often something is done: after so many steps, in a time such as `10min`, or once."""
+    often: dict[str, float | str | None] = {"log": config.log.every}
+    if evaluates:
+        often["evaluate"] = config.eval.every
+    often["checkpoint"] = config.checkpoint.every
+    times = list[str]()
+    for name, every in often.items():
+        text = f"every {every}"
+        if isinstance(every, int | float):
+            steps = often[name] = cadence_steps(every, total_steps)
+            text = f"every {plural(steps, 'step')}" if steps <= total_steps else "at the end"
+        times.append(f"{name} {text if every is not None else 'at the end'}")
+    return row("cadence", join_parts(*times), in_plan=True, cadences=often)
 
 
 def _warnings(run_plan: RunPlan) -> list[str]:

@@ -50,15 +50,10 @@ def _gradients(run: Run) -> Row:
     names = ", ".join(dtypes)
     text = f"added up{' and reduced' * (run.world.size > 1)} in {names}"
     copies = f"the optimizer steps fp32 master copies of the {' and '.join(low)} weights, rounded"
-    is_shown = run.config.accum.buffer == "fp32" or dtypes != ["fp32"]
-    return row(
-        *(
-            "gradients",
-            join_parts(text, low and f"{copies} back to the nearest") if is_shown else None,
-        ),
-        gradient_dtypes=names,
-        has_master_weights=bool(low),
-    )
+    shown = join_parts(text, low and f"{copies} back to the nearest")
+    if run.config.accum.buffer != "fp32" and dtypes == ["fp32"]:
+        shown = None  # as everybody expects
+    return row("gradients", shown, gradient_dtypes=names, has_master_weights=bool(low))
 
 
 def _adapter(config: RunConfig) -> Row:
@@ -67,9 +62,8 @@ def _adapter(config: RunConfig) -> Row:
     if adapter.target == NO_ADAPTER:
         return row(adapter=None)
     settings = [f"{name}={show(value)}" for name, value in adapter.params.items() if value]
-    return row(
-        "adapter", join_parts(adapter.name or adapter.target, *settings), adapter=adapter.params
-    )
+    text = join_parts(adapter.name or adapter.target, *settings)
+    return row("adapter", text, adapter=adapter.params)
 
 
 def tokenizer_rows(run: Run) -> list[Row]:

@@ -66,6 +66,9 @@ from trainer.config.sections import (
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 from trainer.core.run_folder import RunFolder
 
+FINE_TUNING = (8, 128, 100)
+"""Smallest and largest default global batch where weights are loaded, and the steps an epoch that
+it leaves, if it can."""
 READING = ("evaluate", "export")  # commands that read another run and leave its status alone
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.

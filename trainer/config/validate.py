@@ -25,9 +25,10 @@ from trainer.config.keys import KEYS
 from trainer.config.messages import MISSING, Tree, lookup
 from trainer.config.option_files import OWN, data_dir, default_options, load_yaml, options_of
 from trainer.config.rules import give_way, rule_faults
-from trainer.config.run_config import FullConfig, RunConfig
+from trainer.config.run_config import FINE_TUNING, FullConfig, RunConfig, to_plain
 from trainer.config.secrets import is_secret, leaked
 from trainer.core.errors import ConfigError
+from trainer.core.rows import Row, join_parts, row
 
 # What the settings of other trainers are called here, or why there is none.
 _WORDS = load_yaml(Path(__file__).with_name("other_trainers.yaml"))
@@ -374,3 +375,20 @@ def suits(key: str, text: str) -> bool:
         return bool([components.convert(str if kind is Any else kind, value) for kind in kinds])
     except ValidationError:
         return False
+
+
+def defaults_row(config: RunConfig, by_job: Mapping[str, Any]) -> Row:
+    """List keys of the step that nobody typed; `by_job` are those that the optimizer chose."""
+    plain = messages.flat({**to_plain(config), "epochs": config.total_epochs})
+    plain |= messages.flat({"optimizer": by_job})
+    typed, why = list[str](), None
+    for key in config.unset:
+        value = plain.get(key)
+        if key == "batch.global" and value == KEYS[key].default:
+            continue  # `conf/` has it
+        if key == "batch.global":
+            _, largest, least = FINE_TUNING
+            why = f"{key} at most {largest}, for {least} steps an epoch, as weights are loaded"
+        if value is not None or key not in ("steps", "epochs"):  # the length of a run once
+            typed.append(f"{key}={messages.show(value)}")
+    return row("defaults", join_parts(*typed, why), defaults=typed)

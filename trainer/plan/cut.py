@@ -13,14 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.core import coupling
 from trainer.core.errors import ConfigError
-from trainer.core.format import plural
+from trainer.core.format import number, plural
 from trainer.core.rows import Described, Row, RunFacts, row
 
 IntArray = npt.NDArray[np.int64]
@@ -140,6 +140,35 @@ class Plan:
         """Share of computed positions that hold no token."""
         computed = self.num_positions
         return 1.0 - float(self.lengths.sum()) / computed if computed else 0.0
+
+    def equation(self, whole: str | None = None) -> str:
+        """Write the global batch, `whole` in words, as what it is cut into.
+
+        For example `512 samples = 1 rank x 8 micro-batches x 64 samples`.
+        """
+        counts = [len(self.ranks[rank][slot]) for rank, slot in self.slots()]
+        low, high, ranks = min(counts), max(counts), plural(len(self.ranks), "rank")
+        right = f"{ranks} x {plural(self.accum_steps, 'micro-batch')}"
+        if len(self.ranks) * self.accum_steps != len(counts):
+            most = f"at most {self.accum_steps} each"
+            right = f"{plural(len(counts), 'micro-batch')} over {ranks}, {most}"
+        each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
+        times = "x" if low == high and whole is None else "of"
+        return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
+
+    @property
+    def shapes(self) -> list[dict[str, Any]]:
+        """The micro-batches, as plan.json lists them; under packing a length is that of the row."""
+        return [
+            {
+                "rank": rank,
+                "num_samples": len(self.ranks[rank][slot]),
+                "length": self.padded_lengths[rank][slot],
+                "packed": self.packed,
+                "num_tokens": self.num_tokens(rank, slot),
+            }
+            for rank, slot in self.slots()
+        ]
 
     def check(self, layout: Layout) -> None:
         """Refuse a plan that would train on another global batch, or hang, under its layout."""

@@ -210,20 +210,18 @@ def figure(value: float | None) -> str:
 
 def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
-    shown = [n for n in entry if n not in STEP_KEYS and not n.startswith(NORMS_OF_PARAMETERS)]
-    named = (f"{name} {figure(entry[name])}" for name in shown)
-    speed = f"{short(entry['tokens_per_second']):>5} {noun}s/s"
-    used = (f"mfu {percent(entry['mfu']):>5}" for _ in range("mfu" in entry))
-    norm = f"{rate(entry['grad_norm']):>5}"
     value = "-" if entry["loss"] is None else loss(entry["loss"])  # of a step without loss terms
-    first = f"loss {value:>8}"
-    last = f"grad norm {norm}", f"lr {entry['lr']:.2e}"
-    padding = [f"padding {percent(entry['padding']):>5}"] * (noun == "token")
-    return "  ".join([first, *named, speed, *used, *padding, *last])
-
-
-INTERVAL_S = 0.25
-WIDTH = 24  # characters of the bar
+    texts = [f"loss {value:>8}"]
+    for name, found in entry.items():
+        if name not in STEP_KEYS and not name.startswith(NORMS_OF_PARAMETERS):
+            texts.append(f"{name} {figure(found)}")
+    texts.append(f"{short(entry['tokens_per_second']):>5} {noun}s/s")
+    if "mfu" in entry:
+        texts.append(f"mfu {percent(entry['mfu']):>5}")
+    if noun == "token":
+        texts.append(f"padding {percent(entry['padding']):>5}")
+    texts += [f"grad norm {rate(entry['grad_norm']):>5}", f"lr {entry['lr']:.2e}"]
+    return "  ".join(texts)
 
 
 @final
@@ -232,16 +230,16 @@ class NotebookLine:
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._shown_at = -INTERVAL_S
+        self._next_at = 0.0
 
     def show(self, share: float, text: str) -> None:
         """Draw the share that is done, 0 to 1, and a text beside it, a few times a second."""
         now = time.monotonic()
-        if now - self._shown_at < INTERVAL_S and share < 1:
+        if now < self._next_at and share < 1:
             return
-        self._shown_at = now
-        done = round(share * WIDTH)
-        content = {"text/plain": f"{'█' * done}{'░' * (WIDTH - done)}  {text}"}
+        self._next_at = now + 0.25
+        done = round(24 * share)  # characters
+        content = {"text/plain": f"{'█' * done:░<24}  {text}"}
         if self._handle is None:
             from IPython.display import display  # noqa: PLC0415 - is there in a notebook
 

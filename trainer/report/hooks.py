@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -42,10 +43,9 @@ class Hooks:
     ) -> None:
         self._warn, self._module, self._warned = warn, module, set[str]()
         self._ours = {"step", "loss", EVAL_SECONDS}  # names of figures that no hook may give
-        self._calls: dict[str, list[tuple[str, Callable[..., object], bool]]] = {}
-        for event in WATCHED:
-            self._calls[event] = []
-            for name, hook in hooks.items():
+        self._calls = defaultdict[str, list[tuple[str, Callable[..., object], bool]]](list)
+        for name, hook in hooks.items():
+            for event in WATCHED:
                 if callable(method := getattr(hook, event, None)):
                     takes_model = [*inspect.signature(method).parameters][1:2] == ["model"]
                     self._calls[event].append((f"{name}.{event}", method, takes_model))

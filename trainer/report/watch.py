@@ -49,15 +49,18 @@ class EarlyWatch:
     def see(self, entry: Entry) -> str | None:
         """Look at a step, as metrics.jsonl has it; gives what is odd about it."""
         step, value, norm = entry["step"], entry["loss"], entry["grad_norm"]
-        for earlier in [each for each in self._ids if each < step]:
-            del self._ids[earlier]
+        ids, count = self._ids.pop(step, ((), 0))
         if value is None or norm is None or not (math.isfinite(value) and math.isfinite(norm)):
             return None
         if not self._first:
             self._began_at = step
         if len(self._first) < WINDOW:
             self._first.append((value, norm))
-        found = self._spike(step, value, norm) or self._plateau(step)
+        found = self._plateau(step)
+        if (spike := self._spike(step, value, norm)) is not None:
+            more = f", ... of {count}" if count > len(ids) else ""
+            where = "all in samples.jsonl" if self._keeps_samples else "log.samples=true lists all"
+            found = f"{spike}; samples {', '.join(map(str, ids))}{more} ({where})"
         self._losses.append(value)
         self._norms.append(norm)
         return found
@@ -79,8 +82,7 @@ class EarlyWatch:
         self._silent_until = step + QUIET_STEPS
         return (
             f"{found[0]} is far above that of the {len(self._losses)} steps before, {found[1]}: "
-            "often a learning rate too high, a warm-up too short, or bad samples; "
-            f"{self._samples(step)}"
+            "often a learning rate too high, a warm-up too short, or bad samples"
         )
 
     def _plateau(self, step: int) -> str | None:
@@ -94,12 +96,6 @@ class EarlyWatch:
             f"the loss, {loss(now)}, has not fallen in {plural(step, 'step')}: often a learning "
             "rate too small, labels that do not belong to their samples, or weights that are frozen"
         )
-
-    def _samples(self, step: int) -> str:
-        ids, count = self._ids.get(step, ((), 0))
-        more = f", ... of {count}" if count > len(ids) else ""
-        where = "all in samples.jsonl" if self._keeps_samples else "log.samples=true lists all"
-        return f"samples {', '.join(map(str, ids))}{more} ({where})"
 
 
 def _deviation(values: Collection[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -45,6 +45,19 @@ class Candidate:
     micro_batches: float  # per step, over all ranks, the mean of the sampled global batches
     activation_checkpointing: bool
     chosen: bool = False
+
+    def to_json(self, limit: int | None) -> dict[str, Any]:
+        """Give what plan.json has of it; `limit` is what tensors may take, where that is known."""
+        return {
+            "max_tokens": self.max_tokens,
+            "micro_batches": round(self.micro_batches),
+            "padding": self.padding,
+            "predicted_bytes": self.predicted_bytes,
+            "predicted_seconds": self.seconds_per_step,
+            "fits": limit is None or self.predicted_bytes <= limit,
+            "is_chosen": self.chosen,
+            "recomputes": self.activation_checkpointing,
+        }
 
 
 @final

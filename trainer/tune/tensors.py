@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, final
 
 import torch
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.average import WeightAverage
+from trainer.core.format import percent, size
+from trainer.core.rows import Row, join_parts, row
 
 _Bytes = Annotated[int, Field(ge=0, le=2**48)]  # no micro-batch takes more
 
@@ -34,6 +36,27 @@ class MemoryEstimate:
     average: _Bytes = 0  # of the weights over steps
     activations: _Bytes = 0  # everything else: inputs, saved for backward, temporaries
     buffers: _Bytes = 0
+
+
+def memory_rows(
+    predicted: MemoryEstimate | None, limit: int | None, world_size: int, *, is_here: bool
+) -> list[Row]:
+    """Set the predicted need beside the limit, of one rank; either may be unknown."""
+    text, parts, peak = None, dict[str, int](), None
+    if limit:
+        text = f"limit {size(limit)}, usage not predicted"
+    if predicted is not None:
+        parts = {name.replace("_", " "): count for name, count in asdict(predicted).items()}
+        peak = parts.pop("peak bytes")
+        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
+        text = f"{size(peak)} of tensors predicted, {share}"
+    note = None if is_here else "an estimate for a machine that is not here"
+    shown = join_parts(text + " per rank" * (world_size > 1), note) if text else None
+    terms = " + ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    return [
+        row("memory", shown, predicted_peak_bytes=peak, memory_limit_bytes=limit),
+        row("peak", terms or None, in_plan=True, is_dim=True, memory_parts=parts, memory_note=note),
+    ]
 
 
 @final

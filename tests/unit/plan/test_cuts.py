@@ -203,3 +203,24 @@ def test_all_that_binds_a_cut_holds_together_or_the_error_names_what_would_do(da
     assert all(length % layout.pad_multiple == 0 or length == cap for length in shapes)
     if not (packed or layout.lockstep):
         assert all(list(own) == sorted(own, reverse=True) for own in plan.padded_lengths)
+
+
+@pytest.mark.parametrize(
+    ("counts", "whole", "expected"),
+    [
+        ([[32, 96, 384]], None, "512 samples = 1 rank x 3 micro-batches of 32 to 384 samples"),
+        (
+            *([[32, 96], [384]], None),
+            "512 samples = 3 micro-batches over 2 ranks, at most 2 each of 32 to 384 samples",
+        ),
+        ([[64] * 4] * 2, None, "512 samples = 2 ranks x 4 micro-batches x 64 samples"),
+        ([[8]], "9 tokens", "9 tokens = 1 rank x 1 micro-batch of 8 samples"),
+    ],
+)
+def test_the_batch_equation_is_true_for_every_cut(counts, whole, expected):
+    plan = Plan(
+        ranks=tuple(tuple(np.arange(count) for count in own) for own in counts),
+        lengths=np.ones(sum(map(sum, counts)), dtype=np.int64),
+        padded_lengths=tuple((1,) * len(own) for own in counts),
+    )
+    assert plan.equation(whole) == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from trainer.core.rows import row
+from trainer.core.rows import record_of, row
 from trainer.core.run_folder import RunFolder
 from trainer.report.blocks import end_block, plan_block, start_block
 from trainer.report.console import BRIEF, Screen
@@ -245,3 +245,10 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes_and_brackets_are_no_marku
     screen = Screen(file=io.TextIOWrapper(raw, encoding="ascii"))
     screen.line("é [red]x[/red] :smile:")
     assert raw.getvalue() == b"\\xe9 [red]x[/red] :smile:\n"
+
+
+def test_rows_together_are_a_record_and_two_do_not_give_one_value():
+    rows = [row("lr", "0.1", lr=0.1), row(steps=3)]
+    assert record_of(rows) == {"lr": 0.1, "steps": 3}
+    with pytest.raises(AssertionError, match="lr"):
+        record_of([*rows, row(lr=0.2)])

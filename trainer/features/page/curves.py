@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from trainer.config.metric_mode import title_of
+from trainer.core.run_folder import RunFolder
 from trainer.features.page.saved_run import SavedRun, is_number
 
 CurveValues = Sequence[float | None]
@@ -137,7 +138,9 @@ def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
         if size != before and before is not None:
             yield step, "batch change"
         before = size
-    yield from ((step, "checkpoint") for step in run.checkpoints if step <= run.last_step)
+    for step in RunFolder(run.folder).steps():
+        if step <= run.last_step:
+            yield step, "checkpoint"
 
 
 def _or_zero(value: object) -> float:

@@ -91,16 +91,6 @@ class SavedRun:
             )
 
     @cached_property
-    def checkpoints(self) -> list[int]:
-        """Steps of the checkpoints that are there, ascending."""
-        return self._files.steps()
-
-    @cached_property
-    def terms(self) -> dict[str, Any]:
-        """What the steps of the run depend on, as the newest checkpoint has it."""
-        return self._files.terms()
-
-    @cached_property
     def worst(self) -> list[Entry]:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
         found = self._files.record(RunFolder.EVALUATION).get("worst")

@@ -137,7 +137,7 @@ def baselines(run: SavedRun) -> TableRows:
 
 def machine(run: SavedRun) -> TableRows:
     """Say what the run ran on: versions, revision, hardware; no host's name."""
-    found = as_mapping(run.terms.get("environment"))
+    found = as_mapping(RunFolder(run.folder).terms().get("environment"))
     hardware, git = as_mapping(found.get("hardware")), as_mapping(found.get("git"))
     rows = {
         "cpu": f"{hardware.get('cpu')}, {hardware.get('cores')} cores" if hardware else "",

@@ -1,0 +1,58 @@
+"""Describe what is trained and evaluated on in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from trainer.core.format import number, plural, short
+from trainer.core.rows import Row, RunFacts, join_parts, row
+from trainer.data.split import OWN_PART
+from trainer.data.view import DataView
+
+MOST_CLASSES = 10
+
+
+def data_rows(
+    name: str,
+    train: DataView,
+    held_out: Mapping[str, DataView],
+    elsewhere: Collection[str],
+    facts: RunFacts,
+) -> list[Row]:
+    """Count what is trained and evaluated on, and let the data say what they are.
+
+    What is held out is by name; some of it may come from elsewhere than what is trained on.
+    """
+    cut, num_tokens = int(train.facts.num_cut or 0), int(train.lengths.sum())
+    counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
+    text = join_parts(
+        plural(len(train), "sample"),
+        facts.noun == "token" and f"{short(num_tokens)} tokens",
+        cut and f"{short(cut)} more are left out",
+        *(f"{number(count)} {part or 'held out'}" for part, count in counts.items()),
+    )
+    counted = row(
+        "data",
+        f"{name}: {text}",
+        data=name,
+        num_samples=len(train),
+        num_held_out=counts.pop(OWN_PART),
+        eval_sets=counts,
+        num_tokens=num_tokens,
+        num_cut_tokens=cut,
+    )
+    rows = [counted, *train.describe_records(facts)]
+    for part, view in held_out.items():
+        for each in view.describe_records(facts) if part in elsewhere else ():
+            if each.text:
+                rows.append(row("", f"{part or 'held out'}: {each.text}"))
+    return [*rows, _classes(train)]
+
+
+def _classes(view: DataView) -> Row:
+    """Number the classes that are words, as class weights and predictions number them."""
+    names = view.facts.label_names or ()
+    shown = [f"{i} {name}" for i, name in enumerate(names) if name != str(i)]
+    if len(shown) > MOST_CLASSES:
+        shown[MOST_CLASSES - 1 : -1] = ["..."]
+    return row("classes", join_parts(*shown), label_names=[*names])

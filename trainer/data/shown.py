@@ -1,0 +1,72 @@
+"""Write a sample as the model gets it: decoded, with what is learned in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import final
+
+from trainer.core.micro_batch import IGNORED, Fields
+from trainer.data.collate import LABELS
+from trainer.data.samples import INPUT_IDS
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@final
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample, collated alone."""
+
+    fields: Fields
+    decode: Decode
+    names: Sequence[str] | None  # of classes
+    terms: list[bool] | None  # which tokens are loss terms, where labels are of tokens
+
+    def text(self) -> str:
+        """Write it out."""
+        ids, labels = self.fields.get(INPUT_IDS), self.fields.get(LABELS)
+        if self.terms is not None and ids is not None and labels is not None:
+            return "".join(self._marked(ids.flatten().tolist(), labels.flatten().tolist()))
+        if ids is None:
+            fields = ((name, field) for name, field in self.fields.items() if name != LABELS)
+            given = ", ".join(f"{name} {tuple(field.shape[1:])}" for name, field in fields)
+        else:  # one row, or one for each of several choices
+            given = "\n".join(map(self.decode, ids.reshape(-1, ids.shape[-1]).tolist()))
+        return " -> ".join(filter(None, [given, self.learned()]))
+
+    def _marked(self, ids: list[int], labels: list[int]) -> Iterator[str]:
+        """Give runs of tokens; of tokens with classes of their own each one with its class."""
+        assert self.terms is not None  # see `text`
+        end, before = 0, ""
+        pairs = enumerate(self.terms)
+        for (is_term, _), run in groupby(pairs, lambda pair: (pair[1], self.names and pair[0])):
+            end += len(list(run))
+            # Of the whole so far: what stands alone may be decoded without the space before it.
+            whole = self.decode(ids[:end])
+            text, before = whole[len(before) :], whole
+            name = f"={self._class(labels[end - 1])}" if self.names else ""
+            yield f"[[{text}{name}]]" if is_term else text
+
+    def learned(self) -> str | None:
+        """Give the class by its name, the target of an encoder-decoder, or numbers."""
+        if (labels := self.fields.get(LABELS)) is None:
+            return self._span()
+        values = labels.flatten().tolist()
+        if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
+            return f"[[{self.decode([value for value in values if value != IGNORED])}]]"
+        return f"[[{', '.join(map(self._class, values))}]]"
+
+    def _span(self) -> str | None:
+        """Give the tokens of the answer to a question about a context."""
+        ends = [self.fields.get(f"{name}_positions") for name in ("start", "end")]
+        if None in ends or INPUT_IDS not in self.fields:
+            return None
+        begin, end = (int(each) for each in ends if each is not None)
+        return f"[[{self.decode(self.fields[INPUT_IDS].flatten()[begin : end + 1].tolist())}]]"
+
+    def _class(self, label: float) -> str:
+        """Name a class; else write the number."""
+        known = self.names or ()
+        return known[label] if isinstance(label, int) and 0 <= label < len(known) else f"{label:g}"
