@@ -167,7 +167,7 @@ def seen_norms(world: World) -> list[float]:
             seen.append(float(gradient.norm))
             seen.extend([] if gradient.groups is None else [float(gradient.groups.squares)])
 
-    part, size = MainDecides(Recorder(), world), {"num_samples": 1, "num_tokens": 1}
+    part, size = MainDecides(Recorder(), world), {"step": 1, "num_samples": 1, "num_tokens": 1}
     own = torch.tensor(float(world.rank))
     groups = GroupNorms(count=2, weight=1.0, squares=own + 5.0)
     part.see_gradient(StepGradient(norm=own + 1.0, groups=groups, **size))

@@ -1,6 +1,6 @@
 """Build a run from its config: data, model, objective, optimizer, cut and sync policy.
 
-`instantiate.py` alone turns a name in a config into a class. `build.py` makes every part of a
-run, `run_plan.py` finds its cut, and `run.py` opens it, with what `saved.py` read of a checkpoint.
-`summary.py` describes it. Read `build.py` first, from `assemble` on.
+`instantiate.py` alone turns a name in a config into a class. `build.py` makes a run in stages: its
+data, its model (`model.py`), and the `Run` that has both. `run_plan.py` finds its cut,
+`open_run.py` opens it, and `summary.py` describes it. Read `build.py` first.
 """

@@ -24,11 +24,7 @@ from trainer.training.data import Data
 
 
 def assemble(
-    config: RunConfig,
-    world: World,
-    saved: Saved | None = None,
-    *,
-    with_values: bool = False,
+    config: RunConfig, world: World, saved: Saved | None = None, *, with_values: bool = False
 ) -> Run:
     """Build everything a run is made of. Collective.
 
@@ -37,7 +33,6 @@ def assemble(
     """
     saved = saved or Saved()
     typed = TypedParts.of(config)
-
     config, source, data = _read_data(config, world, typed, saved.terms)
     given = arguments_from_data(config, data.train, saved.terms.given)
     model, chosen, chosen_optimizer = make_model(

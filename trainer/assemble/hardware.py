@@ -66,9 +66,8 @@ def parallel_setup(
 ) -> setup.ParallelSetup:
     """Resolve `sync`, the copies, and `deterministic=layout` under a resolved mode. Collective.
 
-    `precision` is the word that it became;
-    `single_backward` whether a micro-batch has one alone; `begun` mode, ranks and policy that
-    `sync=auto` was where the run goes on.
+    `precision` is the word that it became; `single_backward` whether a micro-batch has one alone;
+    `begun` mode, ranks and policy that `sync=auto` was where the run goes on.
     """
     policy = _sync_policy(config, world, mode)
     replicas, asked = world.size if mode == "ddp" else 1, config.parallel

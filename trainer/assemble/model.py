@@ -52,9 +52,13 @@ def make_model(
         with_values=with_values,
     )
     module, weights, mode, why = build_in_mode(config, world, build)
+
+    # What its hardware computes in, and what its samples are to it.
     precision = resolve_precision(config, world, module, terms.contract)
     set_matmul_precision(precision, world.device)
     fit_loader(data.loader, module)
+
+    # The loss, and how gradients of micro-batches and of ranks become the step's.
     chosen = choose_objective(config, typed.objective, module, data.loader, typed.tokenizer)
     objective = chosen.objective
     strategy = construct(
@@ -67,6 +71,8 @@ def make_model(
         begun=terms.sync,
         why_mode=why,
     )
+
+    # The update: lengths of the schedule become steps, and half-lives follow the global batch.
     schedule = with_length_steps(typed.schedule, data.order, data.lengths, data.total_steps)
     optimizer = fitting_optimizer(config, module, terms.contract)
     optimizer = with_half_lives(optimizer, schedule, data.order.sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.assemble.run import Run
@@ -31,9 +30,6 @@ def step_context(
         compile_model(model.module, COMPILED_SHAPES)
     parallel = model.setup.lay_out(model.module, model.call, world, model.weights)
     optimizer = model.spec.build(model.module)
-    norms, every = dict[str, Any](), config.log.parameters
-    if every is not None:
-        norms["before_update"] = ParameterNorms(parallel, optimizer, every).begin
     half_lives = None
     if model.schedule.keep_half_life and run.data.stages:
         half_lives = HalfLives(
@@ -45,6 +41,8 @@ def step_context(
     scale = LossScale() if model.precision == "fp16" else None
     # What is the model's own moves before what follows the model.
     first: list[Stateful] = [] if scale is None else [scale]
+    if (every := config.log.parameters) is not None:
+        first.append(ParameterNorms(parallel, optimizer, every))
     for feature in run.features:
         first += feature.parts(model.module, world)
     return StepContext(
@@ -60,5 +58,4 @@ def step_context(
         follow_batch=half_lives,
         parts=[*first, *parts],
         on_out_of_memory=on_out_of_memory,
-        **norms,
     )

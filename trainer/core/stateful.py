@@ -50,6 +50,7 @@ class GroupNorms:
 class StepGradient:
     """The gradient of a step, reduced over all ranks and not clipped yet."""
 
+    step: int  # from 1
     norm: Tensor  # 2-norm, 0-d; finite
     num_samples: int  # of the global batch
     num_tokens: int  # likewise

@@ -56,7 +56,7 @@ class PlannedBatch:
     def gradient(self, norm: Tensor, groups: GroupNorms | None) -> StepGradient:
         """Say what the gradient of this batch is: its 2-norm, and those of micro-batches in it."""
         sizes = {"num_samples": self.plan.num_samples, "num_tokens": self.num_tokens}
-        return StepGradient(norm=norm, groups=groups, **sizes)
+        return StepGradient(step=self.step, norm=norm, groups=groups, **sizes)
 
     @property
     def num_tokens(self) -> int:

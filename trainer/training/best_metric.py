@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Self, final
 
 from trainer.config.messages import did_you_mean
-from trainer.config.metric_mode import mode_of
+from trainer.config.metric_mode import Mode, mode_of
 from trainer.core.errors import ConfigError
 from trainer.core.format import plural
 from trainer.core.stateful import State, Stateful
@@ -35,12 +35,7 @@ class BestMetric(Stateful):
 
     @classmethod
     def of(
-        cls,
-        key: str,
-        metric: str,
-        mode: Literal["auto", "min", "max"],
-        min_delta: float = 0.0,
-        patience: int = 0,
+        cls, key: str, metric: str, mode: Mode, min_delta: float = 0.0, patience: int = 0
     ) -> Self:
         """Follow a metric, whose direction follows from its name where nobody says it."""
         known = mode_of(key, metric, mode, "checkpoint.mode")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
 import torch
-from torch import Tensor
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
@@ -62,8 +61,6 @@ class StepContext:
     # Sets what of the optimizer follows the size of a step; also given what scales its rates
     follow_batch: Callable[[int, float], None] | None = None
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
-    # Called with the step before an update; what it gives is called after, and gives norms by name
-    before_update: Callable[[int], Callable[[], Mapping[str, Tensor]]] = lambda _: dict
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 

@@ -208,4 +208,4 @@ def step_record(
         entry["skipped"] = report.skipped
     entry |= {"replays": report.replays} if report.replays else {}
     entry |= {} if order.sizes.is_constant else {"batch_size": batch.samples.size}
-    return {**entry, **report.metrics, **report.norms}
+    return {**entry, **report.metrics}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -11,19 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.state import plain_name
-from trainer.core.stateful import NORMS_OF_PARAMETERS
+from trainer.core.stateful import NORMS_OF_PARAMETERS, State, Stateful, StepGradient
 from trainer.core.tensors import local_part
 from trainer.models.recompute import blocks_of
 from trainer.optim.masters import masters_of
 from trainer.parallel.base import Parallel, sum_of_squares
 
-Norms = Mapping[str, Tensor]
-"""2-norms by name, 0-d: `weight_norm/blocks.0`."""
-
 
 @final
-class ParameterNorms:
-    """2-norms over whole tensors, however they are laid out.
+class ParameterNorms(Stateful):
+    """2-norms over whole tensors, however they are laid out, by name: `weight_norm/blocks.0`.
 
     Blocks are those of the model's `nn.ModuleList`; all else goes by the modules beside it. The
     gradient is that before clipping, the weight that before the update. Where an optimizer steps
@@ -32,6 +29,9 @@ class ParameterNorms:
 
     def __init__(self, model: Parallel, optimizer: Optimizer, every: int) -> None:
         self._model, self._every = model, every
+        self._gradients: list[Tensor] = []  # squares, of the step that is measured
+        self._before: list[list[Tensor]] = []  # what it updates
+        self._found: Mapping[str, Tensor] = {}
         copies = {id(weight): copy for weight, copy in masters_of(optimizer)}
         of_blocks = {id(block) for block in blocks_of(model.module)}
         named = model.module.named_modules()
@@ -43,14 +43,14 @@ class ParameterNorms:
                 self._weights[block].append((weight, copies.get(id(weight), weight)))
 
     @torch.no_grad()
-    def begin(self, step: int) -> Callable[[], Norms]:
-        """Look before an update; what is returned is called after it. Both on all ranks."""
-        if step % self._every:
-            return dict
+    def see_gradient(self, gradient: StepGradient) -> None:
+        """See the base class."""
+        if gradient.step % self._every:
+            return
         grads = [[w.grad for w, _ in pairs if w.grad is not None] for pairs in self._groups]
-        squares = self._squares([[*map(local_part, each)] for each in grads])
-        before = [[local_part(stepped).clone() for _, stepped in pairs] for pairs in self._groups]
-        return lambda: self._end(before, squares)
+        self._gradients = self._squares([[*map(local_part, each)] for each in grads])
+        for pairs in self._groups:
+            self._before.append([local_part(stepped).clone() for _, stepped in pairs])
 
     @property
     def _groups(self) -> Sequence[Sequence[tuple[nn.Parameter, nn.Parameter]]]:
@@ -59,16 +59,30 @@ class ParameterNorms:
     def _squares(self, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         return [sum_of_squares(each, self._model.world.device) for each in groups]
 
-    @torch.no_grad()
-    def _end(self, before: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor]) -> Norms:
-        """Compute norms; one reduction over shards. Collective."""
-        weights = self._squares(before)
-        for pairs, copies in zip(self._groups, before, strict=True):
-            torch._foreach_sub_(list(copies), [local_part(stepped) for _, stepped in pairs])
-        updates = self._squares(before)
-        squares = self._model.sum_over_shards(torch.stack([*weights, *gradients, *updates]))
+    def after_update(self, step: int) -> None:
+        """See the base class; one reduction over shards. Collective."""
+        if step % self._every:
+            return
+        weights = self._squares(self._before)
+        for pairs, copies in zip(self._groups, self._before, strict=True):
+            torch._foreach_sub_(copies, [local_part(stepped) for _, stepped in pairs])
+        updates, self._before = self._squares(self._before), []
+        each = torch.stack([*weights, *self._gradients, *updates])
         names = [f"{kind}{block}" for kind in NORMS_OF_PARAMETERS for block in self._weights]
-        return dict(zip(names, squares.sqrt().unbind(), strict=True))
+        squares = self._model.sum_over_shards(each)
+        self._found = dict(zip(names, squares.sqrt().unbind(), strict=True))
+
+    def metrics(self) -> Mapping[str, Tensor]:
+        """Give them once: a step that is skipped has none."""
+        found, self._found = self._found, {}
+        return found
+
+    def state(self) -> State:
+        """Nothing: it is in no checkpoint."""
+        return {}
+
+    def load(self, state: State) -> None:
+        """See `state`."""
 
 
 def block_of(name: str, blocks: Sequence[str]) -> str:

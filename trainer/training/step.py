@@ -48,7 +48,6 @@ class StepReport:
     replays: int = 0  # how often memory ran out before the step succeeded
     # Of the whole global batch by name, 0-d: those that the objective gave in training
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    norms: Mapping[str, Tensor] = field(default_factory=dict)  # of parameters, where asked; 0-d
     peak_bytes: int = 0  # the most memory that any rank had had when ranks agreed; 0 for one rank
 
 
@@ -89,12 +88,11 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     context.world.note("update")
     norm = context.parallel.gradient_norm()
     skipped: str | None = None
-    norms: Mapping[str, Tensor] = {}
     # The step's only host sync: no update before its gradient is known to be good.
     if bool(torch.isfinite(agreed.loss + norm)):
         for part in context.parts:
             part.see_gradient(batch.gradient(norm, agreed.groups))
-        norms = _update(context, batch.step, norm)
+        _update(context, batch.step, norm)
     else:
         _roll_back(context)
         halved = context.loss_scale is not None and context.loss_scale.shrink()
@@ -107,7 +105,6 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
         skipped=skipped,
         replays=replays,
         metrics=agreed.metrics,
-        norms=norms,
         peak_bytes=agreed.peak_bytes,
     )
 
@@ -137,25 +134,22 @@ def _roll_back(context: StepContext) -> None:
     context.state.snapshot.restore()
 
 
-def _update(context: StepContext, step: int, norm: Tensor) -> Mapping[str, Tensor]:
+def _update(context: StepContext, step: int, norm: Tensor) -> None:
     """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
-        norms_after = context.before_update(step)
         if context.model.clip_norm is not None:
             context.parallel.scale_gradients(
                 torch.clamp(context.model.clip_norm / (norm + 1e-6), max=1.0)
             )
         optimizer.step()
-        norms = norms_after()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         for part in context.parts:
             part.after_update(step)
-    return norms
 
 
 def _cut_for_replay(

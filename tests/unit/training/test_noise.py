@@ -49,7 +49,9 @@ def test_the_estimate_is_unbiased_where_it_covers_a_part_of_the_batch_and_sizes_
         own = added[:4].square().sum(1) / shares[:4]
         groups = GroupNorms(count=4, weight=float(shares[:4].sum()), squares=own.sum())
         norm = added.sum(0).norm()
-        part.see_gradient(StepGradient(norm=norm, num_samples=size, num_tokens=1, groups=groups))
+        part.see_gradient(
+            StepGradient(step=1, norm=norm, num_samples=size, num_tokens=1, groups=groups)
+        )
     assert float(part.metrics()["noise_scale"]) == pytest.approx(16.0, rel=0.05)
 
 
@@ -65,7 +67,7 @@ def test_the_true_noise_scale_lies_within_the_interval_that_shrinks_as_a_run_goe
             added = torch.full((8, 64), 1 / 64, dtype=torch.float64)
             added += torch.randn_like(added) / 16  # S / B = 8 x 64 / 256 = 2, and |G|^2 = 1
             groups = GroupNorms(count=8, weight=1.0, squares=8 * added.square().sum())
-            step = {"norm": added.sum(0).norm(), "num_samples": 64, "num_tokens": 1}
+            step = {"step": 1, "norm": added.sum(0).norm(), "num_samples": 64, "num_tokens": 1}
             part.see_gradient(StepGradient(**step, groups=groups))
         found = part.estimate()
         assert found.scale == pytest.approx(float(part.metrics()["noise_scale"]))
@@ -95,7 +97,7 @@ def test_two_standard_errors_are_on_either_side(noise, signal, low, high):
 def test_what_is_not_measured_is_not_shown_and_a_signal_below_the_noise_is_infinite():
     part = NoiseScale("samples")
     part.begin(torch.nn.Linear(1, 1))
-    step = {"norm": torch.tensor(1.0), "num_samples": 4, "num_tokens": 40}
+    step = {"step": 1, "norm": torch.tensor(1.0), "num_samples": 4, "num_tokens": 40}
     part.see_gradient(StepGradient(**step))
     assert part.metrics() == {}
     groups = GroupNorms(count=2, weight=1.0, squares=torch.tensor(9.0).double())

@@ -110,8 +110,8 @@ def test_what_to_type_after_memory_ran_out_in_lockstep_is_less_than_what_there_w
             cap = int(text.removeprefix(says).partition(",")[0])
             assert batch.largest_sample()[1] <= cap < batch.plan.max_shared_positions
         setup = replace(bench.context.model.setup, sizes=TOO_LARGE)
-        context = replace(bench.context, model=replace(bench.context.model, setup=setup))
-        assert f"{remedies(context, batch)}, or" in text
+        model = replace(bench.context.model, setup=setup)
+        assert f"{remedies(replace(bench.context, model=model), batch)}, or" in text
 
 
 def test_the_host_looks_at_the_device_once_a_step():
