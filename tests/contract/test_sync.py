@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.lib.ranks_work import Collectives
 from trainer.accumulate.model_state import ModelState
@@ -18,7 +17,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.models.bind import bind
 from trainer.parallel.base import Parallel, Replicated
-from trainer.parallel.deterministic import Ordered
 from trainer.parallel.fsdp import Sharded, fake_mesh
 from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred, Immediate, Overlapped
@@ -104,19 +102,6 @@ def test_micro_batches_of_a_layout_do_not_depend_on_the_ranks(size, micro, ranks
     assert sum(shared.padded_lengths, ()) == alone.padded_lengths[0]
 
 
-def test_sums_of_integers_keep_both_parts_of_complex_gradients():
-    module = nn.Module()
-    module.turn = nn.Parameter(torch.randn(8, dtype=torch.complex64))
-    model = Ordered(module, lambda _: None, [module.turn], World())
-    model.gather()
-    draws = torch.randn(3, 8, dtype=torch.complex64)
-    for draw in draws:
-        with model.micro_batch(is_last=False):
-            module.turn.grad = draw.clone()
-    model.reduce(model.used())
-    torch.testing.assert_close(module.turn.grad, draws.sum(0))
-
-
 class Fickle(nn.Module):
     """Three blocks, used in an order of its own every time."""
 
@@ -200,20 +185,6 @@ def test_a_second_backward_after_gradients_were_sent_is_refused():
             model.call({"x": torch.ones(2, 2)}).sum().backward()
             with pytest.raises(ConfigError, match="sync=overlapped: the last micro-batch has a"):
                 model.call({"x": torch.ones(2, 2)}).sum().backward()
-        model.drop_gradients()
-
-
-def test_a_layer_that_reentrant_checkpointing_reaches_twice_is_refused():
-    shared, world = nn.Linear(2, 2), World(size=2, local_size=2)
-    model = Replicated(shared, shared, [*shared.parameters()], world)
-    with fake_mesh(2, 1):
-        model.begin(Overlapped())
-        rows = torch.ones(2, 2, requires_grad=True)
-        for _ in range(2):
-            rows = checkpoint(shared, rows, use_reentrant=True)
-        match = "as reentrant checkpointing of a shared layer has.*: type sync=deferred"
-        with pytest.raises(ConfigError, match=match), model.micro_batch(is_last=True):
-            rows.sum().backward()
         model.drop_gradients()
 
 

@@ -156,14 +156,6 @@ def test_an_export_needs_neither_the_data_nor_the_gpu_of_the_run():
         train(["export", f"run={run.folder}", "export.to=more", "model.num_layers=2"])
 
 
-def test_weights_taken_into_another_split_of_the_data_are_warned_of(capsys):
-    run = go("steps=1")
-    for more, is_warned in (("", False), ("data.holdout=0.3", True)):
-        capsys.readouterr()
-        go(f"init={run.folder} steps=1 {more}")
-        assert ("on another part of these data" in screen_of(capsys)) == is_warned
-
-
 def test_figures_that_find_no_room_are_printed_and_the_old_ones_stay(capsys):
     run = go("steps=2")
     (run.folder / "evaluate.json").write_text("{}")

@@ -88,12 +88,6 @@ def test_a_weight_or_a_metric_may_be_any_number():
     assert found == [found[0]] * len(Numbers.KINDS)
 
 
-def test_a_strategy_may_compute_its_loss_without_the_objective():
-    report = bench(Fixed(micro=3), strategy=OwnLoss()).step()
-    assert report.skipped is None
-    assert report.grad_norm > 0
-
-
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [

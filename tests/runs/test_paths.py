@@ -44,11 +44,3 @@ def test_a_relative_path_means_the_same_when_the_run_goes_on_from_another_folder
         go(f"{TEXT} data.path=corpus")
     with pytest.raises(NoCheckpointError, match=rf"init=w: no such file or folder in {Path.cwd()}"):
         go(f"{TEXT} data.path={corpus} init=w")
-
-
-def test_a_run_that_was_stopped_begins_again_with_the_weights_it_began_with(monkeypatch):
-    first = go(f"{TEXT} data.path=corpus outputs=first")
-    assert shell(f"export run={first.folder} export.to=weights") == 0
-    run = go(f"{TEXT} data.path=corpus init=weights")
-    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
-    assert saved["init"] == str(Path("weights").absolute())

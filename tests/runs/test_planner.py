@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.nightly import LIMIT_S, nightly
-from tests.lib.run_support import go, read_json, saved, shell, state, steps
+from tests.lib.nightly import nightly
+from tests.lib.run_support import go, read_json, saved, state, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
-from tests.lib.tune_support import Encoder, gpt, measured_peak, text, workload
+from tests.lib.tune_support import Encoder, gpt, measured_peak, workload
 from trainer.assemble.layout import layout_for
 from trainer.core.errors import ConfigError
 from trainer.models.compilation import COMPILED_SHAPES
@@ -22,9 +21,8 @@ from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.tune.packing import packs
-from trainer.tune.predict import CannotRunFake, Predictor, predict_peak
+from trainer.tune.predict import predict_peak
 from trainer.tune.request import NEAR_BEST_TOKENS
-from trainer.tune.workload import Tiled
 
 CPU = torch.device("cpu")
 
@@ -152,23 +150,6 @@ def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
         go(f"{HUGGING_FACE.format('Bert', 'ForMaskedLM')} objective=token_classify")
 
 
-def test_packed_shapes_are_rehearsed_as_rows_with_boundaries():
-    padded = text(8)(1, 8)
-    example = {"input_ids": padded["input_ids"], "labels": padded["labels"]}
-    example |= {"position_ids": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8]).int()}
-    fields = Tiled(example, 8)(3, 5)
-    assert fields["input_ids"].shape == fields["position_ids"].shape == (1, 15)
-    assert fields["cu_seqlens"].tolist() == [0, 5, 10, 15]
-    assert len(fields["max_seqlen"]) == 5
-    work = workload(gpt(), Tiled(example, 8))
-    with pytest.raises(CannotRunFake):
-        predict_peak(work, Shape(2, 8))
-    predictor = Predictor(work, Shape(1, 64))
-    measured = measured_peak(work, Shape(8, 64)).peak_bytes
-    assert predictor(Shape(8, 64)).peak_bytes == pytest.approx(measured, rel=0.05)
-    assert "real probes" in predictor.method
-
-
 def test_a_gpu_pads_to_eight_but_never_beyond_what_the_data_hold():
     lengths = np.array([3, 9, 30])
     layout = layout_for(lengths, world_size=1, device_type="cuda", packed=False, compiled=False)
@@ -199,19 +180,3 @@ def test_the_peak_under_bf16_autocast_is_predicted(name):
     assert predicted < predict_peak(workload(model), shape).peak_bytes
     measured = measured_peak(work, shape).peak_bytes
     assert predicted == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(LIMIT_S)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which it hides, but for an error
-def test_the_recipe_of_gpt2_runs_packed_and_compiled_at_toy_size():
-    Path("tokens").mkdir()
-    ids = np.random.default_rng(0).integers(0, 300, 8000).astype(np.uint16)
-    for number, part in enumerate(np.split(ids, [1990, 4100, 6120])):
-        part.tofile(f"tokens/{number}.bin")
-    line = """recipe=gpt2_124m data.path=tokens data.vocab_size=300 data.max_length=32
-        model.width=32 model.num_layers=2 model.num_heads=2 batch.global=900 precision=fp32
-        accum=budget accum.max_tokens=700 accum.packed=true scheduler.warmup=0
-        steps=2 eval.every=null checkpoint.every=null device=cpu"""
-    assert shell(line) == 0

@@ -33,17 +33,6 @@ def test_a_resumed_run_takes_auto_for_what_it_was_begun_with(word):
     assert saved(run, "terms")["contract"]["precision"] == word
 
 
-@pytest.mark.parametrize("flags", [{}, {"avx512_bf16": True}])
-def test_a_run_that_goes_on_in_bf16_where_that_is_slow_says_so_once(flags, monkeypatch, capsys):
-    run = go("precision=bf16 steps=2")
-    assert "is slow" not in capsys.readouterr().out, "what is typed is meant"
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    on(run, "precision=auto steps=3")
-    shown = " ".join(capsys.readouterr().out.split())
-    line = "precision=bf16, in which the run began, is slow on this cpu"
-    assert shown.count(line) == (not flags)
-
-
 def test_fp16_searches_its_loss_scale_without_failing_and_resumes_bit_for_bit():
     line = "precision=fp16 scheduler=constant nonfinite.limit=2 objective._target_="
     line += "tests.lib.objective_toys.Loud"

@@ -9,7 +9,6 @@ from tests.lib.run_support import overrides
 from trainer.assemble.hardware import auto_mode, parallel_mode, parallel_setup
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
-from trainer.objectives.base import ModelCall
 from trainer.parallel.setup import ParallelSetup
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -42,20 +41,6 @@ def sharded(module: nn.Module, line: str) -> ParallelSetup:
     """Set a model up as shards of two ranks, under precision=bf16."""
     config = prepared(" ".join(overrides(f"{line} parallel=fsdp parallel.ranks=2"))).config
     return parallel_setup(config, World(size=2), module, "fsdp", "bf16")
-
-
-def test_norms_in_shards_get_an_fp32_stream_under_bf16_as_they_do_in_whole_copies():
-    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
-    setup, cpu = sharded(module, ""), torch.device("cpu")
-
-    def call_of(model: nn.Module) -> ModelCall:
-        return lambda fields: model(fields["x"])
-
-    with setup.fake_ranks(2, call_of, cpu) as lay_out, torch.autocast("cpu", torch.bfloat16):
-        model = lay_out(module)
-        model.gather()
-        assert model.call({"x": torch.rand(4, 6)}).dtype == torch.bfloat16
-        model.release()
 
 
 @pytest.mark.parametrize(

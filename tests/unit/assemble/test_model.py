@@ -59,28 +59,6 @@ def test_a_small_model_is_built_once_and_a_large_one_is_counted_first(monkeypatc
     assert built == ["meta"]
 
 
-class Once(nn.Module):
-    """May be built once in a process; its scratch memory is let go."""
-
-    def __init__(self) -> None:
-        assert built == []
-        super().__init__()
-        self.embedding = nn.Embedding(16, 16)
-        built.append(str(self.embedding.weight.device))
-        for _ in range(3):
-            torch.zeros(100)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.embedding(input_ids)
-
-
-def test_a_constructor_that_makes_large_tensors_runs_once_with_its_values(monkeypatch):
-    monkeypatch.setattr(model_size, "LARGE_BYTES", 1100)
-    built.clear()
-    go(f"model._target_={__name__}.Once steps=1")
-    assert built == ["cpu"]
-
-
 def test_a_copy_of_the_built_in_model_is_built_in_shards_as_it_is():
     built.clear()
     line = f"command=plan device=h100 accum=auto parallel=fsdp parallel.ranks=2 {__name__}"

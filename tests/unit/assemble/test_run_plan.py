@@ -7,7 +7,6 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.saved import Saved, Terms
 from trainer.core.world import World
-from trainer.parallel.base import IN_FLIGHT
 
 
 def test_sync_auto_stays_what_it_was_on_the_same_ranks():
@@ -27,13 +26,3 @@ def test_sync_auto_stays_what_it_was_on_the_same_ranks():
     asked = begun("hsdp", 4, "hierarchical", also="sync=deferred")
     assert asked.model.setup.sync.name == "deferred"
     assert check_terms(asked, Terms()).sync is None
-
-
-def test_the_plan_of_whole_copies_counts_the_gradients_that_travel():
-    config, found = lab.config("command=plan", "parallel=ddp", "parallel.ranks=2"), []
-    for ranks in (1, 2):
-        ready = prepare(assemble(config, World(size=ranks, local_size=ranks)))
-        found.append(ready.predicted)
-    trained = sum(p.nbytes for p in ready.run.model.module.parameters() if p.requires_grad)
-    assert found[1].buffers - found[0].buffers == IN_FLIGHT * trained
-    assert found[1].peak_bytes - found[0].peak_bytes == IN_FLIGHT * trained

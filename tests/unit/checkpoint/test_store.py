@@ -78,20 +78,6 @@ def test_a_step_that_has_a_checkpoint_is_not_saved_again(tmp_path):
     assert [entry.name for entry in store.folder.iterdir()] == [path.name]
 
 
-def test_a_reader_survives_pruning_by_the_writer(tmp_path, monkeypatch):
-    writer, reader = store_at(tmp_path, keep=1), store_at(tmp_path)
-    put(writer, 1, *state(1))
-    read = CheckpointStore._read
-
-    def overtaken(store, step, *more):
-        if step == 1:
-            put(writer, 2, *state(2))
-        return read(store, step, *more)
-
-    monkeypatch.setattr(CheckpointStore, "_read", overtaken)
-    assert_is(reader.load(set_aside=False), 2)
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_refused_save_is_one_line_with_path_and_reason(code, tmp_path, monkeypatch):
     def refuse(*_):

@@ -72,18 +72,6 @@ def test_json_lines_are_known_by_their_suffix(folder, name):
         Text(str(file))
 
 
-def test_a_typed_field_settles_that_every_file_is_json_lines(folder):
-    file = folder / "a.txt"
-    file.write_text("just text\n" + objects("one"))
-    assert texts(file) == [f"just text\n{objects('one').rstrip()}"]
-    with pytest.raises(DataError, match=r"a\.txt:1: not JSON"):
-        Text(str(file), field="body")
-    (folder / "b.json").write_text(objects("two"))
-    assert texts(folder)[1:] == [objects("two").rstrip()], "JSON beside text is text"
-    file.write_text(objects("one"))
-    assert texts(folder, field="body") == ["ONE", "TWO"]
-
-
 BAD = [
     (b'{"text": "\xff"}', "not UTF-8 (byte 0xff)"),
     (b'{"text": "x"', "not JSON"),

@@ -80,13 +80,6 @@ def test_the_dtype_is_typed_or_that_of_the_suffix_and_a_wrong_guess_is_noticed(t
     assert len(windows_of(file, dtype="uint16", max_length=5)) == 50
 
 
-def test_a_token_beyond_the_vocabulary_names_file_and_position(tmp_path):
-    file = write(tmp_path / "data.bin", [1, 2, 3, 4, 5, 300])
-    assert windows_of(file, vocab_size=301)[1] == [4, 5, 300]
-    with pytest.raises(DataError, match=r"data\.bin: token 300 at position 5 .*vocab_size=300"):
-        windows_of(file, vocab_size=300)
-
-
 def test_files_that_cannot_be_token_files_are_data_errors(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"123")
     (tmp_path / "empty.bin").write_bytes(b"")

@@ -183,14 +183,6 @@ def test_gradients_are_those_of_casting_in_every_call(model, strategy):
     assert_as_in_every_call(bench(model, strategy), bench(model, Each()))
 
 
-def test_a_weight_that_is_written_without_a_count_is_cast_in_every_call_of_all_steps():
-    made = bench(RescaledUncounted, Sum())
-    for _ in range(2):
-        with Counts(made.module.head.weight) as casts:
-            made.step()
-        assert casts.count == 4
-
-
 class Takes(nn.Module):
     """Computes with one field, beside token ids."""
 
@@ -244,23 +236,3 @@ def test_a_hugging_face_model_with_a_mask_gives_no_cache_and_its_config_stays(tr
     fields = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, 4, dtype=torch.int64))
     assert list(bind(model)(fields)) == ["logits"]
     assert model.config.use_cache
-
-
-class Reads(TorchDispatchMode):
-    """Counts values that the host reads, for which a GPU would have to be done."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_hugging_face_model_without_a_mask_looks_for_no_packed_documents():
-    model, ids = llama(), torch.ones(1, 4, dtype=torch.int64)
-    with Reads() as reads:
-        bind(model)({"input_ids": ids})
-    assert reads.count == 0
-    with Reads() as reads:
-        model(ids, use_cache=False)
-    assert reads.count == 1, "use_cache=False costs no wait any more: give it without a mask, too"

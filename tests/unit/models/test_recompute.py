@@ -162,30 +162,3 @@ def test_a_block_that_runs_twice_is_computed_from_each_of_its_states_again():
     assert all(map(torch.equal, plain.buffers(), again.buffers()))
     gradients = ([p.grad for p in model.parameters()] for model in (plain, again))
     assert all(map(torch.equal, *gradients))
-
-
-class Masked(nn.Module):
-    """Reads a mask that nobody writes, as a causal one is, and notes where it lies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.places = nn.Linear(6, 6), set[int]()
-        self.register_buffer("mask", torch.ones(6, 6).tril().bool())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.places.add(torch._C._data_address(self.mask))
-        return x + self.linear(x) @ torch.zeros(6, 6).masked_fill(~self.mask, 1.0)
-
-
-def test_a_buffer_that_no_forward_writes_takes_no_more_memory():
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Masked(), Masked()])
-    checkpoint_blocks(model)
-    x = torch.randn(5, 6)
-    for block in model.blocks:
-        x = block(x)
-    before = {torch._C._data_address(block.mask) for block in model.blocks}
-    x.sum().backward()
-    places = [block.places for block in model.blocks]
-    assert set().union(*places) == before, "the second run read copies"
-    assert len(before) == len(places)

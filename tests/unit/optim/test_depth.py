@@ -68,15 +68,6 @@ def test_a_model_of_transformers_has_its_rates_and_those_of_groups_stay(spec):
         assert rate == expected, name
 
 
-def test_a_model_of_several_lists_of_blocks_is_refused():
-    several = nn.ModuleDict({"text": GPT(**TINY), "image": GPT(**TINY)})
-    with pytest.raises(ConfigError, match=r"the model has 2 lists of repeated blocks"):
-        AdamW(lr=1.0, layer_decay=0.5).build(several)
-    scaled = GPT(**TINY)
-    scaled.logit_scale = nn.Parameter(torch.zeros(1))
-    assert rates(scaled, AdamW(lr=1.0, layer_decay=0.5))["logit_scale"] == 1.0
-
-
 def test_an_output_layer_has_the_whole_rate_wherever_it_is_declared():
     class HeadFirst(nn.Module):
         def __init__(self):

@@ -123,23 +123,6 @@ def test_our_builders_take_the_steps_of_pytorch_and_resume_from_its_state(spec, 
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
 
-def test_momenta_may_begin_at_different_steps():
-    ours, theirs = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
-    theirs.load_state_dict(ours.state_dict())
-    mine = SGD(lr=0.1).build(ours)
-    other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    for has_bias in (False, True, True):
-        for model, optimizer in ((ours, mine), (theirs, other)):
-            optimizer.zero_grad(set_to_none=True)
-            loss = (model.weight.square() + has_bias * model.bias.square()).sum()
-            loss.backward()
-            if not has_bias:
-                model.bias.grad = None
-            optimizer.step()
-    for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
-
-
 class Signed(torch.optim.Optimizer):
     def __init__(self, params, lr, weight_decay=0.25, power=1.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "power": power})

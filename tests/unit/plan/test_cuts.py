@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
-from trainer.plan.memory import candidate_caps
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=50).map(
     lambda values: np.array(values, dtype=np.int64)
@@ -157,14 +155,6 @@ def test_a_plan_that_would_change_the_step_or_hang_is_refused(ranks, padded, lay
     )
     with pytest.raises(ConfigError, match=fault):
         plan.check(layout)
-
-
-@given(st.integers(1, 500), st.integers(1, 10**6))
-def test_candidate_caps_leave_no_gap_above_four_percent(longest, total):
-    caps = candidate_caps(longest, total)
-    assert caps[0] == longest
-    assert caps[-1] == max(longest, total)
-    assert all(low < high <= max(low + 1, low * 1.04) for low, high in pairwise(caps))
 
 
 @given(st.data())

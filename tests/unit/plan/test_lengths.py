@@ -34,17 +34,6 @@ def test_they_are_what_numpy_finds_in_an_array(values, dtype):
     )
 
 
-@given(values=some, data=st.data())
-def test_a_part_of_a_part_has_the_lengths_of_its_samples(values, data):
-    whole = Lengths(np.array(values))
-    picks, inner = np.arange(len(values))[::2], np.arange(-(-len(values) // 2))[::-1]
-    part = whole.part(lambda places: picks[places], len(picks))
-    again = part.part(lambda places: inner[places], len(inner))
-    assert part[:].tolist() == values[::2]
-    assert again[:].tolist() == values[::2][::-1]
-    assert again.part(None, len(inner))[:].tolist() == again[:].tolist()
-
-
 def test_one_length_of_a_billion_samples_costs_nothing():
     lengths = Lengths(np.broadcast_to(np.int32(3), 10**9))
     assert (len(lengths), lengths.sum(), lengths.max(), lengths.mean()) == (10**9, 3 * 10**9, 3, 3)

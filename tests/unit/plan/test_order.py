@@ -64,14 +64,6 @@ def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fil
     assert max(len(batch.ids) for batch in batches) <= order.most_samples
 
 
-@given(lengths=ragged, unit=st.sampled_from(UNITS), target=st.integers(1, 300))
-def test_most_samples_are_those_of_a_step_of_the_shortest(lengths, unit, target):
-    counted = lengths if unit == "tokens" else np.ones(len(lengths))
-    most = int((np.cumsum(np.sort(counted)) < target).sum()) + 1
-    order = Order(len(lengths), 0, target, unit, lengths=lengths)
-    assert order.most_samples == min(most, len(lengths))
-
-
 @given(**RUNS, data=st.data(), epochs=st.integers(1, 3))
 def test_dropping_drops_exactly_what_does_not_reach_the_target(lengths, seed, unit, data, epochs):
     target = data.draw(st.integers(1, len(lengths) if unit == "samples" else int(lengths.sum())))

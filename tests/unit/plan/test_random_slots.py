@@ -1,12 +1,10 @@
 """A plan with random micro-batches holds the same samples, and needs no more memory than before."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from trainer.plan.cut import Layout
-from trainer.plan.cuts import Budget, Fixed
+from trainer.plan.cuts import Budget
 from trainer.plan.random_slots import with_random_slots
 
 RAGGED = np.exp(np.random.default_rng(0).normal(3.0, 0.8, 256)).astype(np.int64) + 1
@@ -38,20 +36,3 @@ def test_a_few_micro_batches_of_every_rank_are_random_and_the_others_are_cut_as_
     other = with_random_slots(plan, cut, layout, "other key")
     assert not np.array_equal(drawn, np.concatenate([own[0] for own in other.ranks]))
     assert RAGGED[drawn].std() > 0.3 * RAGGED.std()  # and not alike, as those of the cut
-
-
-def test_micro_batches_that_look_at_no_length_are_random_as_they_are():
-    for cut, lengths in ((Fixed(micro=16), RAGGED), (Budget(max_tokens=400), np.full(64, 20))):
-        plan = cut.cut(lengths, Layout())
-        assert with_random_slots(plan, cut, Layout(), "key") == replace(plan, random_slots=8)
-
-
-def test_what_cannot_be_divided_is_left_as_it_is():
-    alone = np.array([7])
-    for cut, lengths in ((Fixed(steps=1), RAGGED), (Budget(max_tokens=100), alone)):
-        plan = cut.cut(lengths, Layout())
-        assert with_random_slots(plan, cut, Layout(), "key") is plan
-    whole = Budget(max_tokens=10**6)
-    found = with_random_slots(whole.cut(RAGGED, Layout()), whole, Layout(), "key")
-    assert found.random_slots == 8
-    assert found.num_micro_batches > 8

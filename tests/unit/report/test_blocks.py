@@ -240,13 +240,6 @@ def test_a_screen_that_is_gone_falls_silent_and_a_brief_one_is_the_logs(tmp_path
     assert (tmp_path / RunFolder.LOG).read_text() == "one\ntwo\n" * 2 + "three\n"
 
 
-def test_a_terminal_that_knows_only_ascii_gets_escapes_and_brackets_are_no_markup():
-    raw = io.BytesIO()
-    screen = Screen(file=io.TextIOWrapper(raw, encoding="ascii"))
-    screen.line("é [red]x[/red] :smile:")
-    assert raw.getvalue() == b"\\xe9 [red]x[/red] :smile:\n"
-
-
 def test_rows_together_are_a_record_and_two_do_not_give_one_value():
     rows = [row("lr", "0.1", lr=0.1), row(steps=3)]
     assert record_of(rows) == {"lr": 0.1, "steps": 3}

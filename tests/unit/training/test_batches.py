@@ -170,32 +170,3 @@ def test_light_steps_are_prepared_in_a_row_of_bounded_size(name, limit, steps, m
         source.next()
     assert data.read_ahead == 4 * steps
     source.close()
-
-
-def test_a_pause_stops_the_thread_between_two_steps_and_loses_none():
-    data = Gated()
-    source = feed(data=data)
-    source.next()
-    source.prefetch()
-    opening = threading.Timer(0.1, data.gate.set)
-    opening.start()
-    source.pause()
-    opening.join()
-    assert data.read_ahead <= 8
-    expected = walk(feed(), 4, ahead=False)[1:]
-    assert [content(source.next()) for _ in range(3)] == [content(batch) for batch in expected]
-    source.close()
-
-
-@pytest.mark.parametrize(("limit", "planned"), [(10**6, 2), (1, 1)])
-def test_workers_have_the_whole_next_step_in_hand_within_the_limit(limit, planned, monkeypatch):
-    monkeypatch.setattr("trainer.training.batches.PREFETCH_LIMIT_BYTES", limit)
-    source = feed(Fixed(micro=1), workers=2)
-    for _ in range(2):
-        source.next()
-        # The step behind the next is planned once a worker was given all of the next.
-        assert len(source._queue) == planned
-    source.use(Fixed(micro=2))  # another number of micro-batches
-    source.next()
-    assert len(source._queue) == planned + (limit > 1)
-    source.close()

@@ -2,8 +2,6 @@
 
 import math
 import random
-import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Subset
 
 from tests.lib.support import VOCABULARY, Bench, RaggedText, TinyLM
 from trainer.core.errors import DoesNotFitError
-from trainer.core.micro_batch import IGNORED, Fields
+from trainer.core.micro_batch import IGNORED
 from trainer.core.world import World
-from trainer.data.loader import AHEAD, Loader
+from trainer.data.loader import Loader
 from trainer.models.gpt import GPT
 from trainer.objectives import next_token
 from trainer.objectives.linear_cross_entropy import CHUNK_BYTES
@@ -161,63 +158,6 @@ def test_at_most_so_many_samples_spread_evenly_are_evaluated():
 def test_a_cap_below_what_the_longest_sample_is_padded_to_leaves_it_alone(layout):
     samples = replace(held_out(480), lengths=Lengths.of(np.array([*[7] * 9, 993])), layout=layout)
     assert sorted(i for each in samples.requests(0) for i in each.ids) == [*range(10)]
-
-
-class Watched(RaggedText):
-    """Counts what was read."""
-
-    def __init__(self) -> None:
-        super().__init__(num_samples=12, seed=7)
-        self.read = threading.Condition()
-        self.num_read = 0
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        with self.read:
-            self.num_read += 1
-            self.read.notify()
-        return super().__getitem__(index)
-
-
-class Late(nn.Module):
-    """Computes only when the next samples are read, and does not look at what came out."""
-
-    def __init__(self, data: Watched) -> None:
-        super().__init__()
-        self.body, self.data, self.calls = TinyLM(), data, 0
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.calls += 1
-        wanted = min(len(self.data), self.calls + AHEAD)
-        with self.data.read:
-            assert self.data.read.wait_for(lambda: self.data.num_read >= wanted, timeout=30)
-        return self.body(input_ids)
-
-
-class Counted(NextToken):
-    """Weights that no tensor has to be read for."""
-
-    def weights(self, fields: Fields) -> Mapping[str, float]:
-        return dict.fromkeys(("cross_entropy", "accuracy"), float(len(fields["input_ids"])))
-
-
-class Reads(TorchDispatchMode):
-    """Counts numbers that the host waits for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_next_micro_batches_are_loaded_meanwhile_and_no_sum_is_read_before_the_last():
-    data = Watched()
-    bench = Bench(Budget(max_tokens=60), model=lambda: Late(data), objective=Counted())
-    samples, data.num_read = held_out(1, data), 0
-    with Reads() as reads:
-        evaluated(bench, samples)
-    assert bench.module.calls > 2 * AHEAD
-    assert reads.count == 0
 
 
 @pytest.mark.parametrize("num_ranks", [3, 40])

@@ -156,14 +156,6 @@ def test_a_model_that_does_not_is_named(make, kind):
     assert "\n" not in text
 
 
-def test_a_model_that_cannot_run_packed_rows_is_named_with_its_error():
-    class Failing(TinyLM):
-        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-            raise ValueError("no\npacking")
-
-    assert fault(Failing()) == "Failing cannot take packed documents: ValueError: no packing"
-
-
 class HostReads(TorchDispatchMode):
     """Counts values that the host waits for."""
 

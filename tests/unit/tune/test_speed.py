@@ -13,7 +13,6 @@ from trainer.plan.cut import Plan
 from trainer.plan.memory import Shape
 from trainer.tune.speed import (
     FEWEST,
-    LEAST_FIXED,
     MOST,
     NEAR_BEST,
     OVERHEAD_S,
@@ -99,15 +98,6 @@ def test_sizes_that_outgrow_the_cache_bend_away_from_the_line_and_are_soon_no_lo
     assert model.cost.seconds_per_token == pytest.approx(1e-4, rel=0.1)
 
 
-def test_rounds_are_interleaved_and_the_quickest_run_of_a_shape_counts():
-    machine = Machine(noise=lambda run: 9.0 if run <= 1 + len(SIZES) + len(OTHERS) else 1.0)
-    seconds = machine.measure(budget_s=600).seconds
-    assert seconds == pytest.approx({s: machine.seconds(s) for s in (*SIZES, *OTHERS)})
-    first_round = machine.ran[1 + len(seconds) : 1 + 2 * len(seconds)]
-    assert len(set(first_round)) == len(first_round)
-    assert max(map(machine.ran.count, SIZES[1:])) == 3, "two agree"
-
-
 def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_not():
     draws = np.random.default_rng(0)
     machine = Machine(noise=lambda _: 1.0 + draws.exponential(0.5))
@@ -144,16 +134,6 @@ def test_ranks_in_lockstep_wait_for_the_slowest_of_each():
     model = SpeedModel(coefficients=np.array([1.0, 5.0, 0.0]))
     assert model.step_seconds(plan) == pytest.approx(10 + 12)
     assert model.step_seconds(plan, lockstep=True) == pytest.approx(10 + 5 + 9 + 5)
-
-
-def test_few_or_odd_timings_still_give_a_time_per_token_and_a_fixed_cost():
-    flat = fit_speed({Shape(1, 64): 0.001, Shape(2, 64): 0.001}, {}).cost
-    assert min(flat.fixed, flat.seconds_per_token) > 0
-    single = fit_speed({Shape(1, 256): 2.66}, {})
-    assert single.cost.seconds_per_token == pytest.approx(2.66 / 256)
-    assert single.seconds(Shape(32, 256)) > 25 * 2.66
-    noisy = fit_speed({Shape(1, 64): 0.0064, Shape(4, 64): 0.0266}, {})
-    assert noisy.cost.fixed == pytest.approx(LEAST_FIXED)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -275,19 +275,6 @@ def test_a_fixed_cap_is_lowered_by_memory_alone_and_no_clock_is_asked(book):
     assert 200 < less.max_tokens < 256
 
 
-def test_a_size_that_fails_for_real_lowers_what_is_believed_to_fit():
-    class Failing(Paced):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            if type(input_ids) is Tensor and input_ids.numel() > 300:
-                raise torch.OutOfMemoryError("simulated")
-            return super().forward(input_ids)
-
-    model = Failing(best=10**6)
-    found = tune(question(model, timed=True, num_steps=10**6), clock=model.clock)
-    assert found.max_tokens < 600
-    assert found.limit_bytes < 10**9
-
-
 def test_recomputing_is_chosen_where_it_is_all_that_fits(book):
     asked = question(recompute="auto", batches=[np.array([32])])
     single = Shape(1, max(LENGTHS))

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lib.run_support import only_run, read_json
-from tests.lib.tune_support import VOCABULARY, PerToken, gpt, measured_peak, text, workload
+from tests.lib.tune_support import VOCABULARY, measured_peak, text, workload
 from trainer import train
-from trainer.objectives.base import Sums
 from trainer.plan.memory import Shape
 from trainer.tune.predict import predict_peak
-from trainer.tune.speed import rehearsal
 from trainer.tune.workload import Tiled, measured_dims
 
 OWN = "tests.unit.tune.test_workload"
@@ -70,27 +68,6 @@ def test_a_stated_cut_that_cannot_be_predicted_is_planned_with_a_note(monkeypatc
     assert "memory not predicted: ValueError: no such shape" in shown
 
 
-class Averaging(PerToken):
-    """Divides by a running mean of its own."""
-
-    mean = 1.0
-
-    def sums(self, model, fields):
-        loss = super().sums(model, fields).losses["loss"]
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        return Sums(losses={"loss": loss / self.mean})
-
-
-def test_an_objective_with_a_tensor_of_its_own_gets_no_fake_one():
-    work = workload(gpt(), objective=Averaging())
-    predict_peak(work, Shape(2, 8))
-    assert not vars(work.model.objective)
-    with rehearsal(work, recompute=False) as prepare:
-        prepare(Shape(2, 8))()
-    predict_peak(work, Shape(2, 8))
-    assert type(work.model.objective.mean) is torch.Tensor
-
-
 class Tabled(nn.Module):
     def __init__(self, num_bytes: int, *, moves: bool) -> None:
         super().__init__()
@@ -111,35 +88,6 @@ def test_the_copies_a_step_keeps_of_buffers_are_predicted(num_bytes, moves):
     work = workload(model, text())
     predicted = predict_peak(work, Shape(2, 8)).peak_bytes
     assert predicted == pytest.approx(measured_peak(work, Shape(2, 8)).peak_bytes, rel=0.03)
-
-
-class Opposed:
-    """Sources and targets of opposed lengths, and boxes of a number of their own."""
-
-    lengths = np.arange(4, 24)
-
-    def load(self, i: int) -> dict[str, Tensor]:
-        source = int(self.lengths[i])
-        return {
-            "input_ids": torch.ones(1, source, dtype=torch.long),
-            "mask": torch.ones(1, source, source),
-            "decoder_input_ids": torch.ones(1, 30 - source, dtype=torch.long),
-            "boxes": torch.ones(1, 0 if source == 23 else 3, 4),
-        }
-
-
-def test_a_dimension_with_a_length_of_its_own_takes_the_most_that_was_seen():
-    data = Opposed()
-    dims = measured_dims(data.lengths, data.load)
-    assert dims.sequence is not None
-    assert dims.sequence == (("input_ids", 1), ("mask", 1), ("mask", 2))
-    fields = Tiled(data.load(19), 23, dims)(2, 10)
-    assert {name: tuple(field.shape) for name, field in fields.items()} == {
-        "input_ids": (2, 10),
-        "mask": (2, 10, 10),
-        "decoder_input_ids": (2, 26),
-        "boxes": (2, 3, 4),
-    }
 
 
 def test_a_shape_is_made_of_the_longest_whole_sample_that_it_holds_and_then_of_its_last_token():

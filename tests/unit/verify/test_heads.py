@@ -108,14 +108,6 @@ def test_the_balance_of_a_router_within_the_loss_is_named_with_the_setting_that_
     assert (name, "output_router_logits=False" in reason) == ("objective ModelLoss", True)
 
 
-def test_spans_over_padded_logits_are_flagged_with_their_padding():
-    # The softmax over positions runs over padding too: no reduction makes that exact.
-    head = Head("BertForQuestionAnswering", "BertConfig", "ragged span", SPAN)
-    [(name, reason)] = checked(head, head.objective("mean")).culprits
-    assert name == "objective ModelLoss"
-    assert "changes with padding" in reason
-
-
 def test_an_encoder_decoder_is_exact_whose_inputs_the_objective_makes_by_the_model():
     head = Head("T5ForConditionalGeneration", "T5Config", "tagged words")
     report = checked(head, Seq2Seq())

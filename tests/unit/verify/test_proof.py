@@ -307,13 +307,6 @@ def test_one_culprit_alone_is_named_with_the_reason(name, reason, cut, settings)
     assert reason in text
 
 
-def test_a_batch_norm_over_single_values_is_named_though_no_sample_can_run_alone():
-    bench = Bench(Fixed(micro=4), model=lambda: TinyLM(norm=nn.BatchNorm1d(8)))
-    report = bench.verified(whole_fits=False)
-    assert report.reference == "groups of 2, summed"
-    assert dict(report.culprits).keys() == {"norm"}
-
-
 def test_a_backward_of_its_own_is_told_by_the_parameters_it_reaches():
     layer = lambda: Mixer(lambda hidden, _: Clipped.apply(hidden))  # noqa: E731
     [(name, reason)] = named(Bench(SORTED, model=with_mixer(layer))).items()
@@ -411,25 +404,6 @@ def test_a_module_that_draws_does_not_hide_what_else_it_does_in_training_mode(
     assert report.verdict == verdict
     assert {name for name, _ in report.culprits} == {"dropout"}
     assert any(words in text for _, text in report.culprits)
-
-
-class Attending(nn.Module):
-    """Drops in fused attention and between recurrent layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.past = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden, rate = self.past(hidden)[0][:, None], 0.2 if self.training else 0.0
-        attend = F.scaled_dot_product_attention
-        return attend(hidden, hidden, hidden, dropout_p=rate, is_causal=True)[:, 0]
-
-
-def test_dropout_in_attention_and_recurrent_layers_is_all_that_differs():
-    report = Bench(SORTED, model=with_mixer(Attending)).verified()
-    assert report.verdict == WITHOUT
-    assert {name for name, _ in report.culprits} == {"dropout", "dropout.past"}
 
 
 def test_dropout_is_named_and_so_is_the_batch_norm_before_it():
