@@ -10,6 +10,7 @@ of the traffic of eager kernels (docs/decisions/cross-entropy.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,12 @@ which is added to once a chunk costs little beside the products."""
 
 MULTIPLE = {"cpu": 1, "gpu": 128}
 """Classes are padded to a multiple of it: tensor cores are slow on odd widths."""
+
+PEAK_CHUNKS = 3
+"""Chunks that have reached the peak of memory: in the second the logits of the first are there."""
+
+only_peak: ContextVar[bool] = ContextVar("only_peak", default=False)
+"""Whether memory alone counts, and no value: then no chunk beyond those is computed."""
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
 """Hidden states, weight, bias, targets."""
@@ -122,7 +129,8 @@ def _compute(
                 for x, dtype, needed in kinds
             ]
         sums = [torch.zeros((), dtype=t, device=hidden.device) for t in (wide, torch.int64)]
-        for start in range(0, len(hidden), task.rows):
+        starts = range(0, len(hidden), task.rows)
+        for start in starts[:PEAK_CHUNKS] if only_peak.get() else starts:
             piece = slice(start, start + task.rows)
             rows, labels = hidden[piece], targets[piece]
             logits = F.linear(rows, matrix, added)

@@ -26,6 +26,7 @@ from trainer.core.out_of_memory import AllocationGuard
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.models.duplicate import duplicate
 from trainer.models.first_weights import is_on_meta
+from trainer.objectives.linear_cross_entropy import only_peak
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.speed import fit_shapes, terms
@@ -129,11 +130,15 @@ def predict_peak(work: Workload, shape: Shape, *, recompute: bool = False) -> Me
     where the model needs values, not only shapes.
     """
     found: list[MemoryEstimate] = []
-    for compiled in (False, True)[: 1 + (work.compiled and not recompute)]:
-        with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, lay_out):
-            if compiled:  # these graphs count towards the same limit as the run's
-                compile_model(theirs.model.module, 2 * COMPILED_SHAPES, backend=UNFUSED)
-            found.append(fullest_steps(theirs, lay_out(theirs.model.module), fields))
+    everything = only_peak.set(True)
+    try:
+        for compiled in (False, True)[: 1 + (work.compiled and not recompute)]:
+            with fake_micro_batch(work, shape, recompute=recompute) as (theirs, fields, lay_out):
+                if compiled:  # these graphs count towards the same limit as the run's
+                    compile_model(theirs.model.module, 2 * COMPILED_SHAPES, backend=UNFUSED)
+                found.append(fullest_steps(theirs, lay_out(theirs.model.module), fields))
+    finally:
+        only_peak.reset(everything)
     # Upper bounds, both: what Inductor fuses takes no more than unfused, nor than uncompiled.
     return min(found, key=lambda estimate: estimate.peak_bytes)
 

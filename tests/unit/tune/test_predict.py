@@ -27,7 +27,7 @@ from tests.lib.tune_support import (
 )
 from trainer.models.compilation import compile_model
 from trainer.models.gpt import GPT
-from trainer.objectives import next_token
+from trainer.objectives import linear_cross_entropy, next_token
 from trainer.objectives.next_token import NextToken
 from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
@@ -79,6 +79,20 @@ def test_the_predicted_peak_is_the_measured_one_and_recomputing_saves(make, shap
         assert found[recompute].peak_bytes == pytest.approx(measured, rel=TOLERANCE)
     assert not recomputes or found[True].activations < found[False].activations
     assert_same(traces(work.model.module), before)
+
+
+def test_the_first_chunks_of_the_logits_reach_the_peak_of_all(monkeypatch):
+    monkeypatch.setattr(next_token, "LEAST_BYTES", 0)
+    monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cpu", 4 * 16 * 5000)
+    model = GPT(vocab_size=5000, width=8, num_layers=1, num_heads=1, max_length=64)
+    work, found = workload(model, objective=NextToken()), {}
+    for most in (1, linear_cross_entropy.PEAK_CHUNKS, 100):  # of 15
+        monkeypatch.setattr(linear_cross_entropy, "PEAK_CHUNKS", most)
+        found[most] = predict_peak(work, Shape(6, 40))
+    assert found[1].peak_bytes < found[3].peak_bytes
+    assert found[3] == found[100]
+    measured = measured_peak(work, Shape(6, 40)).peak_bytes
+    assert found[3].peak_bytes == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_the_parts_of_a_prediction_are_what_the_model_and_adam_hold():
