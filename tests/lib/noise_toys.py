@@ -12,7 +12,6 @@ from tests.lib.support import Bench
 from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields
-from trainer.core.stateful import GroupNorms, MainDecides, State, Stateful, StepGradient
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Cost, Layout
@@ -150,26 +149,3 @@ def measure_each(world: World, ways: list[tuple[str, str]], num_steps: int) -> l
         )
         for mode, sync in ways
     ]
-
-
-def seen_norms(world: World) -> list[float]:
-    """Let a part see gradients that differ from rank to rank; gives the norms that it saw."""
-    seen = list[float]()
-
-    class Recorder(Stateful):
-        def state(self) -> State:
-            return {}
-
-        def load(self, state: State) -> None:
-            pass
-
-        def see_gradient(self, gradient: StepGradient) -> None:
-            seen.append(float(gradient.norm))
-            seen.extend([] if gradient.groups is None else [float(gradient.groups.squares)])
-
-    part, size = MainDecides(Recorder(), world), {"step": 1, "num_samples": 1, "num_tokens": 1}
-    own = torch.tensor(float(world.rank))
-    groups = GroupNorms(count=2, weight=1.0, squares=own + 5.0)
-    part.see_gradient(StepGradient(norm=own + 1.0, groups=groups, **size))
-    part.see_gradient(StepGradient(norm=own + 1.0, **size))
-    return seen

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.lib.nightly import nightly
-from tests.lib.noise_toys import measure_each, seen_norms
+from tests.lib.noise_toys import measure_each
 from trainer.core.world import World
 
 WAYS = {
@@ -21,7 +21,3 @@ def test_any_number_of_ranks_measures_what_one_does(ranks, size):
     assert alone > 0
     for found in ranks.run(size, measure_each, WAYS[size], 5):
         assert found == pytest.approx([alone] * len(WAYS[size]), rel=1e-9)
-
-
-def test_every_rank_decides_by_the_norms_of_the_first(ranks):
-    assert ranks.run(2, seen_norms) == [[1.0, 5.0, 1.0]] * 2

@@ -15,7 +15,7 @@ from trainer.assemble.step import step_context
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
 from trainer.checkpoint.weights import ModelPart
-from trainer.core.stateful import MainDecides, Stateful, as_part
+from trainer.core.stateful import Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanRecord
 from trainer.training.checkpointing import Checkpointer
@@ -46,7 +46,7 @@ def open_run(
     expected = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
     failed = FailedAllocation(folder, world, *expected)
     if isinstance(sizes := run.data.order.sizes, Stateful):
-        own = {**own, SIZES: MainDecides(as_part(sizes), world)}
+        own = {**own, SIZES: as_part(sizes)}
     context = step_context(run, on_out_of_memory=failed, parts=[*own.values()])
     feed, progress, loss_scale = run.feed(world), Progress(), context.loss_scale
     live: dict[str, Stateful] = {

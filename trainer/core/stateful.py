@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, final
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-
-from trainer.core.world import World
 
 State = Mapping[str, Any]
 """Tensors, numbers, strings and None, and lists, tuples and mappings of them."""
@@ -139,48 +136,6 @@ class OwnPart(Stateful):
 def as_part(part: Stateful) -> Stateful:
     """Give an object that has `state` and `load` all methods of a part."""
     return part if Stateful in type(part).__mro__ else OwnPart(part)
-
-
-@final
-class MainDecides(Stateful):
-    """A part that sees the gradient of the main rank, bit for bit, on every rank.
-
-    Each rank takes the norm of the same gradient. Two kinds of devices may differ in its last bit,
-    and then in a decision, after which ranks would wait for each other without end.
-    """
-
-    def __init__(self, part: Stateful, world: World) -> None:
-        self._part, self._world = part, world
-        self.version, self.loads_unread = part.version, part.loads_unread  # type: ignore[misc]
-
-    def see_gradient(self, gradient: StepGradient) -> None:
-        """See the base class. Collective."""
-        groups = gradient.groups
-        squares = [] if groups is None else [groups.squares.double()]
-        numbers = torch.stack([gradient.norm.double(), *squares])
-        norm, *squares = self._world.copy_from_main(numbers)
-        groups = groups and replace(groups, squares=squares[0])
-        self._part.see_gradient(replace(gradient, norm=norm, groups=groups))
-
-    def begin(self, module: nn.Module) -> None:
-        """See the base class."""
-        self._part.begin(module)
-
-    def after_update(self, step: int) -> None:
-        """See the base class."""
-        self._part.after_update(step)
-
-    def metrics(self) -> Mapping[str, float | Tensor]:
-        """See the base class."""
-        return self._part.metrics()
-
-    def state(self) -> State:
-        """See the base class."""
-        return self._part.state()
-
-    def load(self, state: State) -> None:
-        """See the base class."""
-        self._part.load(state)
 
 
 class SavedFields(BaseModel, Stateful):
