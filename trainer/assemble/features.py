@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from torch import nn
 
@@ -107,6 +107,15 @@ class Feature:
 
         `Preempted`, where a signal asked a rank to stop, has the run saved and ended.
         """
+
+    def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
+        """Say in a line what is odd about a step, if anything is. Called on the main rank alone.
+
+        Args:
+            entry: the step's line of metrics.jsonl; on an accelerator it comes a step late.
+            ids: the samples behind the step, in the order of its global batch.
+        """
+        return None
 
 
 @final

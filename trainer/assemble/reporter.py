@@ -26,7 +26,7 @@ SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of
 
 def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | None) -> Reporter:
     """Open the records of a run, which may go on from a checkpoint. Collective."""
-    config = run.config
+    config, resumed_step = run.config, None if loaded is None else loaded.step
     hooks, trackers = dict[str, Hook](), dict[str, Tracker]()
 
     def begin() -> None:
@@ -38,11 +38,9 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
             trackers[name] = _tracker(each, i, config.trust)
         # Now that nothing refuses the run, its records say that it goes on.
         publish(folder)
-        record = {**plan, "resumed_step": loaded and loaded.step}
-        write_record(folder / RunFolder.PLAN, record)
+        write_record(folder / RunFolder.PLAN, {**plan, "resumed_step": resumed_step})
         parts = {name: part.loader.dataset for name, part in run.data.held_out.items()}
-        splits = run.split.to_json(run.data.train, parts)
-        write_record(folder / RunFolder.SPLITS, splits)
+        write_record(folder / RunFolder.SPLITS, run.split.to_json(run.data.train, parts))
 
     run.world.on_main(begin)
     if not run.world.is_main:
@@ -50,7 +48,6 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
     screen = Screen(folder)
     for message in () if loaded is None else loaded.messages:
         screen.warn(message)
-    resumed_step = None if loaded is None else loaded.step
     mirrors = [
         Mirror(
             name,

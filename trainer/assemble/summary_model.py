@@ -9,7 +9,6 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
-from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, join_parts, row
@@ -26,16 +25,20 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     run = run_plan.run
     config, dtypes = run.config, dtypes_of(run)
     name, init = config.model.name or config.model.target, _init(run)
-    sizes = [(p.requires_grad, p.numel()) for p in run.model.module.parameters()]
-    trained = sum(count for is_trained, count in sizes if is_trained)
-    frozen = sum(count for is_trained, count in sizes if not is_trained)
-    count = plural(trained + frozen, "parameter")
+    whole = sum(p.numel() for p in run.model.module.parameters())
+    trained = sum(p.numel() for p in run.model.module.parameters() if p.requires_grad)
+    count, frozen = plural(whole, "parameter"), whole - trained
     text = join_parts(name, count, frozen and f"{number(frozen)} frozen")
     stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
     begins = join_parts(init, stored, f"{dtypes['memory']} in memory")
+    adapter, settings = None, None
+    if config.adapter.target != NO_ADAPTER:
+        settings = config.adapter.params
+        typed = [f"{key}={show(value)}" for key, value in settings.items() if value]
+        adapter = join_parts(config.adapter.name or config.adapter.target, *typed)
     return [
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
-        _adapter(config),
+        row("adapter", adapter, adapter=settings),
         row("init", begins, init=init, dtypes=dtypes),
         _gradients(run),
         *chain.from_iterable(each.rows(run_plan) for each in run.features),
@@ -54,16 +57,6 @@ def _gradients(run: Run) -> Row:
     if run.config.accum.buffer != "fp32" and dtypes == ["fp32"]:
         shown = None  # as everybody expects
     return row("gradients", shown, gradient_dtypes=names, has_master_weights=bool(low))
-
-
-def _adapter(config: RunConfig) -> Row:
-    """Name the adapter with its settings."""
-    adapter = config.adapter
-    if adapter.target == NO_ADAPTER:
-        return row(adapter=None)
-    settings = [f"{name}={show(value)}" for name, value in adapter.params.items() if value]
-    text = join_parts(adapter.name or adapter.target, *settings)
-    return row("adapter", text, adapter=adapter.params)
 
 
 def tokenizer_rows(run: Run) -> list[Row]:

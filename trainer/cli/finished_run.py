@@ -18,13 +18,6 @@ from trainer.report.views import views
 if TYPE_CHECKING:
     import pandas as pd
 
-RECORDS: Mapping[str, str] = {
-    "train": RunFolder.RESULT,
-    "plan": RunFolder.PLAN,
-    "verify": RunFolder.VERIFY,
-}
-"""What each command writes its findings into, in the run folder; see `evaluation_file` as well."""
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +31,10 @@ class FinishedRun:
     @classmethod
     def of(cls, config: RunConfig, folder: Path, exit_code: int) -> FinishedRun:
         """Read what a command wrote."""
-        is_evaluation = config.command == "evaluate"
-        record = evaluation_file(config) if is_evaluation else RECORDS.get(config.command)
+        files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
+        record = files.get(config.command)
+        if config.command == "evaluate":
+            record = evaluation_file(config)
         result = {} if record is None else read_json(folder / record)
         return cls(folder=folder, exit_code=exit_code, result=result)
 

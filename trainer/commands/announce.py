@@ -29,7 +29,8 @@ def announce(
     data, config, reporter = run.data.train, run.config, opened.reporter
     if config.resume is None and data.num_skipped:
         reporter.passed_over(data.num_skipped, data.skipped)
-    reporter.start(rows, plan, name=config.name)
+    remarks = [feature.remark for feature in run.features]
+    reporter.start(rows, plan, remarks, config.name or "")
     _name_weights(opened, run, saved.stored)
     whole = BUILT_WHOLE * (run.is_sharded and run.model.weights is None)
     for line in filter(None, (*run.model.setup.reasons, whole, _growth(opened, saved.terms))):

@@ -32,7 +32,7 @@ def start_block(
     warnings: Sequence[str],
     folder: Path,
     *,
-    name: str | None = None,
+    name: str = "",
     resumed_step: int | None = None,
 ) -> RenderableType:
     """Lay out what is about to happen; `resumed_step` is None in a fresh run."""
@@ -42,7 +42,7 @@ def start_block(
         where = "of the run that it was forked from" if is_fork else "in the same folder"
         text = f"after step {number(resumed_step)}, {where}"
         shown.append(Row("resumed", text))
-    return Group(title_line(f"train {name or ''}"), _grid(shown), _warnings(warnings))
+    return Group(title_line(f"train {name}"), _grid(shown), _warnings(warnings))
 
 
 def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableType:

@@ -47,10 +47,9 @@ class MetricsLog:
         for name in RunFolder.JOURNALS:
             with as_save_error(folder / name):
                 truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
-        self._metrics = Journal(folder / RunFolder.METRICS, warn)
-        self._others = dict[str, Journal]()  # by their names, once they have an entry
         self._folder, self._warn = folder, warn
-        self._samples = Journal(folder / RunFolder.SAMPLES, warn) if keep_samples else None
+        names = [RunFolder.METRICS, *[RunFolder.SAMPLES] * keep_samples]
+        self._journals = {name: Journal(folder / name, warn) for name in names}
         # A step whose numbers, by name, are there once they have been copied.
         self._waiting: tuple[Entry, list[str], Tensor, Any] | None = None
 
@@ -73,10 +72,10 @@ class MetricsLog:
         Ids are in the order of the global batch; its update left out those that are `skipped`.
         Step 0 has bad records that were found before the first.
         """
-        if self._samples is not None:
+        if RunFolder.SAMPLES in self._journals:
             if bad := list(skipped):
                 more["skipped"] = bad
-            self._samples.write({"step": step, "ids": list(ids), **more})
+            self.record(RunFolder.SAMPLES, {"step": step, "ids": list(ids), **more})
 
     def evaluation(self, step: int, means: Means, seconds: float) -> Entry:
         """Write an evaluation, its means as `eval_...`; steps before it must be flushed."""
@@ -85,10 +84,10 @@ class MetricsLog:
         return self._write("on_eval", entry | {EVAL_SECONDS: round(seconds, 6)})
 
     def record(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Append what is known of a step to another journal, one of `RunFolder.JOURNALS`."""
-        if name not in self._others:
-            self._others[name] = Journal(self._folder / name, self._warn)
-        self._others[name].write(entry)
+        """Append what is known of a step to a journal, one of `RunFolder.JOURNALS`."""
+        if name not in self._journals:
+            self._journals[name] = Journal(self._folder / name, self._warn)
+        self._journals[name].write(entry)
 
     def flush(self) -> list[Entry]:
         """Write the step that is on its way, waiting for it; give its entry, or nothing."""
@@ -102,14 +101,14 @@ class MetricsLog:
     def sync(self) -> list[Entry]:
         """Write the step that is on its way, as `flush`, and wait until the disk has everything."""
         written = self.flush()
-        for journal in filter(None, (self._metrics, self._samples, *self._others.values())):
+        for journal in self._journals.values():
             journal.sync()
         return written
 
     def _write(self, event: str, entry: Entry) -> Entry:
         entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
         entry |= self._more_of(event, entry)
-        self._metrics.write(entry)
+        self.record(RunFolder.METRICS, entry)
         return entry
 
 

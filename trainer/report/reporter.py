@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -22,9 +22,10 @@ from trainer.report.metrics import Means, MetricsLog
 from trainer.report.mirror import Mirror, close_all
 from trainer.report.records import PlanRecord
 from trainer.report.views import write_views
-from trainer.report.watch import EarlyWatch
 
 Ids = Sequence[int]
+Remark = Callable[[Entry, Ids], str | None]
+"""Says what is odd about a step, by its entry and its samples."""
 
 
 @final
@@ -50,8 +51,8 @@ class RunReporter:
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
         self._epochs = 0.0  # that were over behind the step shown last
         self._plan: PlanRecord = {}
-        self._keeps_samples = keep_samples
-        self._watch = EarlyWatch(keeps_samples=keep_samples)
+        self._remarks: Sequence[Remark] = ()
+        self._ids = dict[int, Ids]()  # of steps that are yet to be shown
         self._batch_size: int | None = None  # of the last step, where sizes change
         self._summary: PlanRecord | None = None
         self._metrics = MetricsLog(
@@ -66,10 +67,12 @@ class RunReporter:
             mirror.start()
         self.line, self.warn, self.record = screen.line, screen.warn, self._metrics.record
 
-    def start(self, rows: Sequence[Row], plan: PlanRecord, *, name: str | None = None) -> None:
+    def start(
+        self, rows: Sequence[Row], plan: PlanRecord, remarks: Sequence[Remark] = (), name: str = ""
+    ) -> None:
         """Show what is about to happen, by the rows of the run, and begin to show progress."""
+        self._remarks = remarks
         self._plan, self._steps, step = plan, plan["steps"], self._resumed_step
-        self._watch = EarlyWatch(plan.get("warmup_steps", 0), keeps_samples=self._keeps_samples)
         warnings = plan["warnings"]
         block = start_block(rows, warnings, self._folder, name=name, resumed_step=step)
         self._screen.show(block)
@@ -98,7 +101,7 @@ class RunReporter:
             self.line(f"{step_text(step, self._steps)}  the global batch is {size:,} from here on")
         self._batch_size = size
         self._metrics.consumed(step, ids, skipped_ids)
-        self._watch.consumed(step, ids)
+        self._ids[step] = ids
         self._show(self._metrics.step(entry))
 
     def evaluation(self, step: int, means: Means, seconds: float) -> None:
@@ -162,8 +165,10 @@ class RunReporter:
             before, self._epochs = self._epochs, entry["epoch"]
             due = is_due(self._log_every, step, self._steps, before, self._epochs)
             self._screen.step(entry, is_due=due or step in {1, self._steps})
-            if (odd := self._watch.see(entry)) is not None:
-                self._screen.line(f"{step_text(step, self._steps)}  {odd}", "yellow")
+            ids = self._ids.pop(step, ())
+            for remark in self._remarks:
+                if (text := remark(entry, ids)) is not None:
+                    self._screen.line(f"{step_text(step, self._steps)}  {text}", "yellow")
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -162,7 +163,7 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     """
     configs = [
         {
-            key.removesuffix("._target_"): _class(show(value))
+            key.removesuffix("._target_"): re.sub(r"^trainer\.(.*\.)?", "", show(value))
             for key, value in run.config.items()
             if not key.startswith("choices.")  # each of which is a `_target_`, or values, too
         }
@@ -189,11 +190,6 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
         rows.append((n, names[n].partition(": ")[0], run.state, cells))
     head = ["run", "state", "steps done", *map(title_of, figures), "time", *different]
     return {"head": head, "rows": rows, "order": order}
-
-
-def _class(name: str) -> str:
-    """Shorten the name of a class of ours to its last word."""
-    return name.rpartition(".")[2] if name.startswith("trainer.") else name
 
 
 def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:

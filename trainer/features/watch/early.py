@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
-from typing import final
+from typing import Any, final
 
+from trainer.assemble.features import Feature
+from trainer.assemble.run import Run
+from trainer.config.amounts import warmup_steps
 from trainer.core.format import loss, plural, rate
-from trainer.report.journal import Entry
 
 WINDOW = 32  # steps that a step is compared with
 LEAST = 20  # of them, before anything is said
@@ -31,25 +33,24 @@ SHOWN_IDS = 3
 
 
 @final
-class EarlyWatch:
+class EarlyWatch(Feature):
     """Says in a line what is odd about a step."""
 
-    def __init__(self, warmup_steps: int = 0, *, keeps_samples: bool = False) -> None:
+    def __init__(self, *, warmup_steps: int = 0, keeps_samples: bool = False) -> None:
         self._beginning, self._keeps_samples = warmup_steps + BEGINNING, keeps_samples
         self._losses, self._norms = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
         self._first = list[tuple[float, float]]()  # losses and norms this process began with
         self._began_at = 1
-        self._ids: dict[int, tuple[Sequence[int], int]] = {}  # of steps yet to be seen
         self._silent_until = 0
 
-    def consumed(self, step: int, ids: Sequence[int]) -> None:
-        """Note the samples of a step, which is seen later."""
-        self._ids[step] = ids[:SHOWN_IDS], len(ids)
+    def check(self, run: Run) -> None:
+        """See the base class; the length of the warm-up is known by now."""
+        self._keeps_samples = run.config.log.samples
+        self._beginning = BEGINNING + warmup_steps(run.model.schedule.warmup, run.data.total_steps)
 
-    def see(self, entry: Entry) -> str | None:
-        """Look at a step, as metrics.jsonl has it; gives what is odd about it."""
+    def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
+        """See the base class."""
         step, value, norm = entry["step"], entry["loss"], entry["grad_norm"]
-        ids, count = self._ids.pop(step, ((), 0))
         if value is None or norm is None or not (math.isfinite(value) and math.isfinite(norm)):
             return None
         if not self._first:
@@ -58,9 +59,9 @@ class EarlyWatch:
             self._first.append((value, norm))
         found = self._plateau(step)
         if (spike := self._spike(step, value, norm)) is not None:
-            more = f", ... of {count}" if count > len(ids) else ""
+            more = f", ... of {len(ids)}" if len(ids) > SHOWN_IDS else ""
             where = "all in samples.jsonl" if self._keeps_samples else "log.samples=true lists all"
-            found = f"{spike}; samples {', '.join(map(str, ids))}{more} ({where})"
+            found = f"{spike}; samples {', '.join(map(str, ids[:SHOWN_IDS]))}{more} ({where})"
         self._losses.append(value)
         self._norms.append(norm)
         return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib.nightly import nightly
-from trainer.report.watch import BEGINNING, QUIET_STEPS, EarlyWatch
+from trainer.features.watch.early import BEGINNING, QUIET_STEPS, EarlyWatch
 
 Batch = tuple[Tensor, Tensor]
 SEEDS = [0, *map(nightly, range(1, 5))]
@@ -48,8 +48,7 @@ def entries(
 def said(found: Iterator[dict[str, Any]], ids: Sequence[int] = range(32), **how: Any) -> list[str]:
     watch, lines = EarlyWatch(**how), []
     for entry in found:
-        watch.consumed(entry["step"], ids)
-        if (line := watch.see(entry)) is not None:
+        if (line := watch.remark(entry, ids)) is not None:
             lines.append(f"step {entry['step']}: {line}")
     return lines
 
