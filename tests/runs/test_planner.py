@@ -13,18 +13,19 @@ from tests.lib.nightly import nightly
 from tests.lib.run_support import go, read_json, saved, state, steps
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
 from tests.lib.tune_support import Encoder, gpt, measured_peak, workload
-from trainer.assemble.layout import layout_for
 from trainer.core.errors import ConfigError
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.models.gpt import GPT
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
+from trainer.plan.partition import layout_for
 from trainer.tune.packing import packs
 from trainer.tune.predict import predict_peak
 from trainer.tune.request import NEAR_BEST_TOKENS
 
 CPU = torch.device("cpu")
+SHAPE = {"world_size": 1, "device_type": "cpu", "packed": False, "most_shapes": None}
 
 
 def small_gpt(**changes) -> GPT:
@@ -152,17 +153,17 @@ def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
 
 def test_a_gpu_pads_to_eight_but_never_beyond_what_the_data_hold():
     lengths = np.array([3, 9, 30])
-    layout = layout_for(lengths, world_size=1, device_type="cuda", packed=False, compiled=False)
+    layout = layout_for(lengths, **SHAPE | {"device_type": "cuda"})
     assert layout.pad_multiple == 8
     plan = Budget(max_tokens=90).cut(np.array([3, 9, 26, 30]), layout)
     assert {length for lengths in plan.padded_lengths for length in lengths} <= {8, 16, 30}
-    images = layout_for(np.ones(4), world_size=1, device_type="cuda", packed=False, compiled=False)
+    images = layout_for(np.ones(4), **SHAPE | {"device_type": "cuda"})
     assert images.pad_multiple == 1
 
 
 def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
     lengths = np.random.default_rng(0).integers(1, 300, 2000)
-    layout = layout_for(lengths, world_size=1, device_type="cpu", packed=False, compiled=True)
+    layout = layout_for(lengths, **SHAPE | {"most_shapes": COMPILED_SHAPES})
     seen = set()
     for begin in range(0, 2000, 200):
         plan = Budget(max_tokens=2048).cut(lengths[begin : begin + 200], layout)

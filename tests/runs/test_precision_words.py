@@ -6,8 +6,8 @@ import torch
 from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, curve, go, on, overrides, read_json, saved, state, steps
 from trainer import train
-from trainer.assemble.hardware import has_fast_bf16
 from trainer.core.errors import ConfigError
+from trainer.core.gpu import has_fast_bf16
 
 HERE = "bf16" if has_fast_bf16(torch.device("cpu")) else "fp32"
 

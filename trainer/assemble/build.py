@@ -43,8 +43,8 @@ def assemble(
     # What data and model together ask of every cut, those of evaluations too.
     with model.trial_values(world):
         layout, example = find_layout(config, world, data.loader, model)
-    in_lockstep = model.setup.sync.lockstep or model.coupling.joins_ranks
-    layout = replace(layout, lockstep=in_lockstep and world.size > 1)
+    in_lockstep = world.size > 1 and (model.setup.sync.lockstep or model.coupling.joins_ranks)
+    layout = replace(layout, lockstep=in_lockstep, group_size=model.coupling.size)
     held_out = {
         name: held_out_loader(config, name, view, data.loader, layout, model.module)
         for name, view in source.held_out.items()

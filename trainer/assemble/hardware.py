@@ -189,7 +189,7 @@ def rank_memory(
 def resolve_precision(
     config: RunConfig, world: World, module: nn.Module, recorded: Mapping[str, Any] | None = None
 ) -> str:
-    """Resolve `precision` on the main rank; the others follow. Collective.
+    """Resolve `precision` on the main rank; the others follow, and GPUs compute so. Collective.
 
     `auto` is what a run has been computing in, on whatever hardware it goes on. For a run that
     begins it is bf16 where the hardware is made for it, and fp32 elsewhere and for models without a
@@ -203,7 +203,7 @@ def resolve_precision(
         if word == "auto":
             has_fp32 = any(p.dtype == torch.float32 for p in module.parameters())
             card = card_of(config.device)
-            has_bf16 = has_fast_bf16(device) if card is None else card.has_bf16
+            has_bf16 = gpu.has_fast_bf16(device) if card is None else card.has_bf16
             word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
         if word == "tf32" and device.type == "cpu":
             remedy = " resume_allow=[precision]" * (begun is not None)
@@ -212,26 +212,6 @@ def resolve_precision(
             raise ConfigError("precision=fp16: the model's weights are fp16; give them in fp32")
         return word
 
-    return world.on_main(resolve)
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 have instructions of their own, as the hardware says.
-
-    A GPU that is not here is taken for one that has them, as all have since 2020.
-    """
-    if gpu.is_gpu(device):
-        return gpu.has_capability(device, 8, 0)
-    flags = torch.cpu.get_capabilities()
-    return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
-
-
-def set_matmul_precision(precision: str, device: torch.device) -> None:
-    """Let a GPU compute products of fp32 tensors in TF32, in convolutions too, unless in fp32.
-
-    Under autocast those are what a model or an objective takes out of it; TF32 has three bits more
-    than bf16. On a CPU nothing is changed.
-    """
-    if gpu.is_gpu(device):
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    word = world.on_main(resolve)
+    gpu.set_matmul_precision(word, world.device)
+    return word

@@ -13,12 +13,10 @@ from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.models.by_document import attend_by_document, attend_whole_rows
 from trainer.models.compilation import COMPILED_SHAPES
-from trainer.plan.cut import Cost, IntArray, Layout
-from trainer.plan.partition import ladder, pad_lengths
+from trainer.plan.cut import Layout
+from trainer.plan.partition import layout_for
 from trainer.training.model import Model
 from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault, packs
-
-GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
 
 
 def find_layout(
@@ -59,39 +57,6 @@ def find_layout(
         world_size=world.size,
         device_type=device.type,
         packed=packed,
-        compiled=config.compile,
-        group_size=coupling.size,
+        most_shapes=COMPILED_SHAPES if config.compile else None,
     )
     return layout, row if packed else example
-
-
-def layout_for(
-    lengths: IntArray,
-    *,
-    world_size: int,
-    device_type: str,
-    packed: bool,
-    compiled: bool,
-    group_size: int = 1,
-) -> Layout:
-    """Choose a layout for all training data, whose lengths are `(samples,)`; see `Layout`.
-
-    On a GPU lengths are padded to a multiple of 8 tokens; a compiled model bounds the number of
-    padded lengths, the same for the whole run.
-    """
-    longest = int(lengths.max())
-    # A sample without tokens counts as one, and is not padded to eight.
-    multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
-    shapes: tuple[int, ...] = ()
-    if compiled and not packed:
-        padded = pad_lengths(lengths, Layout(pad_multiple=multiple, longest=longest))
-        shapes = ladder(padded, COMPILED_SHAPES, Cost())
-    return Layout(
-        world_size=world_size,
-        pad_multiple=multiple,
-        longest=longest,
-        packed=packed,
-        max_shapes=COMPILED_SHAPES if compiled and packed else None,
-        shapes=shapes,
-        group_size=group_size,
-    )

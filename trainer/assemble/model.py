@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.features import StepShape
-from trainer.assemble.hardware import parallel_setup, resolve_precision, set_matmul_precision
+from trainer.assemble.hardware import parallel_setup, resolve_precision
 from trainer.assemble.instantiate import construct
 from trainer.assemble.loaders import fit_loader
 from trainer.assemble.module import build_in_mode, build_model
@@ -17,12 +17,12 @@ from trainer.assemble.optimizer import (
     ChosenOptimizer,
     fitting_optimizer,
     with_half_lives,
-    with_length_steps,
 )
 from trainer.assemble.saved import Saved
 from trainer.assemble.typed import TypedParts
 from trainer.config.run_config import RunConfig
 from trainer.core.world import World
+from trainer.optim.schedules import with_length_steps
 from trainer.training.data import Data
 from trainer.training.model import Model
 
@@ -55,7 +55,6 @@ def make_model(
 
     # What its hardware computes in, and what its samples are to it.
     precision = resolve_precision(config, world, module, terms.contract)
-    set_matmul_precision(precision, world.device)
     fit_loader(data.loader, module)
 
     # The loss, and how gradients of micro-batches and of ranks become the step's.

@@ -5,21 +5,14 @@ One that turns out to be large while it is built is counted on the meta device f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, final
-
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from trainer.assemble.hardware import may_shard, rank_memory
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DoesNotFitError
 from trainer.core.format import plural, size
 from trainer.core.world import World
-from trainer.data.samples import preserve_generators
-from trainer.models.first_weights import is_on_meta
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.training.model import Model
@@ -27,39 +20,7 @@ from trainer.tune.memory_limit import MemoryLimit, memory_limit
 from trainer.tune.predict import resting
 from trainer.tune.workload import Tiled, Workload
 
-LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
 STATE = 4  # weights, gradients and two moments: what training needs at the most, as a rule
-
-
-def counted(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module | None:
-    """Build a model on the meta device and check its size; None where its class cannot be."""
-    module = None
-    # A fault of the constructor's own shows again, in full, off the meta device.
-    with suppress(Exception), torch.device("meta"):
-        module = build()
-    if module is None or not is_on_meta(module):
-        return None
-    check(module)
-    return module
-
-
-@final
-class Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
-    """Counts what a constructor makes out of nothing; at `LARGE_BYTES` something is done, once."""
-
-    def __init__(self, when_large: Callable[[], object]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
-        self.total, self.when_large = 0, when_large
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run an operator, and count what it gives where it takes no tensor."""
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
-            before, self.total = self.total, self.total + found.nbytes * (not found.is_meta)
-            if before <= LARGE_BYTES < self.total:
-                with preserve_generators():
-                    self.when_large()
-        return found
 
 
 def refuse_too_large(

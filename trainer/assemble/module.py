@@ -18,7 +18,7 @@ from torch import nn
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import auto_mode, may_shard, parallel_mode, planned_device
 from trainer.assemble.instantiate import construct, look_up, refuse_unused
-from trainer.assemble.model_size import Filled, counted, refuse_too_large
+from trainer.assemble.model_size import refuse_too_large
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -26,7 +26,13 @@ from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
 from trainer.models.check import UNUSED, refuse_lazy
-from trainer.models.first_weights import FIRST_WEIGHTS, FirstWeights, build_on_meta
+from trainer.models.first_weights import (
+    FIRST_WEIGHTS,
+    Filled,
+    FirstWeights,
+    build_on_meta,
+    counted,
+)
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
 from trainer.optim.optimizers import OptimizerSpec
@@ -78,6 +84,10 @@ def build_model(
         _begin_training(config, module, spec)
         refuse_too_large(config, world, module, spec)
 
+    def count() -> nn.Module | None:
+        with preserve_generators():  # which the constructor goes on drawing from
+            return counted(build, check)
+
     kind = look_up(config.model, "model", config.trust)
     is_away = planned_device(config, world).type != world.device.type
     module: nn.Module | None = None
@@ -91,10 +101,10 @@ def build_model(
                 weights = {**drawn, **unread}
         # Elsewhere shapes alone are asked for.
         if module is None and is_away and not with_values:
-            module = counted(build, check)
+            module = count()
         if module is None:
             # One that turns out to be large is counted on the way.
-            with Filled(lambda: counted(build, check)):
+            with Filled(count):
                 module = build()
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(world.device))  # type: ignore[no-untyped-call] # untyped in torch
     _begin_training(config, module, spec)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain
 from statistics import fmean
 
-from trainer.assemble.hardware import has_fast_bf16
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.stages import stage_rows, stage_warnings
@@ -13,6 +12,7 @@ from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings
 from trainer.config.amounts import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import defaults_row
+from trainer.core import gpu
 from trainer.core.format import duration, number, percent, plural
 from trainer.core.rows import Noun, Row, RunFacts, join_parts, row
 from trainer.data.described import data_rows
@@ -206,7 +206,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
     device = run.planned_device
     named = "batch.global=" if run.data.order.sizes.is_constant else "a stage of "
     is_open = run.config.precision == "auto"
-    if is_open and run.model.precision == "bf16" and not has_fast_bf16(device):
+    if is_open and run.model.precision == "bf16" and not gpu.has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
             "fp32: precision=fp32 resume_allow=[precision]"

@@ -74,7 +74,7 @@ def _recipes() -> Iterator[str]:
 
 def _doctor() -> Iterator[str]:
     """Give versions, devices, kernels, limits and folders; no secrets and no host names."""
-    from trainer.assemble.hardware import has_fast_bf16  # noqa: PLC0415 - imports torch
+    from trainer.core.gpu import has_fast_bf16  # noqa: PLC0415 - imports torch
     from trainer.data.index import cache_folder  # noqa: PLC0415 - imports numpy
     from trainer.report.records import (  # noqa: PLC0415 - imports torch
         device_names,

@@ -77,3 +77,25 @@ def set_generators(states: Sequence[Tensor]) -> None:
     """Put random generators back, of as many GPUs as there are."""
     for state, device in zip(states, devices() if states else (), strict=False):
         backend().set_rng_state(state.clone(), device)
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 have instructions of their own, as the hardware says.
+
+    A GPU that is not here is taken for one that has them, as all have since 2020.
+    """
+    if is_gpu(device):
+        return has_capability(device, 8, 0)
+    flags = torch.cpu.get_capabilities()
+    return bool(flags.get("amx_bf16") or flags.get("avx512_bf16"))
+
+
+def set_matmul_precision(precision: str, device: torch.device) -> None:
+    """Let a GPU compute products of fp32 tensors in TF32, in convolutions too, unless in fp32.
+
+    Under autocast those are what a model or an objective takes out of it; TF32 has three bits more
+    than bf16. On a CPU nothing is changed.
+    """
+    if is_gpu(device):
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeAlias, final
@@ -201,3 +201,36 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
 
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+LARGE_BYTES = 2**30  # that a constructor may fill before the model is counted first
+
+
+def counted(build: Callable[[], nn.Module], check: Callable[[nn.Module], None]) -> nn.Module | None:
+    """Build a model on the meta device and check its size; None where its class cannot be."""
+    module = None
+    # A fault of the constructor's own shows again, in full, off the meta device.
+    with suppress(Exception), torch.device("meta"):
+        module = build()
+    if module is None or not is_on_meta(module):
+        return None
+    check(module)
+    return module
+
+
+@final
+class Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in torch
+    """Counts what a constructor makes out of nothing; at `LARGE_BYTES` something is done, once."""
+
+    def __init__(self, when_large: Callable[[], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
+        self.total, self.when_large = 0, when_large
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Run an operator, and count what it gives where it takes no tensor."""
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
+            before, self.total = self.total, self.total + found.nbytes * (not found.is_meta)
+            if before <= LARGE_BYTES < self.total:
+                self.when_large()
+        return found

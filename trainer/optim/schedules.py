@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, final
 
@@ -18,15 +19,18 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.config.amounts import cadence_steps, warmup_steps
-from trainer.config.components import Amount, Cadence, Count, Part, Positive, Warmup
+from trainer.config.components import AMOUNT, Amount, Cadence, Count, Part, Positive, Warmup
 from trainer.config.messages import line
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Described
 from trainer.optim.optimizers import without_compiler
+from trainer.plan.lengths import Lengths
+from trainer.plan.order import Order
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+AMOUNT_TOLERANCE = 1e-6  # of an amount: shares of an epoch do not add up to the last bit
 Span: TypeAlias = Literal["first", "last", "after warm-up"]
 """The first or last steps of a run, or those behind its warm-up, which may be more than it has."""
 
@@ -282,3 +286,44 @@ class OwnScheduler(Schedule):
         except (TypeError, ValueError, KeyError) as error:  # such as of one that asks for a metric
             text = f"{self.kind.__name__} is no function of the step alone, or refuses: {error}"
             raise ConfigError(f"scheduler: {text}") from error
+
+
+def with_length_steps(
+    schedule: Schedule, order: Order, lengths: Lengths, total_steps: int
+) -> Schedule:
+    """Turn lengths such as `warmup=2000samples` or `1epoch` into steps that train on as many.
+
+    The step that reaches the amount counts. They are counted in the order of the run, so that a
+    run which goes on has the same.
+    """
+    for name, span in schedule.lengths.items():
+        if match := AMOUNT.fullmatch(str(value := getattr(schedule, name))):
+            number, prefix, unit = match.groups()
+            begin = warmup_steps(schedule.warmup, total_steps) if span == "after warm-up" else 0
+            end = None if span == "after warm-up" else total_steps
+            counts: Iterable[float] = islice(_counts(order, lengths, unit), begin, end)
+            counts = reversed([*counts]) if span == "last" else counts
+            wanted, most = float(number) * 1000 ** " kMG".index(prefix or " "), 0.0
+            for steps, most in enumerate(accumulate(counts), 1):
+                if most > wanted - AMOUNT_TOLERANCE:
+                    changed: dict[str, Any] = {name: steps}
+                    schedule = replace(schedule, **changed)
+                    break
+            else:
+                shown = f"{most:.4g} epochs" if unit.startswith("epoch") else f"{most:.0f} {unit}"
+                text = f"exceeds the {shown} of the run's {total_steps} steps"
+                raise ConfigError(line(f"scheduler.{name}", value, text))
+    schedule.check(total_steps)
+    return schedule
+
+
+def _counts(order: Order, lengths: Lengths, unit: str) -> Iterator[float]:
+    """Give the samples, tokens or epochs of each step, without an end."""
+    cursor = order.start
+    while True:
+        batch = order.next(cursor)
+        if unit.startswith("epoch"):
+            yield order.fractional_epoch(batch.after) - order.fractional_epoch(cursor)
+        else:
+            yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
+        cursor = batch.after

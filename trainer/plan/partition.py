@@ -30,6 +30,8 @@ from trainer.plan.cut import Cost, FloatArray, IntArray, Layout, Plan, per_slot
 # Lengths among which `ladder` chooses; more would cost time and save no padding to speak of
 MAX_CANDIDATES = 256
 
+GPU_MULTIPLE = 8  # tokens; tensor cores take matrices whose sides are multiples of it at full speed
+
 
 def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None = None) -> Plan:
     """Cut a global batch into padded micro-batches at the least cost.
@@ -288,3 +290,28 @@ def split_at(samples: IntArray, starts: Sequence[int] | IntArray) -> tuple[IntAr
     """Split samples at the given starts, the first 0; empty where starts coincide or lie behind."""
     bounds = [*map(int, starts), len(samples)]
     return tuple(samples[begin:end] for begin, end in pairwise(bounds))
+
+
+def layout_for(
+    lengths: IntArray, *, world_size: int, device_type: str, packed: bool, most_shapes: int | None
+) -> Layout:
+    """Choose a layout for all training data, whose lengths are `(samples,)`; see `Layout`.
+
+    On a GPU lengths are padded to a multiple of 8 tokens; a compiled model has at most
+    `most_shapes` padded lengths, the same for the whole run.
+    """
+    longest = int(lengths.max())
+    # A sample without tokens counts as one, and is not padded to eight.
+    multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
+    shapes: tuple[int, ...] = ()
+    if most_shapes is not None and not packed:
+        padded = pad_lengths(lengths, Layout(pad_multiple=multiple, longest=longest))
+        shapes = ladder(padded, most_shapes, Cost())
+    return Layout(
+        world_size=world_size,
+        pad_multiple=multiple,
+        longest=longest,
+        packed=packed,
+        max_shapes=most_shapes if packed else None,
+        shapes=shapes,
+    )

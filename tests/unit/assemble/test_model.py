@@ -6,8 +6,8 @@ from torch import nn
 
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go
-from trainer.assemble import model_size
 from trainer.core.errors import DoesNotFitError
+from trainer.models import first_weights
 from trainer.models.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -50,7 +50,7 @@ def test_a_small_model_is_built_once_and_a_large_one_is_counted_first(monkeypatc
     built.clear()
     go(line)
     assert built == ["cpu"]
-    monkeypatch.setattr(model_size, "LARGE_BYTES", 100)
+    monkeypatch.setattr(first_weights, "LARGE_BYTES", 100)
     built.clear()
     go(line)
     assert built == ["meta", "cpu"]

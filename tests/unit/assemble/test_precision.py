@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from tests.lib.config_support import checked
-from trainer.assemble.hardware import has_fast_bf16, resolve_precision
+from trainer.assemble.hardware import resolve_precision
 from trainer.core.errors import ConfigError
+from trainer.core.gpu import has_fast_bf16
 from trainer.core.world import World
 
 CPU = torch.device("cpu")

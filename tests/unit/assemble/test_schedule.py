@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from trainer.assemble.optimizer import with_length_steps
 from trainer.core.errors import ConfigError
-from trainer.optim.schedules import WSD, Cosine, InverseSqrt
+from trainer.optim.schedules import WSD, Cosine, InverseSqrt, with_length_steps
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.lengths import Lengths
 from trainer.plan.order import Order
