@@ -142,12 +142,11 @@ class Features:
         """Refuse one that makes the cut a part of the step, where the cut chooses sizes itself."""
         for key, feature in self.by_key.items():
             if feature.accepts_cut and cut.chooses_sizes:
-                remedy = "add accum=fixed"
-                if config.accum.params.get("micro") is None:
-                    remedy = "type accum=fixed accum.micro=N, where N is batch.global for the "
-                    remedy += "whole step at once"
                 name = config.features[key].name or config.features[key].target
-                raise ConfigError(f"{key}={name}: depends on the micro-batch size; {remedy}")
+                raise ConfigError(
+                    f"{key}={name}: depends on the micro-batch size; type accum=fixed "
+                    "accum.micro=N, where N is batch.global for the whole step at once"
+                )
 
     def coupling(self, config: RunConfig, module: nn.Module, objective: Objective) -> Coupling:
         """Say how far the samples of a step depend on each other, by all that couples them."""

@@ -163,9 +163,8 @@ def check_components(config: RunConfig) -> None:
         try:
             target = look_up(component, key, config.trust, inner=inner)
             # Not all shared ones reach a class of the user's own, or one of PyTorch's.
-            owner = components.owner_of(key)
             shared = {path: components.SHARED[path] for path in ("optimizer", "scheduler")}
-            given = {**shared, "data": {"holdout"}}.get(owner or key, ())
+            given = {**shared, "data": {"holdout"}}.get(components.owner_of(key) or key, ())
             target, arguments = _by_settings(target, component.params, typed=component.typed_target)
             names = [name for name in arguments if name not in ("_partial_", *given)]
             check_names(target, key, names)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import Annotated, final
+
+from pydantic import Field
 
 
 @final
@@ -45,10 +47,9 @@ CARDS: Mapping[str, Card] = {
 }
 """A reported name that is part of another stands behind it."""
 
-if TYPE_CHECKING:
-    CardName = str
-else:
-    CardName = Literal[tuple(CARDS)]
+CardName = Annotated[
+    str, Field(pattern=f"^({'|'.join(CARDS)})$", description="a card to plan for, e.g. h100")
+]
 """What `device` takes under `train plan`, beside the kinds of devices."""
 
 USUAL = "a100"

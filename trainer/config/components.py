@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, whole
@@ -210,6 +211,14 @@ def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no ty
 def convert(annotation: Any, value: object) -> Any:  # noqa: ANN401 - gives what the type holds
     """Read a value as a type; a `ValidationError` where it is of another, or out of range."""
     return TypeAdapter(annotation, config=_STRICT).validate_python(value)
+
+
+def fits(annotation: Any, value: object) -> bool:  # noqa: ANN401 - see `convert`
+    """Whether a value is one of a type."""
+    with suppress(ValidationError):
+        convert(annotation, value)
+        return True
+    return False
 
 
 def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:

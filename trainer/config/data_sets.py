@@ -33,6 +33,7 @@ def eval_sets(tree: Tree) -> dict[str, Any]:
     for name, entry in sets.items():
         found[f"{EVAL_SETS}.{name}"] = entry
         if isinstance(entry, Mapping) and "_target_" not in entry:
+            # What data.subset and data.part name is in data.path, and another path may lack it.
             beside = elsewhere if "path" in entry else {}
             found[f"{EVAL_SETS}.{name}"] = same | beside | dict(entry)
     return found

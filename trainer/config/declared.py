@@ -60,7 +60,7 @@ def declared(target: str) -> Declared:
     module = _read(module_name)
     definition = module.definitions.get(name) if module else None
     if module is None or definition is None:
-        return Declared({}, {})
+        return Declared({}, {})  # its constructor answers, once it is imported
     if isinstance(definition, ast.FunctionDef):
         return _of_call(module, definition)
     assert isinstance(definition, ast.ClassDef)

@@ -78,6 +78,7 @@ def _keys() -> dict[str, Key]:
     conf = data_dir("conf")
     docs, defaults = docs_of(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
     for group, option in default_options(conf).items():
+        # Options say the same of an argument that they share, and the default option goes first.
         if group in GROUPS:
             folder = conf / group.replace(".", "/")
             first = folder / f"{option}.yaml"

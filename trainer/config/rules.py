@@ -24,6 +24,7 @@ _TWO_SIZES = {"accum.micro", "accum.steps"}  # of a cut that takes both, so that
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _HSDP = "has an effect only with parallel=hsdp"
 _WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
+_PICKS = "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
 _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
@@ -96,10 +97,7 @@ def _weight_faults(view: Tree) -> Iterator[str]:
     if view["init"] or view["run"] or view["resume"]:
         return
     if view["step"] != "last":
-        text = (
-            "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
-        )
-        yield line("step", view["step"], text)
+        yield line("step", view["step"], _PICKS)
     is_random = view["model.draws_on_meta"] or view["model.config"] is not None
     if view["command"] == "train" and view["adapter.is_adapter"] and is_random:
         text = "would stand beside random weights, which stay frozen; type model=hf model.path="
@@ -143,6 +141,7 @@ def _size_faults(view: Tree) -> Iterator[str]:
     gives_sizes = view["batch.gives_sizes"]
     stages = [size for key, size in view.items() if key.startswith("batch.stages.")]
     mesh = view["parallel.shard"], view["parallel.replicate"]
+    # Where ranks are not known yet, `complete_sizes` is asked again once they are.
     world_size, is_fixed = _known_ranks(view), view.keys() >= _TWO_SIZES
     if global_batch is None and not gives_sizes and (not is_fixed or None in (micro, steps)):
         yield line("batch.global", None, "needs a whole number of at least 1, e.g. 512")
@@ -183,6 +182,7 @@ def give_way(tree: dict[str, Any], typed: Collection[str], default_global: int) 
     if not has_global and (sizes[0] == default_global or (has_micro and has_steps)):
         tree["batch"] = {**tree["batch"], "global": None}
     elif has_global or has_micro or has_steps:
+        # The one that was typed stays; else the micro-batch, which is what memory bounds.
         other = "micro" if has_steps and not has_micro else "steps"
         tree["accum"] = {**tree["accum"], other: None}
 

@@ -13,56 +13,18 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import Field, create_model
 
+from trainer.config import components, sections
 from trainer.config.amounts import parse_time
 from trainer.config.cards import CardName
-from trainer.config.components import (
-    AUTO_OBJECTIVE,
-    COMPONENTS,
-    EVAL_SETS,
-    FEATURES,
-    FREE,
-    LIBRARIES,
-    LISTS,
-    NAMES_A_PATH,
-    NO_ADAPTER,
-    Accum,
-    AutoWord,
-    Batch,
-    Component,
-    Count,
-    DataKeys,
-    Natural,
-    NonEmptyText,
-    ObjectiveKeys,
-    Positive,
-    Section,
-    Seed,
-    Time,
-    Word,
-    Words,
-    extra_keys,
-    owner_of,
-    targets_in,
-)
+from trainer.config.components import COMPONENTS, Component, Count, Natural, NonEmptyText, Section
 from trainer.config.declared import declared
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
 from trainer.config.rules import complete_sizes
-from trainer.config.sections import (
-    Checkpoint,
-    Ema,
-    Eval,
-    Export,
-    Log,
-    Nonfinite,
-    ParallelSection,
-    Stop,
-    SweepSection,
-)
 from trainer.core.coupling import MEAN_OF_MEANS, NONE, Coupling, strictest
 from trainer.core.run_folder import RunFolder
 
@@ -74,11 +36,9 @@ READING = ("evaluate", "export")  # commands that read another run and leave its
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
 _STEP_KEYS += ("tokenizer", "scheduler", "clip_norm", "precision", "parts")
-_STEP_KEYS += FEATURES
+_STEP_KEYS += components.FEATURES
 # Within them, and free all the same.
 _FREE_KEYS = ("data.on_bad", "data.show", "objective.metrics")
-
-
 # Null where the optimizer's class has them by what the model's weights are.
 _BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
 
@@ -87,52 +47,49 @@ class RunConfig(Section):
     """One run, composed and valid. What its keys mean stands in `conf/`."""
 
     command: Literal["train", "plan", "verify", "evaluate", "export"]
-    name: Word | None
-    batch: Batch
-    accum: Accum
+    name: components.Word | None
+    batch: components.Batch
+    accum: components.Accum
     sync: Component
-    parallel: ParallelSection
+    parallel: sections.ParallelSection
     model: Component
     transforms: tuple[Component, ...] = Field(strict=False)
     tokenizer: Component
     adapter: Component
-    data: DataKeys
-    objective: ObjectiveKeys
+    data: components.DataKeys
+    objective: components.ObjectiveKeys
     optimizer: Component
     scheduler: Component
     steps: Count | None
     epochs: Count | None
-    max_time: Time | None
-    seed: Seed
-    clip_norm: Positive | None
-    ema: Ema
+    max_time: components.Time | None
+    seed: components.Seed
+    clip_norm: components.Positive | None
+    ema: sections.Ema
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"]
-    device: (
-        Literal["auto", "cpu", "cuda"]
-        | Annotated[CardName, Field(description="a card to plan for, e.g. h100")]
-    )
+    device: Literal["auto", "cpu", "cuda"] | CardName
     compile: bool
     deterministic: bool | Literal["layout"]
-    activation_checkpointing: bool | AutoWord
-    num_workers: AutoWord | Natural
+    activation_checkpointing: bool | components.AutoWord
+    num_workers: components.AutoWord | Natural
     profile: Natural
-    eval: Eval
-    checkpoint: Checkpoint
-    log: Log
-    stop: Stop
-    sweep: SweepSection
-    nonfinite: Nonfinite
+    eval: sections.Eval
+    checkpoint: sections.Checkpoint
+    log: sections.Log
+    stop: sections.Stop
+    sweep: sections.SweepSection
+    nonfinite: sections.Nonfinite
     hooks: tuple[Component, ...] = Field(strict=False)
     parts: tuple[Component, ...] = Field(strict=False)
     logger: tuple[Component, ...] = Field(strict=False)
     outputs: NonEmptyText
     init: NonEmptyText | None
     resume: NonEmptyText | None
-    resume_allow: Words
+    resume_allow: components.Words
     run: NonEmptyText | None
     step: Literal["last", "best", "ema"] | Natural
-    export: Export
-    trust: Words
+    export: sections.Export
+    trust: components.Words
     # Not keys of the interface. `choices`: the option of every group, `accum/gradient` too
     choices: dict[str, Any] = Field(default_factory=dict)
     unset: tuple[str, ...] = Field((), strict=False)  # keys of the step at their defaults, to show
@@ -156,7 +113,7 @@ class RunConfig(Section):
     @property
     def features(self) -> dict[str, Component]:
         """What features there are, by key."""
-        return {key: getattr(self, key) for key in FEATURES}
+        return {key: getattr(self, key) for key in components.FEATURES}
 
     @property
     def model_transforms(self) -> dict[str, Component]:
@@ -176,18 +133,22 @@ class RunConfig(Section):
         for key, each in named.items():
             if each.typed_target and not typed:
                 continue
-            for place, target in targets_in(key, {"_target_": each.target, **each.params}):
+            section = {"_target_": each.target, **each.params}
+            for place, target in components.targets_in(key, section):
                 is_ours = place == key and target.partition(".")[0] == "trainer"
-                if not is_ours and target.rpartition(".")[0] not in LIBRARIES.get(place, ()):
+                libraries = components.LIBRARIES.get(place, ())
+                if not is_ours and target.rpartition(".")[0] not in libraries:
                     found.append((place, target))
         return found
 
     def listed(self) -> Iterator[tuple[str, Component]]:
         """Give the classes of lists and of held-out sets, each with its key: `hooks[0]`."""
-        for name in LISTS:
+        for name in components.LISTS:
             entries: tuple[Component, ...] = getattr(self, name)
-            yield from ((f"{name}[{place}]", each) for place, each in enumerate(entries))
-        yield from ((f"{EVAL_SETS}.{name}", each) for name, each in self.eval.sets.items())
+            for place, each in enumerate(entries):
+                yield f"{name}[{place}]", each
+        for name, each in self.eval.sets.items():
+            yield f"{components.EVAL_SETS}.{name}", each
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -218,7 +179,7 @@ FullConfig: type[RunConfig] = create_model(
     "FullConfig",
     __base__=RunConfig,
     __module__=__name__,
-    **dict.fromkeys(FEATURES, (Component, ...)),  # type: ignore[call-overload]
+    **dict.fromkeys(components.FEATURES, (Component, ...)),  # type: ignore[call-overload]
 )
 """The config with a key for each feature: the one that is built."""
 
@@ -288,13 +249,18 @@ def contract(
     plain = to_plain(config)
     tree = {key: plain[key] for key in _STEP_KEYS}
     tree |= {"steps": config.steps, "epochs": config.total_epochs}
-    tree |= {"ema": plain["ema"]} if config.ema.decay is not None else {}
-    tree |= {"transforms": plain["transforms"]} if config.transforms else {}
-    tree |= {"adapter": plain["adapter"]} if config.adapter.target != NO_ADAPTER else {}
+    # Only where there is one, so that a key that is new changes the terms of no other run.
+    if config.ema.decay is not None:
+        tree["ema"] = plain["ema"]
+    if config.transforms:
+        tree["transforms"] = plain["transforms"]
+    if config.adapter.target != components.NO_ADAPTER:
+        tree["adapter"] = plain["adapter"]
     if strictest(coupling, stated_coupling(config)).fixes_cut:
-        own = extra_keys("accum")
+        own = components.extra_keys("accum")
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
-        tree |= {} if ranks is None else {"parallel": {"ranks": ranks}}
+        if ranks is not None:
+            tree["parallel"] = {"ranks": ranks}
     free = {*_FREE_KEYS, *_free_arguments(config)}
     terms = {key: value for key, value in flat(tree).items() if key not in free}
     return {**terms, "accum.buffer": config.accum.buffer}
@@ -304,7 +270,7 @@ def _free_arguments(config: RunConfig) -> Iterator[str]:
     """Name the arguments of features that are no part of the step."""
     for key, feature in config.features.items():
         for name, kind in declared(feature.target).types.items():
-            if FREE in get_args(kind):
+            if components.FREE in get_args(kind):
                 yield f"{key}.{name}"
 
 
@@ -343,7 +309,7 @@ def _changes(
     old: Mapping[str, Any], new: Mapping[str, Any], allow: Collection[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Give each key of two contracts that differs, with both values, unless it may or was open."""
-    are_open = [terms.get("objective._target_") == AUTO_OBJECTIVE for terms in (old, new)]
+    are_open = [t.get("objective._target_") == components.AUTO_OBJECTIVE for t in (old, new)]
     for key in sorted(old.keys() | new.keys()):
         before, now = (terms.get(key) for terms in (old, new))
         is_open = key == "precision" and "auto" in (before, now)
@@ -359,11 +325,13 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     roots |= {"objective"} if config.command != "export" else set()
     if config.command == "evaluate" and not config.evaluates_all:
         roots |= {"data", "tokenizer", "seed"}  # by which samples are held out
-    faults = []
-    new = contract(config)
+    faults, new = list[str](), contract(config)
     # Another path to the base of a model: what it gives is compared with what the run had.
-    paths = {k for k in new if k.startswith(("model.", "tokenizer.")) and NAMES_A_PATH.fullmatch(k)}
-    for key, before, now in _changes(old, new, {*config.resume_allow, *paths}):
+    allowed = {*config.resume_allow}
+    for key in new:
+        if key.startswith(("model.", "tokenizer.")) and components.NAMES_A_PATH.fullmatch(key):
+            allowed.add(key)
+    for key, before, now in _changes(old, new, allowed):
         remedy = "leave it out"
         if key.startswith("data."):
             remedy += "; all of other data: data.path=OTHER data.holdout=all"
@@ -379,10 +347,11 @@ def step_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     keys = {*flat(to_plain(config)), *old}
     known = keys.union(*map(ancestors, keys))
     # Arguments of classes may be those of one that the run had before; our own keys are known.
-    ours = [f"{path}.{name}" for path in COMPONENTS for name in extra_keys(path)]
-    unknown = [
-        line("resume_allow", [key], f"{key}: unknown setting.{did_you_mean(key, known)}")
-        for key in config.resume_allow
-        if key not in known and (owner_of(key) is None or did_you_mean(key, ours))
-    ]
+    ours, unknown = list[str](), list[str]()
+    for path in COMPONENTS:
+        ours += [f"{path}.{name}" for name in components.extra_keys(path)]
+    for key in config.resume_allow:
+        if key not in known and (components.owner_of(key) is None or did_you_mean(key, ours)):
+            text = f"{key}: unknown setting.{did_you_mean(key, known)}"
+            unknown.append(line("resume_allow", [key], text))
     return [*unknown, *contract_diff(old, contract(config), config.resume_allow)]

@@ -6,34 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainer.config import components
 from trainer.config.amounts import parse_time
-from trainer.config.components import (
-    AutoWord,
-    Cadence,
-    Component,
-    Count,
-    EmaDecay,
-    Epochs,
-    Figure,
-    Name,
-    Natural,
-    NonEmptyText,
-    NonNegative,
-    Positive,
-    Section,
-    Time,
-    Words,
-)
+from trainer.config.components import Cadence, Count, Epochs, Figure, Natural, Section
 
 
 class ParallelSection(Section):
     """The ranks of a run."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"]
-    ranks: AutoWord | Count
-    timeout_s: Positive
-    shard: AutoWord | Count
-    replicate: AutoWord | Count
+    ranks: components.AutoWord | Count
+    timeout_s: components.Positive
+    shard: components.AutoWord | Count
+    replicate: components.AutoWord | Count
     max_restarts: Natural
 
 
@@ -45,7 +30,7 @@ class Eval(Section):
     at_start: bool
     predictions: bool
     sets: Annotated[
-        dict[Name, Component],
+        dict[components.Name, components.Component],
         Field(description="a mapping, e.g. {web: {path: web.jsonl}}"),
     ]
 
@@ -53,13 +38,13 @@ class Eval(Section):
 class Ema(Section):
     """An exponential moving average of the weights."""
 
-    decay: EmaDecay | None
+    decay: components.EmaDecay | None
 
 
 class Checkpoint(Section):
     """Saving."""
 
-    every: Cadence | Time | Epochs | None
+    every: Cadence | components.Time | Epochs | None
     keep: Count
     best: Figure | None
     mode: Literal["auto", "min", "max"]
@@ -78,9 +63,9 @@ class Log(Section):
     every: Cadence | Epochs
     samples: bool
     parameters: Count | None
-    generate: Words
+    generate: components.Words
     generate_tokens: Count
-    noise_scale: AutoWord | Count | None
+    noise_scale: components.AutoWord | Count | None
 
 
 class Stop(Section):
@@ -88,7 +73,7 @@ class Stop(Section):
 
     metric: Figure | None
     patience: Count
-    min_delta: NonNegative
+    min_delta: components.NonNegative
 
 
 class SweepSection(Section):
@@ -107,5 +92,5 @@ class Nonfinite(Section):
 class Export(Section):
     """Weights for other programs."""
 
-    to: NonEmptyText | None
+    to: components.NonEmptyText | None
     merge: bool

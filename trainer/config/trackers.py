@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
-from pydantic import ValidationError
 
-from trainer.config.components import SENDS, convert
+from trainer.config.components import SENDS, fits
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import did_you_mean, line, lookup, show
@@ -72,6 +70,8 @@ def complete(
                 yield line(
                     f"{name}._target_", target, f"is not {name}; type {TRACKER_GROUP}=[{target}]"
                 )
+    # A recipe may set up a tracker that the command line then leaves out of the list; what is
+    # typed for one that is not there does nothing, which nobody means.
     others = known.keys() - listed
     yield from (_unlisted(key, tree, listed) for key in typed if key.partition(".")[0] in others)
     for name in others:
@@ -91,11 +91,4 @@ def sends(target: object, name: str, value: object) -> bool:
     kind = declared(str(target)).types.get(name)
     arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     local = [arm for arm in arms if SENDS not in get_args(arm)]
-    return len(local) < len(arms) and not any(_fits(arm, value) for arm in local)
-
-
-def _fits(kind: object, value: object) -> bool:
-    with suppress(ValidationError):
-        convert(kind, value)
-        return True
-    return False
+    return len(local) < len(arms) and not any(fits(arm, value) for arm in local)

@@ -274,9 +274,9 @@ class Composed:
             return messages.line(key, value, REFUSED[name])
         options = options_of(owner) if owner else {}
         others = [o for o, keys in options.items() if name in keys or _takes_more(keys)]
-        # The default is known best, and `auto` leaves more open than the rest.
+        # `auto` leaves more open than the rest; of those the default is known best.
         usual = default_options(data_dir("conf")).get(owner or "")
-        others.sort(key=lambda option: (option != usual, option == "auto"))
+        others.sort(key=lambda option: (option == "auto", option != usual))
         if owner and others and key != owner:
             better = f"{owner}={others[0]} {key}={messages.show(value)}"
             text = f"not a setting of {self._option(owner)}; type {better}"
@@ -371,10 +371,7 @@ def suits(key: str, text: str) -> bool:
         return False
     with suppress(ValueError):
         value = float(value) if isinstance(value, str) else value  # 1e-3
-    try:
-        return bool([components.convert(str if kind is Any else kind, value) for kind in kinds])
-    except ValidationError:
-        return False
+    return bool(kinds) and all(components.fits(str if k is Any else k, value) for k in kinds)
 
 
 def defaults_row(config: RunConfig, by_job: Mapping[str, Any]) -> Row:
