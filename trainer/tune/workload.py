@@ -105,16 +105,6 @@ class Workload:
         peak.assign("activations", fields.values())
 
 
-def forward_bytes(work: Workload, fields: Fields) -> int:
-    """Count the most that a forward, whose backward is to follow, holds besides the model."""
-    peak = PeakBytes()
-    with peak:
-        work.count(peak, fields)
-        peak.reset()
-        work.model.objective.sums(work.model.call, fields)
-    return peak.estimate.activations
-
-
 @contextmanager
 def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from tests.lib.nightly import nightly
+from tests.lib.support import TinyLM
 from tests.lib.tune_support import (
     VOCABULARY,
     ConvNet,
@@ -79,6 +80,17 @@ def test_the_predicted_peak_is_the_measured_one_and_recomputing_saves(make, shap
         assert found[recompute].peak_bytes == pytest.approx(measured, rel=TOLERANCE)
     assert not recomputes or found[True].activations < found[False].activations
     assert_same(traces(work.model.module), before)
+
+
+def test_an_lstm_on_a_cpu_is_probed_as_its_kernel_takes_memory_that_no_fake_shows():
+    model = TinyLM(16)
+    model.embed, model.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+    model.mix = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+    predict, shape = Predictor(work := workload(model), Shape(2, 64)), Shape(8, 64)
+    found, measured = predict(shape).peak_bytes, measured_peak(work, shape).peak_bytes
+    assert predict.method.startswith("memory by real probes of small shapes (the kernel of an LSTM")
+    assert found == pytest.approx(measured, rel=TOLERANCE)
+    assert predict_peak(work, shape).peak_bytes < 0.9 * measured
 
 
 def test_the_first_chunks_of_the_logits_reach_the_peak_of_all(monkeypatch):
