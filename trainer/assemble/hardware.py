@@ -42,7 +42,9 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
     if config.deterministic == "layout" and (policy.lockstep or policy.overlaps):
         text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
         raise ConfigError(f"sync={name}: {text}: type sync=auto")
-    if mode != "none" and (fault := setup.sync_fault(policy, mode)) is not None:
+    # What several ranks could not have is refused on one rank, too.
+    typed = config.parallel.mode if mode == "none" else mode
+    if typed not in ("auto", "none") and (fault := setup.sync_fault(policy, typed)) is not None:
         raise ConfigError(f"sync={name}: {fault}")
     return policy
 

@@ -23,7 +23,6 @@ _TWO_SIZES = {"accum.micro", "accum.steps"}  # of a cut that takes both, so that
 
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _HSDP = "has an effect only with parallel=hsdp"
-_WHOLE = "needs parallel=ddp, without deterministic=layout; type sync=auto"
 _PICKS = "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
 _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
@@ -35,8 +34,6 @@ _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("steps", ..., "epochs", ..., "epochs is set too; at most one, type epochs=null"),
     ("deterministic", ("layout",), "parallel.mode", ("fsdp", "hsdp"), "needs parallel=ddp"),
-    ("sync", ("overlapped",), "parallel.mode", ("fsdp", "hsdp"), _WHOLE),
-    ("sync", ("overlapped",), "deterministic", ("layout",), _WHOLE),
     ("batch.global", ..., "batch.gives_sizes", (True,), "batch.stages has the sizes; leave it out"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
@@ -109,8 +106,6 @@ def _place_faults(view: Tree) -> Iterator[str]:
     mode, ranks = view["parallel.mode"], view["parallel.ranks"]
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
-    if view["sync"] == "hierarchical" and mode != "hsdp" and (_known_ranks(view) or 1) > 1:
-        yield "sync=hierarchical: needs copies of the model; use parallel=hsdp"
     if view["device"] in CARDS and view["command"] != "plan":
         text = "names a card for train plan; a run takes device=cuda or auto"
         yield line("device", view["device"], text)
