@@ -355,7 +355,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
     parts = assemble(config, World())
     with fresh_notebook():
         run_plan = prepare(parts)
-    weights = parts.module.state_dict()
+    weights = parts.model.module.state_dict()
     return Setting(length=length, run_plan=run_plan, weights=weights, num_steps=arguments.steps)
 
 

@@ -128,7 +128,7 @@ DEFECTS: Mapping[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "an evaluation is forgotten": (
         loop,
         "_evaluate_if_due",
-        lambda evaluate: lambda run, progress: progress.taken and evaluate(run, progress),
+        lambda evaluate: lambda run: run.progress.taken and evaluate(run),
     ),
 }
 """What is replaced, and what by: faults that trainers really have."""

@@ -149,7 +149,7 @@ def _likeliest(run: OpenRun, rows: Sequence[Tokens], length: int) -> Tokens:
         ids[place, : len(row)] = torch.tensor(row)
         mask[place, : len(row)] = 1
     fields = {INPUT_IDS: ids.to(device), ATTENTION_MASK: mask.to(device)}
-    logits = logits_of(run.context.model.call(fields))
+    logits = logits_of(run.context.parallel.call(fields))
     last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
     places = torch.arange(len(rows), device=logits.device)
     tokens: Tokens = logits[places, last, : facts.vocab_size].argmax(-1).tolist()
