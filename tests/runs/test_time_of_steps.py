@@ -43,8 +43,6 @@ def test_a_slow_rank_is_named(ranks):
     time = result["time"]
     first, second = time["waiting_by_rank"]
     assert first > 0.1 > second
-    assert 0 <= time["hidden_share"] <= 1
-    assert time["in_flight_seconds"] > 0
     assert plan["sync"] == "immediate"
     policies = [row["policy"] for row in plan["sync_table"]]
     assert policies == ["deferred", "overlapped", "immediate"]

@@ -29,13 +29,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     peaks = world.collect(peak_bytes(world.device))
     if not world.is_main:
         return
-    overlap = "collectives run on their own streams"  # what of the traffic can be hidden
-    sync = run.model.setup.sync
-    if not (sync.lockstep or sync.overlaps):
-        overlap = f"sync={sync.name} reduces when all micro-batches are done"
-    elif world.device.type == "cpu":
-        overlap = "gloo makes the host wait for every collective"
-    table = time_table(spendings, overlap) if trained.taken else None
+    table = time_table(spendings) if trained.taken else None
     metrics = trained.evaluation
     # Losses of simple models over the same samples, in nats per token, which the data may know.
     entropies, own = run.data.train.facts.byte_entropies, run.data.own_part

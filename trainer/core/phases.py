@@ -35,17 +35,14 @@ class PhaseTimes:
         self.mark = mark
         self.phase: Phase = "start"
         self._since = mark()
-        # Phases and flights in the order of their ends; a phase was asked for by nobody.
-        self._passing: deque[tuple[Phase | None, Mark, Mark, Mark]] = deque()
-        self._landed: Mark = None
+        self._passing: deque[tuple[Phase, Mark, Mark]] = deque()  # in the order of their ends
         self._phases: dict[Phase, dict[str, float]] = {}
-        self._in_flight = self._waited = 0.0
         self._steps = 0
 
     def enter(self, phase: Phase) -> Phase:
         """End the present phase, begin another, and return the one that ended."""
         now, ended = self.mark(), self.phase
-        self._passing.append((ended, self._since, now, now))
+        self._passing.append((ended, self._since, now))
         self.phase, self._since = phase, now
         if phase == "data":
             self._add_up()
@@ -54,45 +51,29 @@ class PhaseTimes:
             self._since = self.mark()  # what it took is no part of the phase
         return ended
 
-    def flew(self, launched: Mark, asked: Mark) -> None:
-        """Count a collective that has landed, in order of launch, and was waited for since `asked`.
-
-        One that had landed before anyone asked for it counts as on its way until then.
-        """
-        self._passing.append((None, launched, self.mark(), asked))
-
     def spending(self) -> dict[str, Any]:
         """Give what the steps so far took, the present phase left out, as JSON has it.
 
-        Gives `steps` counted; `phases`, by name `seconds` in all, `times` entered and `least`, the
-        seconds of the shortest; `in_flight`, seconds in which at least one collective travelled,
-        and `waited`, those in which nothing else was done meanwhile.
+        Gives `steps` counted, and `phases`, by name `seconds` in all, `times` entered and `least`,
+        the seconds of the shortest.
         """
         self._add_up()
         return {
             "steps": max(1, self._steps - 1),
             "phases": {name: dict(spent) for name, spent in self._phases.items()},
-            "in_flight": self._in_flight,
-            "waited": self._waited,
         }
 
     def _add_up(self) -> None:
         while self._passing:
-            phase, before, after, asked = self._passing[0]
+            phase, before, after = self._passing[0]
             seconds = _between(before, after)
             if seconds is None:
                 return
             self._passing.popleft()
-            if phase is None:  # time in which several travelled counts once
-                since = seconds if self._landed is None else _between(self._landed, after)
-                self._in_flight += min(seconds, since or 0.0)
-                self._waited += _between(asked, after) or 0.0
-                self._landed = after
-                continue
             if phase == "data":
                 self._steps += 1
                 if self._steps <= WARM_STEP:
-                    self._phases, self._in_flight, self._waited = {}, 0.0, 0.0
+                    self._phases = {}
             new = {"seconds": 0.0, "times": 0, "least": seconds}
             spent = self._phases.setdefault(phase, new)
             spent["seconds"] += seconds

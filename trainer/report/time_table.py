@@ -23,9 +23,7 @@ LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
 NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}  # of a phase that was never entered
 
 TimeSplit = dict[str, float]
-"""Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others),
-`in_flight` (a collective of parameters or gradients travelled), `unhidden` (and nothing else was
-done meanwhile)."""
+"""Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others)."""
 
 TimeLine = tuple[float, str, str, str]  # seconds of a step, the part, what it is, the setting
 
@@ -49,33 +47,24 @@ def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
             "waiting": late + spent["agree"] - met_after + sent - travelled,
             "rest": spent["report"],
             "late": late,
-            "in_flight": spending["in_flight"],
-            "unhidden": spending["waited"],
         }
         if len(spendings) == 1:  # nobody to meet, nowhere to send to
             parts["rest"] += spent["normalizer"] + spent["agree"] + sent
-            parts |= dict.fromkeys(("sync", "waiting", "late", "in_flight", "unhidden"), 0.0)
+            parts |= dict.fromkeys(("sync", "waiting", "late"), 0.0)
         splits.append({name: total / spending["steps"] for name, total in parts.items()})
     return splits
 
 
-def time_table(spendings: Sequence[Mapping[str, Any]], overlap: str | None) -> dict[str, Any]:
-    """Say where the time of a run's steps went: `time` of result.json, the mean over all ranks.
-
-    `overlap` says why as much as was measured of the communication is hidden; None on one rank.
-    """
+def time_table(spendings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Say where the time of a run's steps went: `time` of result.json, the mean over all ranks."""
     splits = split_times(spendings)
     parts = {name: fmean(each[name] for each in splits) for name in PARTS}
-    whole, in_flight = sum(parts.values()), fmean(each["in_flight"] for each in splits)
-    hidden = 1 - fmean(each["unhidden"] for each in splits) / in_flight if in_flight else None
+    whole = sum(parts.values())
     return {
         "steps": spendings[0]["steps"],
         "step_seconds": round(whole, 6),
         "seconds": {name: round(seconds, 6) for name, seconds in parts.items()},
         "share": {n: round(seconds / (whole or 1.0), 4) for n, seconds in parts.items()},
-        "in_flight_seconds": round(in_flight, 6),
-        "hidden_share": None if hidden is None else round(max(0.0, hidden), 4),
-        "overlap": overlap,
         "waiting_by_rank": [round(each["waiting"], 6) for each in splits],
     }
 

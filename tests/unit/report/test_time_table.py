@@ -31,12 +31,12 @@ def spending(steps: int = 100, **seconds: float) -> dict[str, Any]:
         name: {"seconds": steps * each, "times": steps, "least": min(each, 0.001)}
         for name, each in (dict.fromkeys(STEP, 0.0) | WEIGHED | seconds).items()
     }
-    return {"steps": steps, "phases": phases, "in_flight": 0.0, "waited": 0.0}
+    return {"steps": steps, "phases": phases}
 
 
 def advised(*ranks: dict[str, float], steps: int = 100, **plan: Any) -> list[str]:
     spendings = [spending(steps, **seconds) for seconds in ranks]
-    return advice(split_times(spendings), time_table(spendings, None), PLAN | plan)
+    return advice(split_times(spendings), time_table(spendings), PLAN | plan)
 
 
 def test_a_healthy_run_and_what_costs_less_than_half_a_second_in_all_are_not_worth_a_line():
@@ -112,23 +112,6 @@ class Event:
         return 1e3 * (after.at - self.at)
 
 
-def test_what_a_rank_waits_for_is_not_hidden_and_what_travels_meanwhile_is():
-    times = PhaseTimes(Late().mark)
-    for _ in range(3):
-        for phase in ("data", "compute", "reduce"):
-            times.enter(phase)
-        first, second = times.mark(), times.mark()  # two at once
-        times.flew(first, times.mark())
-        times.flew(second, times.mark())
-    times.enter("data")
-    found = times.spending()
-    assert found["steps"] == 2, "the first warms up"
-    # One lands after 3 s, the other 2 s later; either is waited for in its last second.
-    assert (found["in_flight"], found["waited"]) == (2 * 5, 2 * 2)
-    assert time_table([found, found], "why")["hidden_share"] == 0.6
-    assert time_table([found], None)["hidden_share"] is None, "alone, there is nothing to hide"
-
-
 def test_the_first_step_warms_up_where_there_is_another_and_a_phase_counts_when_it_has_passed():
     for num_steps in (1, 2, 5):
         times = PhaseTimes(Late().mark)
@@ -157,6 +140,6 @@ def test_the_parts_of_every_rank_add_up_to_its_step(ranks, steps):
     for parts, seconds in zip(split_times(spendings), ranks, strict=True):
         assert sum(parts[name] for name in PARTS) == pytest.approx(sum(seconds))
         assert min(parts["waiting"], parts["late"], parts["sync"]) >= -1e-9
-    table = time_table(spendings, None)
+    table = time_table(spendings)
     whole = sum(map(sum, ranks)) / len(ranks)
     assert table["step_seconds"] == pytest.approx(whole, abs=1e-5)
