@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from torch import nn
@@ -22,7 +23,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
-from trainer.objectives.base import Objective
+from trainer.data.shown import ShownSample
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Cut
 from trainer.training.batches import Feed
@@ -108,6 +109,10 @@ class Feature:
         `Preempted`, where a signal asked a rank to stop, has the run saved and ended.
         """
 
+    def shown(self, samples: Sequence[ShownSample], folder: Path) -> Sequence[Row]:
+        """Show the first samples of step 1 otherwise than in words, in the folder of a run."""
+        return ()
+
     def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
         """Say in a line what is odd about a step, if anything is. Called on the main rank alone.
 
@@ -148,12 +153,12 @@ class Features:
                     "accum.micro=N, where N is batch.global for the whole step at once"
                 )
 
-    def coupling(self, config: RunConfig, module: nn.Module, objective: Objective) -> Coupling:
+    def coupling(self, config: RunConfig, module: nn.Module, objective: Coupling) -> Coupling:
         """Say how far the samples of a step depend on each other, by all that couples them."""
         found = model_coupling(module)
         if any(feature.accepts_cut for feature in self):
             found = replace(found, warning="")
-        return strictest(found, stated_coupling(config), objective.coupling)
+        return strictest(found, stated_coupling(config), objective)
 
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Have all of them change how a model computes."""

@@ -70,7 +70,8 @@ class World:
             return lambda: None
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
-        return work.wait
+        wait: Callable[[], Any] = work.wait
+        return wait
 
     def copy_from_main(self, values: Tensor) -> Tensor:
         """Overwrite a tensor by the main rank's, in place. Collective."""

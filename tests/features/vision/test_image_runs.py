@@ -15,9 +15,9 @@ from tests.lib.picture_toys import draw_pictures, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
-from trainer.assemble.shown_samples import draw_images
 from trainer.data.tokenizers import byte_tokenizer
 from trainer.features.vision.pixels import open_image, pixels_of
+from trainer.features.vision.shown_images import draw_images
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,73 @@
+"""Draw the images of the first samples of a run in one picture, for `train plan data.show=N`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from trainer.assemble.features import Feature
+from trainer.core.format import shown_path
+from trainer.core.micro_batch import Fields
+from trainer.core.rows import Row, row
+from trainer.data.shown import ShownSample
+
+_SIDE, _LINE, _GAP = 128, 16, 4
+"""Pixels of a tile's side, at least, of a line of text, and between tiles."""
+
+
+@final
+class ShownImages(Feature):
+    """Draws samples that are images, of whatever data set."""
+
+    def shown(self, samples: Sequence[ShownSample], folder: Path) -> Sequence[Row]:
+        """See the base class."""
+        picture = folder / "samples.png"
+        labelled = [(each.fields, (each.learned() or "").strip("[]")) for each in samples]
+        if not draw_images(labelled, picture):
+            return ()
+        return [row("images", shown_path(picture), in_plan=True, shown_images=str(picture))]
+
+
+def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
+    """Write the images of samples, each collated alone, with a word about each, into a PNG.
+
+    Numbers are drawn from the least, black, to the largest of all images, white. Gives whether
+    there were images: of every sample the first field `(1, channels, height, width)` with one or
+    three channels.
+    """
+    from PIL import Image, ImageDraw  # noqa: PLC0415 - for images alone; matplotlib brings it
+
+    fields = [[f for n, f in each.items() if _is_image(n, f)] for each, _ in samples]
+    images = [found[0][0].float() for found in fields if found]
+    if not images or len(images) < len(samples):
+        return False
+    low = min(float(image.min()) for image in images)
+    span = max(float(image.max()) for image in images) - low or 1.0
+    side = max(_SIDE, *(max(image.shape[1:]) for image in images))
+    columns = math.ceil(math.sqrt(len(images)))
+    width, height = side + _GAP, side + _LINE + _GAP
+    rows = math.ceil(len(images) / columns)
+    sheet = Image.new("RGB", (columns * width, rows * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for k, (image, (_, word)) in enumerate(zip(images, samples, strict=True)):
+        pixels = ((image - low) * (255 / span)).round().to(torch.uint8).expand(3, -1, -1)
+        tile = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        scale = side // max(tile.size)
+        place = k % columns * width, k // columns * height
+        tile = tile.resize((tile.width * scale, tile.height * scale), Image.Resampling.NEAREST)
+        sheet.paste(tile, place)
+        text = word.encode("latin-1", "replace").decode("latin-1")  # what every font has
+        draw.text((place[0], place[1] + side + 1), text[: side // 6], fill="black")
+    sheet.save(path)
+    return True
+
+
+def _is_image(name: str, field: Tensor) -> bool:
+    if "mask" in name or field.dtype == torch.bool or field.is_complex():
+        return False
+    return field.dim() == 4 and field.shape[1] in (1, 3)  # noqa: PLR2004
