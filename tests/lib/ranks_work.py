@@ -38,7 +38,7 @@ from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.predictions import predict
 from trainer.training.step import train_step
-from trainer.tune.tensors import PeakBytes
+from trainer.tune.peak_bytes import PeakBytes
 
 Arrays = dict[str, Any]
 """By name; None stands for no gradient."""

@@ -24,7 +24,7 @@ from trainer.core.rows import Row, RunFacts, row
 from trainer.objectives.base import Objective, Sums, logits_of
 from trainer.parallel.sync import Reduction, SyncPolicy
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
-from trainer.tune.tensors import PeakBytes
+from trainer.tune.peak_bytes import PeakBytes
 
 VOCABULARY = 16
 LONGEST = 12

@@ -16,7 +16,7 @@ from trainer.objectives.base import Objective, Sums, logits_of
 from trainer.optim.optimizers import AdamW
 from trainer.plan.memory import Shape
 from trainer.training.model import Model
-from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 
 VOCABULARY = 61

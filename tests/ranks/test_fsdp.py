@@ -35,8 +35,8 @@ from trainer.parallel.setup import ParallelSetup
 from trainer.plan.cuts import Fixed
 from trainer.plan.memory import Shape
 from trainer.training.model import Model
+from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 from trainer.tune.predict import predict_peak
-from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Tiled, Workload
 
 TOLERANCE = 0.05

@@ -19,7 +19,7 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Greedy, Rows
-from trainer.tune.tensors import PeakBytes
+from trainer.tune.peak_bytes import PeakBytes
 
 CRAMPED = f"accum.gradient._target_={TOYS}.Cramped"
 

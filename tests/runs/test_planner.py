@@ -20,7 +20,7 @@ from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget, Fixed
 from trainer.plan.memory import Shape
 from trainer.plan.partition import layout_for
-from trainer.tune.packing import packs
+from trainer.tune.packed_documents import packs
 from trainer.tune.predict import predict_peak
 from trainer.tune.request import NEAR_BEST_TOKENS
 

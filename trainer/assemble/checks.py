@@ -26,7 +26,7 @@ from trainer.models.first_weights import is_on_meta
 from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
-from trainer.tune.packing import unpacked
+from trainer.tune.packed_documents import unpacked
 from trainer.tune.workload import restoring
 
 # Relative; sums over different shapes differ by less, and a mean by a half

@@ -18,7 +18,7 @@ from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
 from trainer.objectives.metrics import check_classes
 from trainer.tune.flops import ComputeCounts, count_compute
-from trainer.tune.packing import unpacked
+from trainer.tune.packed_documents import unpacked
 from trainer.tune.predict import CannotRunFake
 from trainer.tune.workload import Tiled, Workload, restoring
 

@@ -16,7 +16,7 @@ from trainer.models.compilation import COMPILED_SHAPES
 from trainer.plan.cut import Layout
 from trainer.plan.partition import layout_for
 from trainer.training.model import Model
-from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault, packs
+from trainer.tune.packed_documents import leave_out_mask, needs_mask, packing_fault, packs
 
 
 def find_layout(

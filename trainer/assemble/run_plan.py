@@ -19,9 +19,9 @@ from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Plan
 from trainer.training.run import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.request import Tuning
 from trainer.tune.speed import speed_of
-from trainer.tune.tensors import MemoryEstimate
 
 
 @final

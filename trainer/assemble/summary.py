@@ -19,7 +19,7 @@ from trainer.data.described import data_rows
 from trainer.data.split import OWN_PART
 from trainer.optim.described import changes, default_row, optimizer_rows
 from trainer.tune.flops import time_note
-from trainer.tune.tensors import memory_rows
+from trainer.tune.peak_bytes import memory_rows
 
 
 def describe_run(run_plan: RunPlan) -> list[Row]:

@@ -15,9 +15,9 @@ from trainer.plan.traffic import MOST_OF_MEMORY
 from trainer.tune.cache import TuningCache, measurement_key
 from trainer.tune.flops import ComputeCounts
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.request import Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import meter_for
-from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.tuner import predict_stated, tune
 from trainer.tune.workload import Workload
 

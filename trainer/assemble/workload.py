@@ -20,7 +20,7 @@ from trainer.plan.cut import Cost, IntArray
 from trainer.training.batches import PREFETCH_LIMIT_BYTES
 from trainer.tune.flops import ComputeCounts, card_at, card_cost
 from trainer.tune.memory_limit import MemoryLimit
-from trainer.tune.packing import unpacked
+from trainer.tune.packed_documents import unpacked
 from trainer.tune.workload import Tiled, Workload, measured_dims
 
 SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan's means

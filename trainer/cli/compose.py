@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __version__
+from trainer.cli.library_reports import switch_off_reports
 from trainer.cli.overrides import (
     TARGET,
     Classified,
@@ -45,7 +46,6 @@ from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
 from trainer.core.own_code import OWN_CODE
-from trainer.core.reports import switch_off_reports
 
 CONFIG_NAME = "config"
 

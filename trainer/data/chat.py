@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, final
 
-from trainer.core.limits import limited
+from trainer.data.resource_limits import limited
 
 Message = dict[str, Any]
 TokensAndMask = tuple[list[int], list[bool]]

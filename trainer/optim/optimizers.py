@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from trainer.config.components import Betas, EmaDecay, NonNegative
 from trainer.core import gpu
 from trainer.core.errors import ConfigError
-from trainer.core.norms import NORMS
 from trainer.core.rows import Described, Row
+from trainer.models.norms import NORMS
 from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
 from trainer.optim.masters import MasterWeights, widen_gradients

@@ -12,11 +12,11 @@ from torch import nn
 
 from trainer.core import gpu
 from trainer.core.format import size
-from trainer.core.norms import has_running_norm
 from trainer.core.rows import Described, Row, RunFacts, row
 from trainer.core.tensors import gradient_dtype
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
+from trainer.models.norms import has_running_norm
 from trainer.models.recompute import separable_blocks
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import BUCKET_BYTES, Parallel, Replicated

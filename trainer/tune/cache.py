@@ -26,7 +26,7 @@ from trainer.data.index import cache_folder
 from trainer.plan.memory import Shape
 from trainer.report.records import cpu_model
 from trainer.tune.flops import ComputeCounts
-from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.workload import Workload
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from trainer.core import gpu
-from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.peak_bytes import MemoryEstimate
 
 # Share left alone: on a GPU for fragmentation and libraries, on a CPU for the rest of the
 # machine, whose use changes while a run goes on

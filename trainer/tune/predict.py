@@ -29,8 +29,8 @@ from trainer.models.first_weights import is_on_meta
 from trainer.objectives.linear_cross_entropy import only_peak
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
+from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 from trainer.tune.speed import fit_shapes, terms
-from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import (
     LayOut,
     Workload,

@@ -15,7 +15,7 @@ from trainer.plan.cut import Cost, Cut, IntArray, Layout, Plan
 from trainer.plan.memory import Shape
 from trainer.plan.partition import pad_length
 from trainer.tune.memory_limit import MemoryLimit
-from trainer.tune.tensors import MemoryEstimate
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.workload import Workload
 
 # Padded tokens beyond which no device gains speed; larger caps are not tried

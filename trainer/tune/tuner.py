@@ -21,6 +21,7 @@ from trainer.plan.cut import Cost, Plan
 from trainer.plan.memory import Shape, candidate_caps, largest_shapes
 from trainer.tune.cache import Measurements, TuningCache
 from trainer.tune.memory_limit import MEBI, TYPED_LIMIT
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
 from trainer.tune.speed import (
@@ -32,7 +33,6 @@ from trainer.tune.speed import (
     rehearsal,
     speed_of,
 )
-from trainer.tune.tensors import MemoryEstimate
 from trainer.tune.workload import Workload, restoring
 
 # With and without activation checkpointing, by `TuningRequest.recompute`

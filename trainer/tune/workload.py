@@ -30,7 +30,7 @@ from trainer.objectives.base import sums_of
 from trainer.parallel.base import Parallel, Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.model import ONE_RANK, Model
-from trainer.tune.tensors import MemoryEstimate, PeakBytes
+from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 
 LayOut = Callable[[nn.Module], Parallel]
 """Lays a copy of the model out over ranks, in place, and binds a call to it."""

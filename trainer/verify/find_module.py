@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.micro_batch import MicroBatch
-from trainer.core.norms import is_batch_norm, normalizes_batch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
+from trainer.models.norms import is_batch_norm, normalizes_batch
 from trainer.verify.case import Case
 from trainer.verify.report import Verdict
 from trainer.verify.trace import Losses, Trace, compare, record_trace, repeat, shares

@@ -34,8 +34,8 @@ from trainer.parallel.setup import ParallelSetup
 from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.memory_limit import memory_limit, reserve_share
+from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 from trainer.tune.predict import UNFUSED, Predictor, predict_peak
-from trainer.tune.tensors import MemoryEstimate, PeakBytes
 from trainer.tune.workload import Workload
 
 TOLERANCE = 0.05

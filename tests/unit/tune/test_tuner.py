@@ -23,9 +23,9 @@ from trainer.tune import tuner
 from trainer.tune.cache import Measurements, TuningCache, measurement_key
 from trainer.tune.flops import count_compute
 from trainer.tune.memory_limit import MemoryLimit
+from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.predict import predict_peak
 from trainer.tune.request import Tuning, TuningRequest
-from trainer.tune.tensors import MemoryEstimate
 
 tune = partial(tuner.tune, clock=lambda: 0.0)
 """Tunes as if it took no time, unless a test brings a clock."""

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
-from trainer.core.norms import normalizes_batch
 from trainer.core.stateful import State, Stateful
 from trainer.core.world import World
+from trainer.models.norms import normalizes_batch
 
 if TYPE_CHECKING:
     from trainer.features.batch_norm.mode import BatchNormMode

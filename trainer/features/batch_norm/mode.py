@@ -18,13 +18,13 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import SamplesToEvaluate
 from trainer.core.coupling import Coupling
-from trainer.core.norms import normalizes_batch
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.features.batch_norm import checks, rows
 from trainer.features.batch_norm.layers import BatchNormLayer, RunningStatistics, use_mode
 from trainer.features.batch_norm.precise_statistics import precise_statistics
+from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
 

@@ -21,7 +21,7 @@ from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
-from trainer.tune.packing import leave_out_mask, needs_mask, packing_fault
+from trainer.tune.packed_documents import leave_out_mask, needs_mask, packing_fault
 
 
 def hugging_face(name: str, attention: str = "sdpa", **values: Any) -> nn.Module:
