@@ -13,10 +13,11 @@ from trainer.accumulate.base import GradientStrategy
 from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
+from trainer.features.batch_size.measure import MeasuredNoise
+from trainer.features.batch_size.noise_scale import NoiseScale
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget
-from trainer.training.noise import NoiseScale
 from trainer.training.step import train_step
 
 WIDTH = 64
@@ -117,15 +118,13 @@ def bench_of(cut: Any, dataset: Any = None, world: World | None = None, **how: A
 
 def measured(bench: Bench, num_steps: int, random_slots: int | None = None) -> float:
     """Take steps that measure; gives the noise scale. `random_slots` are claimed of every cut."""
-    part = NoiseScale("tokens")
-    part.begin(bench.module)
-    bench.context = replace(bench.context, parts=[part])
-    bench.feed.random_every = 1 if random_slots is None else None
+    part, feature = NoiseScale("tokens"), MeasuredNoise(asked=1, unit="tokens", every=1)
+    bench.context = replace(bench.context, parts=[part], measuring=feature.measuring)
+    bench.feed.recut = feature.recut
+    if random_slots is not None:
+        bench.feed.recut = lambda plan, *_: replace(plan, random_slots=random_slots)
     for _ in range(num_steps):
-        batch = bench.feed.next()
-        if random_slots is not None:
-            batch = replace(batch, plan=replace(batch.plan, random_slots=random_slots))
-        train_step(bench.context, batch, bench.feed)
+        train_step(bench.context, bench.feed.next(), bench.feed)
         figures = part.metrics()
     return float(figures["noise_scale"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
@@ -17,20 +17,20 @@ from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.config.option_files import data_dir, load_yaml
-from trainer.config.run_config import RunConfig, stated_coupling
-from trainer.core.coupling import Coupling, model_coupling, strictest
-from trainer.core.errors import ConfigError
+from trainer.config.run_config import RunConfig
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.data.shown import ShownSample
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import Cut
-from trainer.training.batches import Feed
+from trainer.plan.cut import Plan
+from trainer.training.batches import Feed, PlannedBatch
+from trainer.training.context import EachDivisors, Measured, StepContext
 
 if TYPE_CHECKING:
     from trainer.assemble.run import Run
     from trainer.assemble.run_plan import RunPlan
+    from trainer.checkpoint.store import Loaded
     from trainer.training.run import OpenRun
 
 
@@ -78,9 +78,17 @@ class Feature:
             ConfigError: naming the key, and what to type.
         """
 
+    def planned(self, run_plan: RunPlan) -> Feature:
+        """Give what takes its place once the cut is found; it may refuse that as `check` does."""
+        return self
+
     def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
         """Give what follows every update, before the parts of the user."""
         return ()
+
+    def saved_parts(self) -> Mapping[str, Stateful]:
+        """Give what follows every update and is saved, by name; a checkpoint may be without it."""
+        return {}
 
     def rows(self, run_plan: RunPlan) -> Sequence[Row]:
         """Describe it for the start block and plan.json."""
@@ -94,6 +102,24 @@ class Feature:
         """Say what `train verify` is to say beside its verdict."""
         return ()
 
+    def saved_rows(self, run: Run, loaded: Loaded) -> Sequence[Row]:
+        """Describe for `train plan` what is known by the checkpoint that a run goes on from."""
+        return ()
+
+    def recut(self, plan: Plan, feed: Feed, step: int) -> Plan:
+        """Cut the samples of a step otherwise: a pure function, the same on every rank."""
+        return plan
+
+    def measuring(
+        self, context: StepContext, batch: PlannedBatch, divisors: EachDivisors, measured: Measured
+    ) -> AbstractContextManager[None]:
+        """Measure the last pass over this rank's micro-batches, around it; waits for no device.
+
+        `measured` takes 0-d sums by names, the same on every rank, when the block ends. Sums over
+        ranks reach `see_gradient` of the parts. `divisors` are those of each micro-batch.
+        """
+        return nullcontext()
+
     @property
     def estimates(self) -> bool:
         """Whether `evaluating` sets buffers from training data, which an export writes, too."""
@@ -104,10 +130,7 @@ class Feature:
         return nullcontext()
 
     def after_evaluation(self, run: OpenRun) -> None:
-        """Look further at a model in training that was evaluated, within `evaluating`. Collective.
-
-        `Preempted`, where a signal asked a rank to stop, has the run saved and ended.
-        """
+        """Look further at a model in training, within `evaluating`; `Preempted` ends the run."""
 
     def shown(self, samples: Sequence[ShownSample], folder: Path) -> Sequence[Row]:
         """Show the first samples of step 1 otherwise than in words, in the folder of a run."""
@@ -121,6 +144,10 @@ class Feature:
             ids: the samples behind the step, in the order of its global batch.
         """
         return None
+
+    def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
+        """Say on the first rank what a run has shown: for the end of the screen and result.json."""
+        return ()
 
 
 @final
@@ -143,27 +170,28 @@ class Features:
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_key.values())
 
-    def check_cut(self, config: RunConfig, cut: Cut) -> None:
-        """Refuse one that makes the cut a part of the step, where the cut chooses sizes itself."""
-        for key, feature in self.by_key.items():
-            if feature.accepts_cut and cut.chooses_sizes:
-                name = config.features[key].name or config.features[key].target
-                raise ConfigError(
-                    f"{key}={name}: depends on the micro-batch size; type accum=fixed "
-                    "accum.micro=N, where N is batch.global for the whole step at once"
-                )
-
-    def coupling(self, config: RunConfig, module: nn.Module, objective: Coupling) -> Coupling:
-        """Say how far the samples of a step depend on each other, by all that couples them."""
-        found = model_coupling(module)
-        if any(feature.accepts_cut for feature in self):
-            found = replace(found, warning="")
-        return strictest(found, stated_coupling(config), objective)
-
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Have all of them change how a model computes."""
         for feature in self:
             feature.adjust(module, shape)
+
+    def planned(self, run_plan: RunPlan) -> Features:
+        """Let all of them know the cut."""
+        return Features({key: each.planned(run_plan) for key, each in self.by_key.items()})
+
+    def recut(self, plan: Plan, feed: Feed, step: int) -> Plan:
+        """Let all of them cut the samples of a step."""
+        for feature in self:
+            plan = feature.recut(plan, feed, step)
+        return plan
+
+    @contextmanager
+    def measuring(self, *given: Any) -> Iterator[None]:  # noqa: ANN401 - as each takes it
+        """Have all of them measure a pass."""
+        with ExitStack() as opened:
+            for feature in self:
+                opened.enter_context(feature.measuring(*given))
+            yield
 
     @contextmanager
     def evaluating(self, model: Parallel, feed: Feed) -> Iterator[None]:

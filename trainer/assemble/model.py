@@ -83,7 +83,7 @@ def make_model(
         objective=objective,
         normalizer=config.batch.normalizer,
         strategy=strategy,
-        coupling=features.coupling(config, module, objective.coupling),
+        coupling=typed.coupling(config, module, objective.coupling),
         setup=setup,
         spec=optimizer.spec,
         schedule=schedule,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.assemble.parts import SIZES, followed_metrics, may_begin_anew, refuse_unsavable
+from trainer.assemble.parts import MAY_BEGIN_ANEW, SIZES, followed_metrics, refuse_unsavable
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.saved import LiveCut, Saved, Terms
@@ -45,6 +45,10 @@ def open_run(
     # The step, and all of it that has state.
     expected = plan["predicted_peak_bytes"], plan["memory_limit_bytes"]
     failed = FailedAllocation(folder, world, *expected)
+    measured: dict[str, Stateful] = {}  # by features; any of it may begin anew
+    for feature in run.features:
+        measured |= feature.saved_parts()
+    own = {**measured, **own}
     if isinstance(sizes := run.data.order.sizes, Stateful):
         own = {**own, SIZES: as_part(sizes)}
     context = step_context(run, on_out_of_memory=failed, parts=[*own.values()])
@@ -65,7 +69,8 @@ def open_run(
         part.begin(module)
     refuse_unsavable(own)
     if saved.loaded is not None:
-        restore(saved.loaded, live, may_lack=may_begin_anew(config, own))
+        own_ones = own if "parts" in config.resume_allow else measured
+        restore(saved.loaded, live, may_lack=MAY_BEGIN_ANEW | own_ones.keys())
 
     # What is written: records, and checkpoints of all that is live, with what those go on by.
     model, cut = ModelPart.of(module, saved.stored), LiveCut(run_plan.saved_cut, feed)

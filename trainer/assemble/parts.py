@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from trainer.assemble.instantiate import construct
 from trainer.checkpoint.average import AVERAGE, WeightAverage
@@ -12,9 +12,9 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful, as_part
 from trainer.training.best_metric import BEST, STOP, BestMetric
-from trainer.training.noise import NOISE, NoiseScale
 
 SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
+MAY_BEGIN_ANEW = {"loss_scale", AVERAGE, SIZES, BEST, STOP}  # what a checkpoint need not have
 
 
 def own_parts(config: RunConfig) -> dict[str, Stateful]:
@@ -28,8 +28,6 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
         name = f"parts.{component.target}"
         name += f"-{index + 1}" * (name in parts)
         parts[name] = as_part(part)
-    if config.log.noise_scale is not None:
-        parts[NOISE] = NoiseScale(config.batch.unit)
     for name, key, metric, min_delta in (
         (BEST, "checkpoint.best", config.checkpoint.best, 0.0),
         (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
@@ -52,12 +50,6 @@ def followed_metrics(config: RunConfig, own: Mapping[str, Stateful]) -> dict[str
     if metric.startswith("eval_") and metric != "eval_loss":
         found["sweep"] = BestMetric(key="sweep.metric", metric=metric, mode="min")
     return found
-
-
-def may_begin_anew(config: RunConfig, own: Collection[str]) -> set[str]:
-    """Name the parts that a checkpoint need not have; what was allowed to change adds them."""
-    allowed = own if "parts" in config.resume_allow else ()
-    return {"loss_scale", NOISE, AVERAGE, SIZES, BEST, STOP, *allowed}
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

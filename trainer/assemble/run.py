@@ -35,7 +35,6 @@ class Run:
     features: Features
     cut: Cut  # as typed; `prepare` tunes it, or takes it from the checkpoint
     layout: Layout  # what hardware, model and data ask of every cut
-    noise_every: int | None = None  # steps between measurements; `prepare` finds it
     # One collated micro-batch of a single sample, the longest; packed under packing
     example: Fields
 
@@ -60,5 +59,5 @@ class Run:
     def feed(self, world: World) -> Feed:
         """Begin to give the micro-batches of a rank."""
         start, objective = self.data.order.start, self.model.objective
-        how = (self.cut, self.layout, world, self.config.seed, start, self.noise_every)
+        how = (self.cut, self.layout, world, self.config.seed, start, self.features.recut)
         return Feed(self.data, objective, *how)

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from trainer.assemble.checks import check_loss, check_parts
 from trainer.assemble.counts import count_run, unread_fields
-from trainer.assemble.noise import noise_every
 from trainer.assemble.run import Run
 from trainer.assemble.saved import SavedCut, accum_of
 from trainer.assemble.tuning import predict_sampled, tune_run
@@ -139,11 +138,10 @@ def prepare(
     # Held-out data have a cap of their own: what training's largest micro-batch fits in.
     held_out = {n: replace(each, max_tokens=tokens) for n, each in run.data.held_out.items()}
     setup = run.model.setup.counted(fmean(plan.accum_steps for plan in plans))
-    return RunPlan(
+    run_plan = RunPlan(
         run=replace(
             run,
             cut=cut,
-            noise_every=noise_every(run, cut, tuning, plans),
             data=replace(run.data, held_out=held_out),
             model=replace(run.model, setup=setup),
         ),
@@ -156,3 +154,5 @@ def prepare(
         warnings=tuple(warnings),
         counts=counts,
     )
+    features = run.features.planned(run_plan)
+    return replace(run_plan, run=replace(run_plan.run, features=features))

@@ -10,18 +10,13 @@ from trainer.core.format import number, plural
 from trainer.core.rows import Row, join_parts, row
 from trainer.objectives.coupled import CoupledObjective
 from trainer.optim.described import changes
-from trainer.plan.cut import IntArray
 from trainer.plan.order import Stage
 
 MOST_SHOWN = 16
 
 
 def check_stages(run: Run) -> None:
-    """Refuse a stage that leaves a rank, or a group of samples, without its share.
-
-    Raises:
-        ConfigError: naming its size.
-    """
+    """Refuse a stage that leaves a rank, or a group of samples, without its share."""
     shares = {
         run.world.size: "ranks, each of which needs a sample",
         run.model.coupling.size: "samples of a group, which is normalised together",
@@ -34,15 +29,6 @@ def check_stages(run: Run) -> None:
             if stage.size < least:
                 text = f"a stage of {stage.size} samples is below the {least} {of_what}"
                 raise ConfigError(f"batch: {text}; type {least} or more")
-
-
-def later_batches(run: Run) -> list[IntArray]:
-    """Take the lengths behind a step of each size that the first steps do not have."""
-    order, lengths = run.data.order, run.data.lengths
-    sizes = list(dict.fromkeys(stage.size for stage in run.data.stages))
-    if not (0 < len(sizes) <= MOST_SHOWN):
-        sizes = [] if order.sizes.is_constant else [order.sizes.largest]
-    return [lengths[order.batch_of(size)] for size in sizes]
 
 
 def stage_rows(run: Run) -> list[Row]:
@@ -67,15 +53,6 @@ def stage_rows(run: Run) -> list[Row]:
         )
         found.append(row("" if found else "stages", text))
     return [*found, row(stages=known)]
-
-
-def stage_warnings(run: Run) -> list[str]:
-    """Say which sizes no step has."""
-    order, stages = run.data.order, run.data.stages
-    if not stages:
-        return []
-    begins = [order.position(stage.first) for stage in stages]
-    return [*order.sizes.warnings(begins, order.position(stages[-1].end))]
 
 
 def _values(run: Run, stage: Stage) -> dict[str, Any]:

@@ -57,5 +57,6 @@ def step_context(
         loss_scale=scale,
         follow_batch=half_lives,
         parts=[*first, *parts],
+        measuring=run.features.measuring,
         on_out_of_memory=on_out_of_memory,
     )

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
-from trainer.assemble.stages import stage_rows, stage_warnings
+from trainer.assemble.stages import stage_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
 from trainer.config.amounts import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig
@@ -201,8 +201,11 @@ def _cadence(config: RunConfig, total_steps: int, *, evaluates: bool) -> Row:
 def _warnings(run_plan: RunPlan) -> list[str]:
     """Name what makes the step another one than a user may think it is."""
     run, unit = run_plan.run, run_plan.run.config.batch.unit
-    warnings = [*run.split.warnings, *run_plan.warnings, *stage_warnings(run)]
-    lengths, asked = run.data.lengths, run.data.order.sizes.largest
+    warnings, order = [*run.split.warnings, *run_plan.warnings], run.data.order
+    if stages := run.data.stages:
+        begins = [order.position(stage.first) for stage in stages]
+        warnings += order.sizes.warnings(begins, order.position(stages[-1].end))
+    lengths, asked = run.data.lengths, order.sizes.largest
     device = run.planned_device
     named = "batch.global=" if run.data.order.sizes.is_constant else "a stage of "
     is_open = run.config.precision == "auto"

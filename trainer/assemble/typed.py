@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, final
+
+from torch import nn
 
 from trainer.assemble.features import Features
 from trainer.assemble.instantiate import check_components, construct
 from trainer.assemble.objective import Chosen, typed_objective
 from trainer.assemble.optimizer import typed_optimizer, typed_schedule
 from trainer.assemble.tokenizer import RunTokenizer
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, stated_coupling
+from trainer.core.coupling import Coupling, model_coupling, strictest
 from trainer.core.errors import ConfigError
 from trainer.optim.optimizers import OptimizerSpec
 from trainer.optim.schedules import Schedule
@@ -38,7 +41,7 @@ class TypedParts:
         """Build them; all classes that the config names are looked up first."""
         check_components(config)
         tokenizer, features, cut = RunTokenizer(config), Features.of(config), _cut(config)
-        features.check_cut(config, cut)
+        _check_cut(config, features, cut)
         return cls(
             tokenizer=tokenizer,
             objective=typed_objective(config, tokenizer),
@@ -47,6 +50,24 @@ class TypedParts:
             cut=cut,
             features=features,
         )
+
+    def coupling(self, config: RunConfig, module: nn.Module, objective: Coupling) -> Coupling:
+        """Say how far the samples of a step depend on each other, by all that couples them."""
+        found = model_coupling(module)
+        if any(feature.accepts_cut for feature in self.features):  # whoever typed it knows
+            found = replace(found, warning="")
+        return strictest(found, stated_coupling(config), objective)
+
+
+def _check_cut(config: RunConfig, features: Features, cut: Cut) -> None:
+    """Refuse a feature that makes the cut a part of the step, where that chooses sizes itself."""
+    for key, feature in features.by_key.items():
+        if feature.accepts_cut and cut.chooses_sizes:
+            name = config.features[key].name or config.features[key].target
+            raise ConfigError(
+                f"{key}={name}: depends on the micro-batch size; type accum=fixed accum.micro=N, "
+                "where N is batch.global for the whole step at once"
+            )
 
 
 def batch_sizes(config: RunConfig) -> BatchSize:

@@ -9,7 +9,7 @@ from functools import partial
 
 from trainer.assemble.hardware import rank_memory
 from trainer.assemble.run import Run
-from trainer.assemble.stages import later_batches
+from trainer.assemble.stages import MOST_SHOWN
 from trainer.config.cards import card_of
 from trainer.core.errors import DataError
 from trainer.core.micro_batch import Fields
@@ -103,4 +103,8 @@ def sampled_batches(run: Run) -> list[IntArray]:
         samples = order.next(cursor)
         cursor = samples.after
         batches.append(run.data.lengths[samples.ids])
-    return [*batches, *later_batches(run)]  # which may need more memory
+    # Steps of the sizes that the first ones do not have may need more memory.
+    sizes = {stage.size: None for stage in run.data.stages}
+    if not sizes or len(sizes) > MOST_SHOWN:
+        sizes = {} if order.sizes.is_constant else {order.sizes.largest: None}
+    return [*batches, *(run.data.lengths[order.batch_of(size)] for size in sizes)]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
-from trainer.assemble.noise import advice_at
 from trainer.assemble.run import Run
 from trainer.core.durable import write_record
 from trainer.core.format import shown_path
 from trainer.core.out_of_memory import peak_bytes
+from trainer.core.rows import record_of
 from trainer.core.run_folder import RunFolder
 from trainer.report.journal import totals
 from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
 from trainer.report.views import views
-from trainer.training.noise import NoiseScale
 from trainer.training.run import OpenRun
 
 
@@ -37,7 +37,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     if entropies is not None and own and config.data.eval_path is None:
         found = asdict(entropies(own.chosen(0, own.num_samples)))
         simple = {f"byte {name}": value for name, value in found.items()}
-    noise = next((p for p in opened.context.parts if isinstance(p, NoiseScale)), None)
+    rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
     result = {
         "step": trained.step,
         "eval_loss": metrics.get("loss", metrics.get("eval_loss")),
@@ -49,7 +49,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         "baselines": simple,
         "peak_bytes": max(peaks),
         "time": table,
-        "batch_advice": noise and advice_at(run, noise, opened.feed.cursor),
+        **record_of(rows),
         "advice": (table and advice(split_times(spendings), table, plan)) or [],
     }
     write_record(folder / RunFolder.RESULT, result)
@@ -65,4 +65,4 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         f"{to_go_on(config, folder)} "
         + ("stop.metric=null" if result["stopped"] else f"{clock}={2 * steps}"),
     )
-    opened.reporter.finish(result, commands)
+    opened.reporter.finish(result, commands, rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.assemble.noise import advice_rows
 from trainer.assemble.resumption import assemble_resumed
 from trainer.assemble.run_plan import prepare
 from trainer.assemble.shown_samples import shown_samples
@@ -32,8 +31,11 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
         run, saved = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(run, saved.cut)
     run = run_plan.run
-    advice = advice_rows(run, saved.loaded)
-    rows = [*describe_run(run_plan), *advice, *shown_samples(run, folder)]
+    rows = describe_run(run_plan)
+    if saved.loaded is not None:
+        for feature in run.features:
+            rows += feature.saved_rows(run, saved.loaded)
+    rows += shown_samples(run, folder)
     plan = record_of(rows)
     write_record(folder / RunFolder.PLAN, plan)
     screen = Screen(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,18 +32,6 @@ StoredCount = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupNorms:
-    """What single micro-batches of random samples add to a step's gradient, over all ranks."""
-
-    count: int  # micro-batches
-    # Sum over them of (share of the step's weight)^2 / (share of its samples)
-    weight: float
-    # Sum over them of |what it adds to the gradient|^2 / (share of the samples); 0-d, float64
-    squares: Tensor
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepGradient:
     """The gradient of a step, reduced over all ranks and not clipped yet."""
 
@@ -51,7 +39,7 @@ class StepGradient:
     norm: Tensor  # 2-norm, 0-d; finite
     num_samples: int  # of the global batch
     num_tokens: int  # likewise
-    groups: GroupNorms | None = None  # on steps that measure them
+    measured: Mapping[str, float | Tensor] = field(default_factory=dict)  # summed over ranks
 
 
 class Stateful(ABC):

@@ -39,10 +39,6 @@ class BatchSize(Described, ABC):
     reads_tokens: ClassVar[bool] = False
     """Whether sizes follow the tokens before a step, which are then counted: 10 ns a sample."""
 
-    measures_noise: ClassVar[bool] = False
-    """Whether sizes follow the gradient noise scale, which is then measured whatever
-    `log.noise_scale` says; what cannot measure it is refused."""
-
     gives_sizes: ClassVar[bool] = False
     """Whether sizes stand in arguments of its own, so that `batch.global` is null."""
 

@@ -54,9 +54,9 @@ def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableT
     return Group(title_line("plan"), _grid(shown), *tables, _warnings(plan["warnings"]))
 
 
-def end_block(plan: PlanRecord, result: PlanRecord) -> RenderableType:
+def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) -> RenderableType:
     """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
-    blocks: list[RenderableType] = [title_line("done"), _outcome(plan, result)]
+    blocks: list[RenderableType] = [title_line("done"), _outcome(plan, result, rows)]
     if result["eval_loss"] is not None and result["baselines"]:
         blocks.append(section("held-out loss", _losses(result)))
     if result["advice"]:
@@ -97,7 +97,7 @@ def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
     return table
 
 
-def _outcome(plan: PlanRecord, result: PlanRecord) -> RenderableType:
+def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> RenderableType:
     """Set the length of the run beside its speed, its memory, and what went wrong on the way."""
     speed, peak = result["tokens_per_second"], result["peak_bytes"]
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
@@ -120,7 +120,7 @@ def _outcome(plan: PlanRecord, result: PlanRecord) -> RenderableType:
             ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
             ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
             ("held out", join_parts(*figures)),
-            ("noise", result["batch_advice"]),
+            *((row.label, row.text) for row in rows),
         ]
     )
 

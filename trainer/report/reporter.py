@@ -129,12 +129,12 @@ class RunReporter:
         self._note(step)
         self._hooks.call("on_checkpoint", {"step": step, "path": str(path)})
 
-    def finish(self, result: PlanRecord, commands: Sequence[str]) -> None:
-        """Show how the run ended, with lines to look further with. `close` follows."""
+    def finish(self, result: PlanRecord, commands: Sequence[str], rows: Sequence[Row] = ()) -> None:
+        """Show how the run ended, with rows and lines to look further with. `close` follows."""
         self._show(self._metrics.flush())
         self._screen.end_progress()
         self._summary = result
-        self._screen.show(end_block(self._plan, result))
+        self._screen.show(end_block(self._plan, result, rows))
         for command in commands:
             self._screen.line(f"  {command}", "cyan", is_command=command.startswith("train "))
 

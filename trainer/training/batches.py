@@ -9,24 +9,22 @@ half of what it costs once between two steps that have emptied the caches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import final
 
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from trainer.core.errors import DoesNotFitError
 from trainer.core.micro_batch import Fields, MicroBatch
-from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
+from trainer.core.stateful import State, Stateful
 from trainer.core.world import World, rng_key
 from trainer.data.loader import AHEAD, Request
 from trainer.objectives.base import Objective, weights_of
 from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.cuts import SampleTooLongError
 from trainer.plan.order import Cursor, GlobalBatch
-from trainer.plan.random_slots import with_random_slots
 from trainer.training.data import Data
 
 # A step larger than this is not loaded ahead, so that host memory never holds two of them.
@@ -53,11 +51,6 @@ class PlannedBatch:
         position = int(self.plan.lengths.argmax())
         return self.sample_ids[position], int(self.plan.lengths[position])
 
-    def gradient(self, norm: Tensor, groups: GroupNorms | None) -> StepGradient:
-        """Say what the gradient of this batch is: its 2-norm, and those of micro-batches in it."""
-        sizes = {"num_samples": self.plan.num_samples, "num_tokens": self.num_tokens}
-        return StepGradient(step=self.step, norm=norm, groups=groups, **sizes)
-
     @property
     def num_tokens(self) -> int:
         """Real input positions of the global batch."""
@@ -76,7 +69,8 @@ class Feed(Stateful):
     world: World
     seed: int  # from which every random draw of a step follows
     cursor: Cursor  # behind the last batch that was taken
-    random_every: int | None = None  # steps between those that have `random_slots`
+    # Cuts the samples of a step, by its number, otherwise than `cut` did
+    recut: Callable[[Plan, Feed, int], Plan] = lambda plan, *_: plan
 
     def __post_init__(self) -> None:
         self._ahead: deque[Future[PlannedBatch]] = deque()
@@ -124,10 +118,8 @@ class Feed(Stateful):
         """Cut the global batch at a cursor; a pure function of cursor, cut and layout."""
         samples = self.data.order.next(cursor)
         try:
-            lengths, step = self.data.lengths[samples.ids], samples.after.step
-            plan = self.cut.cut(lengths, self.layout)
-            if self.random_every is not None and step % self.random_every == 0:
-                plan = with_random_slots(plan, self.cut, self.layout, f"{self.seed}\x1f{step}")
+            plan = self.cut.cut(self.data.lengths[samples.ids], self.layout)
+            plan = self.recut(plan, self, samples.after.step)
         except SampleTooLongError as error:
             (sample,) = self.data.loader.dataset.original_ids(samples.ids[[error.position]])
             raise DoesNotFitError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self, final
 
 import torch
+from torch import Tensor
 
 from trainer.accumulate.loss_scale import LossScale
 from trainer.accumulate.model_state import ModelState
@@ -19,6 +21,12 @@ from trainer.parallel.base import Parallel
 from trainer.training.batches import PlannedBatch
 from trainer.training.data import Data
 from trainer.training.model import Model
+
+EachDivisors = Sequence[Mapping[str, float]]
+"""What the loss sums of each micro-batch of this rank are divided by."""
+
+Measured = dict[str, float | Tensor]
+"""0-d sums over micro-batches by name."""
 
 
 @final
@@ -61,6 +69,8 @@ class StepContext:
     # Sets what of the optimizer follows the size of a step; also given what scales its rates
     follow_batch: Callable[[int, float], None] | None = None
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
+    # Measures the last pass around it; called with this, the batch, its divisors and `Measured`
+    measuring: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 

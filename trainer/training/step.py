@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer.accumulate.base import Rows, StepDivisors
 from trainer.core.errors import DoesNotFitError
 from trainer.core.out_of_memory import no_replay, release_memory
+from trainer.core.stateful import StepGradient
 from trainer.optim.schedules import apply_factor
 from trainer.training import window
 from trainer.training.batches import Feed, PlannedBatch
@@ -90,8 +91,15 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
     skipped: str | None = None
     # The step's only host sync: no update before its gradient is known to be good.
     if bool(torch.isfinite(agreed.loss + norm)):
+        gradient = StepGradient(
+            step=batch.step,
+            norm=norm,
+            num_samples=batch.plan.num_samples,
+            num_tokens=batch.num_tokens,
+            measured=agreed.measured,
+        )
         for part in context.parts:
-            part.see_gradient(batch.gradient(norm, agreed.groups))
+            part.see_gradient(gradient)
         _update(context, batch.step, norm)
     else:
         _roll_back(context)

@@ -21,10 +21,8 @@ from trainer.accumulate.base import Pass, Rows, StepDivisors, at_positions, summ
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
-from trainer.core.stateful import GroupNorms
 from trainer.training.batches import PlannedBatch
-from trainer.training.context import StepContext
-from trainer.training.noise import group_norms, micro_batch_squares, shares_of
+from trainer.training.context import Measured, StepContext
 
 AT_BEGINNING = "where the step begins: set a smaller accum.micro=N"
 
@@ -41,7 +39,8 @@ class Outcome:
     # Of a pass before the last, `(global batch, ...)`: zeros but for this rank's samples
     rows: Rows = field(default_factory=dict)
     peak_bytes: int = 0  # the most memory that any of several ranks has had, once agreed on
-    groups: GroupNorms | None = None  # of the micro-batches that the plan names, in the last pass
+    # What the last pass measured: sums over this rank's micro-batches, or over those of all ranks
+    measured: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
@@ -68,7 +67,8 @@ def compute(
     model, parallel, scale = context.model, context.parallel, context.loss_scale
     sync, is_last = model.setup.sync, each is model.strategy
     unused = [False] * len(parallel.parameters)
-    weights, num_random = divisors, batch.plan.random_slots * is_last
+    measured = Measured()
+    measuring = context.measuring(context, batch, divisors.each, measured)
     divisors = divisors if scale is None else divisors.over(scale.value)
     with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
         context.state.model_state.watch()
@@ -76,7 +76,7 @@ def compute(
         casts = context.state.casts.once(context.world.device.type)
         with nullcontext() if sync.lockstep else casts:
             own = (parallel, model.objective, batch.micro_batches)
-            with micro_batch_squares(parallel, num_random) as squares:
+            with measuring if is_last else nullcontext():
                 found = each.walk(*own, divisors, rows, is_last=is_last)
         context.state.model_state.check()
         if not is_last:
@@ -86,8 +86,7 @@ def compute(
         parallel.make_room()
         assert found.loss is not None
         loss = found.loss if scale is None else found.loss / scale.value
-        groups = _groups(context, batch, weights, squares) if num_random else None
-        return Outcome(loss, used, found.metrics, groups=groups)
+        return Outcome(loss, used, found.metrics, measured=measured)
     joins = model.coupling.joins_ranks
     if (sync.lockstep or joins) and context.world.size > 1:
         who = "the model sums over ranks" if joins else f"sync={sync.name} reduces"
@@ -98,16 +97,6 @@ def compute(
     parallel.drop_gradients()
     release_memory()
     return Outcome(None, unused)
-
-
-def _groups(
-    context: StepContext, batch: PlannedBatch, divisors: StepDivisors, squares: Sequence[Tensor]
-) -> GroupNorms:
-    """Sum up what this rank's first micro-batches add to the gradient."""
-    kind, num_samples = context.model.normalizer, batch.plan.num_samples
-    shares = shares_of(batch.micro_batches, divisors, kind, num_samples, context.losses)
-    scale = 1.0 if context.loss_scale is None else context.loss_scale.value
-    return group_norms(squares, shares, scale, context.world.device)
 
 
 def exchange(context: StepContext, mine: Outcome) -> Rows:
@@ -137,15 +126,13 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
         flags = [*mine.used, *(n in mine.metrics for n in names)]
         peaks = [0] * world.size  # each rank's own
         peaks[world.rank] = peak_bytes(world.device)
-        groups = mine.groups
-        measured = [0.0, 0.0] if groups is None else [float(groups.count), groups.weight]
-        given = [float(mine.loss is None), *measured, *map(float, flags), *map(float, peaks)]
-        failures, num_groups, weight, *ranks = world.sum_numbers(given)
+        given = [float(mine.loss is None), *map(float, flags), *map(float, peaks)]
+        failures, *ranks = world.sum_numbers(given)
         if failures:
             return replace(mine, loss=None)
         counts = iter([count > 0 for count in ranks])
         used = [next(counts) for _ in mine.used]
-        tensors = mine.loss, *map(mine.metrics.get, names), groups and groups.squares
+        tensors = mine.loss, *map(mine.metrics.get, names), *mine.measured.values()
         numbers = torch.zeros(len(tensors), dtype=torch.float64, device=world.device)
         for place, number in enumerate(tensors):
             if number is not None:
@@ -153,9 +140,8 @@ def agree(context: StepContext, mine: Outcome, divisors: StepDivisors) -> Outcom
         world.sum(numbers)
         sums = {name: numbers[1 + place] for place, name in enumerate(names) if next(counts)}
         peak = int(max(ranks[-world.size :]))
-        if groups is not None:
-            groups = GroupNorms(count=int(num_groups), weight=weight, squares=numbers[-1])
-        mine = Outcome(numbers[0], used, sums, mine.rows, peak, groups)
+        measured = dict(zip(mine.measured, numbers[1 + len(names) :], strict=True))
+        mine = Outcome(numbers[0], used, sums, mine.rows, peak, measured)
     weights = divisors.weights
     means = {n: mine.metrics[n] / (weights[n] or nan) for n in names if n in mine.metrics}
     return replace(mine, metrics=means)

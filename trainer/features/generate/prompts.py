@@ -52,8 +52,8 @@ class ContinuedPrompts(Feature):
             fault = "nothing is held out, so nothing is evaluated: type data.holdout=0.05"
         if fault is not None:
             raise ConfigError(f"log.generate: {fault}")
-        limit = _longest(run.data)
-        for text, tokens in zip(self.texts, self._encoded(run.data)[0], strict=True):
+        prompts, _, limit = self._encoded(run.data)
+        for text, tokens in zip(self.texts, prompts, strict=True):
             if not 0 < len(tokens) < limit:
                 raise ConfigError(
                     f"log.generate: {text!r:.40} has {len(tokens)} tokens; 1 to {limit - 1} leave "
@@ -64,8 +64,8 @@ class ContinuedPrompts(Feature):
         """See the base class: the first rank shows what it is that follows each prompt."""
         if not self.texts:
             return
-        prompts, ends = self._encoded(run.feed.data)
-        length = min(max(map(len, prompts)) + self.most, _longest(run.feed.data))
+        prompts, ends, limit = self._encoded(run.feed.data)
+        length = min(max(map(len, prompts)) + self.most, limit)
         rows = _continued(run, prompts, ends, length, self.most)
         if rows is None:
             text = "out of memory; nothing was continued, and the run goes on"
@@ -73,8 +73,8 @@ class ContinuedPrompts(Feature):
         elif run.context.world.is_main:
             self._show(run, prompts, rows)
 
-    def _encoded(self, data: Data) -> tuple[list[Tokens], set[int]]:
-        """Give the tokens of each prompt, and those behind which nothing follows."""
+    def _encoded(self, data: Data) -> tuple[list[Tokens], set[int], int]:
+        """Give the tokens of each prompt, those that end what follows, and the most of a row."""
         view, prompts, ends = data.train, list[Tokens](), set[int]()
         encode = view.optional("prompt")
         with faults_of(f"`prompt` of {view.kind}"):
@@ -82,7 +82,8 @@ class ContinuedPrompts(Feature):
                 tokens, last = encode(text)
                 prompts.append([int(token) for token in tokens])
                 ends.update(last)
-        return prompts, ends
+        # Positions beyond those of the data have not been learned, or are none of the model's.
+        return prompts, ends, int(view.optional("max_length") or data.lengths.max())
 
     def _show(self, run: OpenRun, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
         """Decode what follows each prompt, onto the screen and into generated.jsonl."""
@@ -100,11 +101,6 @@ class ContinuedPrompts(Feature):
             run.reporter.record(RunFolder.TEXTS, {"step": step, "prompt": prompt, "text": text})
             at = step_text(step, run.total_steps)
             run.reporter.line(f"{at}  {prompt!r} -> {text!r}")
-
-
-def _longest(data: Data) -> int:
-    """Give the most tokens of a row: positions beyond the data's have not been learned."""
-    return int(data.loader.dataset.optional("max_length") or data.lengths.max())
 
 
 def _continued(

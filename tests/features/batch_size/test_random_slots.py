@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from trainer.features.batch_size.random_slots import with_random_slots
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget
-from trainer.plan.random_slots import with_random_slots
 
 RAGGED = np.exp(np.random.default_rng(0).normal(3.0, 0.8, 256)).astype(np.int64) + 1
 LAYOUTS = {

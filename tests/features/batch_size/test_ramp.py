@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from trainer.features.batch_size.ramp import Ramp
 from trainer.plan.batch_size import Position
 from trainer.plan.order import Order
-from trainer.plan.ramp import Ramp
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
 

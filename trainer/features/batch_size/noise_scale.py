@@ -17,23 +17,24 @@ micro-batch, it is off by about one sample of the noise scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import torch
-from torch import Tensor, nn
+from pydantic import Field
+from torch import Tensor
 
-from trainer.accumulate.base import StepDivisors
-from trainer.accumulate.normalizer import WeightUnit
-from trainer.core.micro_batch import MicroBatch
-from trainer.core.stateful import GroupNorms, State, Stateful, StepGradient
-from trainer.parallel.base import Parallel, sum_of_squares
+from trainer.core.stateful import SavedFields, State, Stateful, StepGradient
+from trainer.parallel.base import sum_of_squares
+from trainer.training.batches import PlannedBatch
+from trainer.training.context import EachDivisors, Measured, StepContext
 
-NOISE = "noise"
-"""Name of the part of a checkpoint that holds the estimate."""
+MEASURED = ("random.count", "random.weight", "random.squares")
+"""Of `k`, `h` and `sum |a|^2 / f`, the names in a step's sums."""
 
 RECENT = 4  # an average reaches over the last quarter of what it is of
 LEAST_MEASUREMENTS = 5  # below which nothing is concluded
@@ -70,22 +71,16 @@ class NoiseScale(Stateful):
         self._inverse_size = 0.0  # mean of 1 / B
         self._is_new = False  # whether the last step measured S
 
-    def begin(self, module: nn.Module) -> None:
-        """See the base class."""
-        device = next(module.parameters()).device
-        self._square.begin(device)
-        self._noise.begin(device)
-
     def see_gradient(self, gradient: StepGradient) -> None:
         """See the base class; nothing here waits for a device."""
         size = gradient.num_samples if self._unit == "samples" else gradient.num_tokens
         square = gradient.norm.double().square()
         self._square.add(square)
         self._inverse_size += _rate(self._square.count) * (1 / size - self._inverse_size)
-        groups = gradient.groups
-        self._is_new = groups is not None and groups.count > 1
-        if groups is not None and self._is_new:
-            of_step = (groups.squares - groups.weight * square) / (groups.count - groups.weight)
+        self._is_new = MEASURED[0] in gradient.measured
+        if self._is_new:
+            count, weight, squares = (gradient.measured[name] for name in MEASURED)
+            of_step = (squares - weight * square) / (count - weight)
             self._noise.add(size * of_step)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -122,23 +117,20 @@ class NoiseScale(Stateful):
 
 
 @final
-class _RecentMean:
+class _RecentMean(SavedFields):
     """A mean over about the last quarter of the values so far, and how far they lie apart."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = self.variance = torch.zeros((), dtype=torch.float64)
-
-    def begin(self, device: torch.device) -> None:
-        """Begin on a device."""
-        self.mean, self.variance = (torch.zeros_like(self.mean, device=device) for _ in range(2))
+    count: int = 0
+    mean: Tensor = Field(default_factory=partial(torch.zeros, (), dtype=torch.float64))
+    variance: Tensor = Field(default_factory=partial(torch.zeros, (), dtype=torch.float64))
 
     def add(self, value: Tensor) -> None:
-        """Add a value; nothing here waits for a device."""
+        """Add a value, on its device; nothing here waits for it."""
         self.count += 1
-        rate, change = _rate(self.count), value - self.mean
-        self.mean += rate * change
-        self.variance = (1 - rate) * (self.variance + rate * change.square())
+        rate, mean = _rate(self.count), self.mean.to(value.device)
+        change = value - mean
+        self.mean = mean + rate * change
+        self.variance = (1 - rate) * (self.variance.to(value.device) + rate * change.square())
 
     def with_error(self) -> tuple[float, float]:
         """Give the mean and its standard error, which is infinite below two values.
@@ -148,17 +140,7 @@ class _RecentMean:
         if self.count <= 1:
             return float(self.mean), math.inf
         squares = 16 / (7 * self.count + 9)  # exact for one value, and a few percent off for few
-        error = math.sqrt(float(self.variance) * squares / (1 - squares))
-        return float(self.mean), error
-
-    def state(self) -> dict[str, Any]:
-        """Give what the next values are added to."""
-        return {"count": self.count, "mean": self.mean, "variance": self.variance}
-
-    def load(self, state: State) -> None:
-        """Take over what `state` gave before."""
-        self.count = int(state["count"])
-        self.mean, self.variance = (self.mean.clone().copy_(state[n]) for n in ("mean", "variance"))
+        return float(self.mean), math.sqrt(float(self.variance) * squares / (1 - squares))
 
 
 def _interval(
@@ -182,62 +164,39 @@ def _rate(count: int) -> float:
 
 
 @contextmanager
-def micro_batch_squares(model: Parallel, count: int) -> Iterator[list[Tensor]]:
-    """Square the norm of what each of the first micro-batches of this rank adds to the gradient.
+def summing_norms(
+    context: StepContext, batch: PlannedBatch, divisors: EachDivisors, measured: Measured
+) -> Iterator[None]:
+    """Sum up what this rank's random micro-batches add to the gradient, by the names of `MEASURED`.
 
     Gradients are seen as a backward gives them, before they are added up or reduced: the same in
     every layout and under every sync policy, and no copy of them is made. Each micro-batch has one
-    backward. The squares are 0-d and float64, and filled at the end.
+    backward. Its weight is its share of the step's; of several losses it is the mean of the shares.
     """
-    device = model.world.device
-    squares = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(count)]
+    if not batch.plan.random_slots:
+        yield
+        return
+    model, device = context.parallel, context.world.device
+    count, weight, total = 0, 0.0, torch.zeros((), dtype=torch.float64, device=device)
+    squares = [torch.zeros_like(total) for _ in range(batch.plan.random_slots)]
 
     def see(gradient: Tensor) -> None:
-        if model.num_begun <= count:
+        if model.num_begun <= len(squares):
             squares[model.num_begun - 1] += sum_of_squares([gradient], device)
 
-    hooks: list[Any] = [p.register_hook for p in model.computed_with] if count else []
-    handles = [register(see) for register in hooks]
+    handles = [each.register_hook(see) for each in model.computed_with]  # type: ignore[no-untyped-call]
     try:
-        yield squares
+        yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def shares_of(
-    micro_batches: Sequence[MicroBatch],
-    divisors: StepDivisors,
-    kind: WeightUnit,
-    num_samples: int,
-    losses: Sequence[str],
-) -> list[tuple[float, float]]:
-    """Give the shares of a step's samples and of its weight that each micro-batch has.
-
-    Of several losses it is the mean of their shares.
-    """
-    shares = list[tuple[float, float]]()
-    for each, own in zip(micro_batches, divisors.each, strict=True):
-        samples = len(each.ids) / num_samples
-        terms = [each.weights[name] / own[name] for name in losses if own[name]]
-        shares.append((samples, samples if kind == "samples" else fmean(terms or [0.0])))
-    return shares
-
-
-def group_norms(
-    squares: Sequence[Tensor],
-    shares: Sequence[tuple[float, float]],
-    scale: float,
-    device: torch.device,
-) -> GroupNorms:
-    """Sum up the first micro-batches of a rank, which may have none.
-
-    `shares` are of the step's samples and of its weight; `scale` is what the loss was multiplied
-    by.
-    """
-    total, weight, count = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
-    for square, (of_samples, of_weight) in zip(squares, shares, strict=False):
-        if of_samples:
-            total += square / (scale**2 * of_samples)
-            weight, count = weight + of_weight**2 / of_samples, count + 1
-    return GroupNorms(count=count, weight=weight, squares=total)
+    scale = 1.0 if context.loss_scale is None else context.loss_scale.value
+    for square, each, own in zip(squares, batch.micro_batches, divisors, strict=False):
+        if each.ids:
+            share = part = len(each.ids) / batch.plan.num_samples
+            if context.model.normalizer != "samples":
+                terms = [each.weights[name] / own[name] for name in context.losses if own[name]]
+                part = fmean(terms or [0.0])
+            total += square / (scale**2 * share)
+            weight, count = weight + part**2 / share, count + 1
+    measured |= zip(MEASURED, (count, weight, total), strict=True)

@@ -6,16 +6,56 @@ noise: 4.5 times too much on lognormal lengths. The step stays what it is, as un
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
+from statistics import fmean
 
 import numpy as np
 
-from trainer.plan.cut import Cut, IntArray, Layout, Plan
+from trainer.assemble.run_plan import RunPlan
+from trainer.core.errors import ConfigError
+from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.partition import pad_lengths, padded_apart, reduce_groups
 from trainer.plan.permutation import drawn_whole
+from trainer.tune.speed import speed_of
 
 NUM_RANDOM = 8  # micro-batches over all ranks: a standard error of half the noise at the very most
 LARGEST_SHARE = 8  # at most one in so many samples, since these are padded more than others
+# Steps between those with random micro-batches, at least, and the most that these may add to the
+# time of a run
+LEAST_RANDOM_EVERY, RANDOM_COST = 10, 0.005
+
+
+def steps_between(asked: int | str | None, run_plan: RunPlan) -> int | None:
+    """Choose the steps between those that have them; None where nothing is, or can be, measured.
+
+    Left to itself by what such a step takes beyond one of the cut's.
+    """
+    run, plans = run_plan.run, run_plan.plans
+    cut, layout = run.cut, run.layout
+    # A class of anyone's whose sizes follow the noise scale says so, and cannot do without.
+    is_needed = getattr(run.data.order.sizes, "measures_noise", False)
+    if asked is None and not is_needed:
+        return None
+    random = [with_random_slots(p, cut, layout, "") for p in plans if run.model.adds_up]
+    is_measured = any(plan.random_slots for plan in (random[:1] if is_needed else random))
+    if not is_measured and (is_needed or isinstance(asked, int)):
+        what, remedy = f"log.noise_scale={asked}: the noise scale", "log.noise_scale=auto"
+        if is_needed:
+            what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
+        raise ConfigError(
+            f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
+            "larger batch.global, or see docs/how-to/batch-size.md"
+        )
+    if isinstance(asked, int):
+        return asked
+    if not random:
+        return None
+    speed = speed_of(run_plan.tuning.cost if run_plan.tuning else layout.cost)
+    seconds = partial(speed.step_seconds, lockstep=layout.lockstep)
+    more = fmean(seconds(drawn) / seconds(p) for drawn, p in zip(random, plans, strict=True)) - 1
+    return max(LEAST_RANDOM_EVERY, math.ceil(more / RANDOM_COST))
 
 
 def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
@@ -42,7 +82,8 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
         return plan
     groups = drawn_whole(num_groups, key)
     per_slot = max(1, min(room // count, _most_groups(plan, layout)))
-    drawn = _samples(groups[: count * per_slot].reshape(count, per_slot), size)
+    groups = np.sort(groups[: count * per_slot].reshape(count, per_slot), axis=1)
+    drawn = (groups[..., None] * size + np.arange(size)).reshape(count, -1)
     ranks = [(*drawn[rank * wanted : (rank + 1) * wanted],) for rank in range(layout.world_size)]
     rest = np.setdiff1d(np.arange(plan.num_samples), drawn)
     own = padded_apart(ranks, plan.lengths, layout, cut.hard_cap)
@@ -69,9 +110,3 @@ def _most_groups(plan: Plan, layout: Layout) -> int:
     tops = reduce_groups(np.maximum, padded, layout.group_size) * layout.group_size
     longest = int((sums if layout.packed else tops).max())
     return min(most, plan.max_positions // max(1, longest))
-
-
-def _samples(groups: IntArray, size: int) -> IntArray:
-    """List the samples of the groups of each micro-batch, `(micro-batches, samples)`."""
-    samples: IntArray = np.sort(groups, axis=1)[..., None] * size + np.arange(size)
-    return samples.reshape(len(groups), -1)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from trainer.training.batch_advice import batch_advice, trade
-from trainer.training.noise import NoiseEstimate
+from trainer.features.batch_size.advice import batch_advice, trade
+from trainer.features.batch_size.noise_scale import NoiseEstimate
 
 REMEDY = "batch.global={} scheduler.reference_batch=64 scheduler.scale=sqrt"
 

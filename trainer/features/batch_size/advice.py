@@ -8,12 +8,27 @@ To the same loss, at a noise scale N and a batch of B (McCandlish et al. 2018, 1
 from __future__ import annotations
 
 import math
-from typing import Literal
 
+from trainer.assemble.parts import SIZES
+from trainer.assemble.run import Run
+from trainer.checkpoint.state import restore
+from trainer.checkpoint.store import Loaded
 from trainer.core.format import short
-from trainer.training.noise import LEAST_MEASUREMENTS, NoiseEstimate
+from trainer.core.rows import Row, row
+from trainer.core.stateful import Stateful, as_part
+from trainer.features.batch_size.noise_scale import LEAST_MEASUREMENTS, NoiseEstimate, NoiseScale
+from trainer.plan.order import Cursor
 
+NOISE = "noise"  # the part of a checkpoint that holds the estimate
 LARGEST_CHANGE = 8  # times the batch of now: the law is no better than that
+NOT_MEASURED = (
+    "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
+    "train with log.noise_scale=auto"
+)
+TOO_EARLY = (
+    "the gradient noise scale was measured {} of the {} times that advice on the batch takes: go "
+    "on with the run, or measure more often, every N steps, with a lower log.noise_scale=N"
+)
 
 
 def trade(noise_scale: float, batch: int, other: int) -> tuple[float, float]:
@@ -22,14 +37,40 @@ def trade(noise_scale: float, batch: int, other: int) -> tuple[float, float]:
     return steps, steps * other / batch
 
 
+def advice_at(run: Run, noise: NoiseScale, at: Cursor) -> str | None:
+    """Say whether another global batch would pay than at a position of a run."""
+    order, lengths = run.data.order, run.data.lengths
+    size, unit = order.size_of(at), run.config.batch.unit
+    by_samples = unit == "samples"
+    remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
+    if run.model.schedule.scale == "none":
+        remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
+    return batch_advice(
+        noise.estimate(),
+        size,
+        unit,
+        least=max(run.world.size, run.model.coupling.size) if by_samples else 1,
+        most=(len(lengths) if by_samples else int(lengths.sum())) // 2,
+        remedy=remedy,
+    )
+
+
+def saved_advice(run: Run, loaded: Loaded) -> Row:
+    """Say the same of a checkpoint, or why nothing can be said."""
+    if NOISE not in loaded.parts:
+        return row("noise", NOT_MEASURED, batch_advice=None)
+    noise, feed = NoiseScale(run.config.batch.unit), run.feed(run.world)
+    parts: dict[str, Stateful] = {NOISE: noise, "data": feed}
+    if isinstance(sizes := run.data.order.sizes, Stateful):
+        parts[SIZES] = as_part(sizes)
+    restore(loaded, parts)
+    text = advice_at(run, noise, feed.cursor)
+    early = TOO_EARLY.format(noise.estimate().measurements, LEAST_MEASUREMENTS)
+    return row("noise", text or early, batch_advice=text)
+
+
 def batch_advice(
-    noise: NoiseEstimate,
-    batch: int,
-    unit: Literal["samples", "tokens"],
-    *,
-    least: int,
-    most: int,
-    remedy: str,
+    noise: NoiseEstimate, batch: int, unit: str, *, least: int, most: int, remedy: str
 ) -> str | None:
     """Say whether another global batch would pay, and what to type; None where too little is known.
 

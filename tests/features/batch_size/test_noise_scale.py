@@ -7,9 +7,9 @@ import torch
 
 from tests.lib.nightly import nightly
 from tests.lib.noise_toys import NOISE, SIGNAL, Gaussian, bench_of, measured
-from trainer.core.stateful import GroupNorms, StepGradient
+from trainer.core.stateful import StepGradient
+from trainer.features.batch_size.noise_scale import MEASURED, NoiseScale, _interval
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.noise import NoiseScale, _interval
 
 SORTED = Budget(max_tokens=400)
 
@@ -42,16 +42,14 @@ def test_the_estimate_is_unbiased_where_it_covers_a_part_of_the_batch_and_sizes_
     size, part = 100, NoiseScale("samples")
     true = torch.zeros(32, dtype=torch.float64)
     true[0] = 1.0
-    part.begin(torch.nn.Linear(1, 1))
     for _ in range(4000):
         noise = torch.randn(5, 32, dtype=torch.float64) * (0.5 / size * shares[:, None]).sqrt()
         added = shares[:, None] * true + noise
         own = added[:4].square().sum(1) / shares[:4]
-        groups = GroupNorms(count=4, weight=float(shares[:4].sum()), squares=own.sum())
+        sums = dict(zip(MEASURED, (4, float(shares[:4].sum()), own.sum()), strict=True))
         norm = added.sum(0).norm()
-        part.see_gradient(
-            StepGradient(step=1, norm=norm, num_samples=size, num_tokens=1, groups=groups)
-        )
+        step = {"step": 1, "num_samples": size, "num_tokens": 1}
+        part.see_gradient(StepGradient(norm=norm, measured=sums, **step))
     assert float(part.metrics()["noise_scale"]) == pytest.approx(16.0, rel=0.05)
 
 
@@ -60,15 +58,14 @@ def test_the_true_noise_scale_lies_within_the_interval_that_shrinks_as_a_run_goe
     known, widths = [], []
     for num_steps in (30, 300):
         part = NoiseScale("samples")
-        part.begin(torch.nn.Linear(1, 1))
         assert part.estimate().low == 0.0
         assert not part.estimate().is_precise
         for _ in range(num_steps):
             added = torch.full((8, 64), 1 / 64, dtype=torch.float64)
             added += torch.randn_like(added) / 16  # S / B = 8 x 64 / 256 = 2, and |G|^2 = 1
-            groups = GroupNorms(count=8, weight=1.0, squares=8 * added.square().sum())
+            sums = dict(zip(MEASURED, (8, 1.0, 8 * added.square().sum()), strict=True))
             step = {"step": 1, "norm": added.sum(0).norm(), "num_samples": 64, "num_tokens": 1}
-            part.see_gradient(StepGradient(**step, groups=groups))
+            part.see_gradient(StepGradient(**step, measured=sums))
         found = part.estimate()
         assert found.scale == pytest.approx(float(part.metrics()["noise_scale"]))
         known.append(found.low < 128.0 < found.high)
@@ -96,15 +93,13 @@ def test_two_standard_errors_are_on_either_side(noise, signal, low, high):
 
 def test_what_is_not_measured_is_not_shown_and_a_signal_below_the_noise_is_infinite():
     part = NoiseScale("samples")
-    part.begin(torch.nn.Linear(1, 1))
     step = {"step": 1, "norm": torch.tensor(1.0), "num_samples": 4, "num_tokens": 40}
     part.see_gradient(StepGradient(**step))
     assert part.metrics() == {}
-    groups = GroupNorms(count=2, weight=1.0, squares=torch.tensor(9.0).double())
-    part.see_gradient(StepGradient(**step, groups=groups))
+    sums = dict(zip(MEASURED, (2, 1.0, torch.tensor(9.0).double()), strict=True))
+    part.see_gradient(StepGradient(**step, measured=sums))
     assert math.isinf(part.metrics()["noise_scale"])
     assert part.metrics() == {}
     other = NoiseScale("samples")
-    other.begin(torch.nn.Linear(1, 1))
     other.load(part.state())
     assert other.state() == part.state()

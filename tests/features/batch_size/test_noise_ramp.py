@@ -12,7 +12,9 @@ from tests.reliability.rank_work import run_as_rank
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.world import World
-from trainer.training.noise_ramp import NoiseRamp
+from trainer.features.batch_size.noise_ramp import NoiseRamp
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 OWN = "tests.lib.noise_toys"  # of a noise scale of 24 samples
 TOY = f"model._target_={OWN}.DoubleLinear data._target_={OWN}.Gaussian data.holdout=0"

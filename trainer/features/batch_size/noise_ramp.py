@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, final
 
-from torch import nn
-
 from trainer.config.components import Count
 from trainer.config.messages import line
 from trainer.core.errors import ConfigError
 from trainer.core.format import number
 from trainer.core.rows import Row, RunFacts, row
 from trainer.core.stateful import State, StepGradient
+from trainer.features.batch_size.noise_scale import LEAST_MEASUREMENTS, NoiseScale
 from trainer.plan.batch_size import BatchSize, Position
-from trainer.training.noise import LEAST_MEASUREMENTS, NoiseScale
 
 
 @final
@@ -37,28 +35,19 @@ class NoiseRamp(BatchSize):
     every: Count = 50  # steps between decisions
     unit: Literal["samples", "tokens"] = "samples"  # `batch.unit`
 
-    # The steps behind which a larger size begins to count, each with that size
-    _growth: list[list[int]] = field(init=False, default_factory=list)
+    # The steps behind which a size begins to count, each with that size, `batch.global` first
+    _decisions: list[list[int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Refuse a largest batch that is no multiple of the first."""
-        if self.max % self.smallest:
-            text = f"must be a multiple of batch.global={self.smallest}"
+        self._decisions.append([0, super().largest])
+        if self.max % super().largest:
+            text = f"must be a multiple of batch.global={super().largest}"
             raise ConfigError(line("batch.max", self.max, text))
 
     @cached_property
     def _noise(self) -> NoiseScale:
         return NoiseScale(self.unit)
-
-    @property
-    def _decisions(self) -> list[list[int]]:
-        """The sizes so far, `batch.global` first, each with the step behind which it counts."""
-        return [[0, self.smallest], *self._growth]
-
-    @property
-    def smallest(self) -> int:
-        """The first size, of which all are multiples."""
-        return super().largest
 
     @property
     def largest(self) -> int:
@@ -69,24 +58,20 @@ class NoiseRamp(BatchSize):
         """See the base class."""
         return [size for step, size in self._decisions if step <= at.step][-1]
 
-    def begin(self, module: nn.Module) -> None:
-        """See `Stateful`."""
-        self._noise.begin(module)
-
     def see_gradient(self, gradient: StepGradient) -> None:
         """See `Stateful`."""
         self._noise.see_gradient(gradient)
 
     def after_update(self, step: int) -> None:
         """Decide on the size of the steps that follow; waits for the device then."""
-        size = self._decisions[-1][1]
+        (_, first), (_, size) = self._decisions[0], self._decisions[-1]
         if step % self.every or size == self.max:
             return
         noise = self._noise.estimate()
-        carried = int(noise.low) // self.smallest * self.smallest
+        carried = int(noise.low) // first * first
         larger = min(carried, 2 * size, self.max)
         if larger > size and noise.measurements >= LEAST_MEASUREMENTS:
-            self._growth.append([step, larger])
+            self._decisions.append([step, larger])
 
     def state(self) -> State:
         """See `Stateful`."""
@@ -95,16 +80,16 @@ class NoiseRamp(BatchSize):
     def load(self, state: State) -> None:
         """See `Stateful`."""
         (_, begun), (_, grown) = state["decisions"][0], state["decisions"][-1]
-        if begun != self.smallest:
-            raise ConfigError(f"batch.global={self.smallest}: type {begun}, as the run began")
+        if begun != super().largest:
+            raise ConfigError(f"batch.global={super().largest}: type {begun}, as the run began")
         if grown > self.max:
             text = f"the batch of the run has grown to {grown} already; type as much or more"
             raise ConfigError(f"batch.max={self.max}: {text}")
-        self._growth[:] = [[int(step), int(size)] for step, size in state["decisions"][1:]]
+        self._decisions[:] = [[int(step), int(size)] for step, size in state["decisions"]]
         self._noise.load(state["noise"])
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
-        grows = f"grows from {number(self.smallest)} to {number(self.max)} {self.unit} at most"
+        grows = f"grows from {number(super().largest)} to {number(self.max)} {self.unit} at most"
         text = f"{grows} with the noise scale, asked every {number(self.every)} steps"
         return [row("", text, largest_batch=self.max)]

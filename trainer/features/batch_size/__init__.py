@@ -1,0 +1,1 @@
+"""How large a global batch pays, and sizes that change in a run. Read `measure` first."""
