@@ -128,22 +128,18 @@ def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, whi
 @cache
 def _read(name: str) -> _Module | None:
     """Parse a module; None where it is not found, is not Python, or imports nothing of ours."""
-    file = _file_of(name)
     with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
-        source = b"" if file is None else file.read_bytes()
-        return _module(name, ast.parse(source)) if b"from trainer." in source else None
+        file = _file_of(name)
+        if file is None or b"from trainer." not in (source := file.read_bytes()):
+            return None
+        tree, imports = ast.parse(source), dict[str, str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        kinds = ast.ClassDef | ast.FunctionDef
+        definitions = {node.name: node for node in tree.body if isinstance(node, kinds)}
+        return _Module(name, imports, definitions)
     return None
-
-
-def _module(name: str, tree: ast.Module) -> _Module:
-    imports = dict[str, str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    definitions = {
-        node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
-    }
-    return _Module(name, imports, definitions)
 
 
 def _file_of(name: str) -> Path | None:
