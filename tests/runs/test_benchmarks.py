@@ -12,10 +12,7 @@ from tests.lib.nightly import LIMIT_S, nightly
 
 SMALL = "--width 32 --layers 1"
 # Of each: what is typed, how rows begin, and how many figures are in each.
-DEFAULT = [
-    ("balance", "ranks=2 per_rank=4 batches=2 json=x.json", ("ours", "dealt by cost"), 6),
-    ("loop", "--micro 1 --rounds 1 --steps 1 --threads 1", ("1",), 6),
-]
+DEFAULT = [("balance", "ranks=2 per_rank=4 batches=2 json=x.json", ("ours", "dealt by cost"), 6)]
 NIGHTLY = [
     ("auto", f"--rounds 1 --global-batch 4 --max-length 64 {SMALL}", ("in order, 2 a piece",), 4),
     ("balance", "planning=64 ranks=1,2 batches=1 json=x.json", ("1 ranks", "2 ranks"), 2),

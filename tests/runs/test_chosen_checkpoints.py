@@ -87,12 +87,11 @@ def test_a_fork_goes_on_from_a_checkpoint_as_the_run_did_and_leaves_it_alone(cap
 
 
 def test_a_run_whose_time_is_over_is_saved_and_goes_on():
-    with pytest.raises(Preempted, match=r"^max_time=2s: stopped after step \d+, which is saved"):
-        go("steps=1000000 max_time=2s")
+    with pytest.raises(Preempted, match=r"^max_time=1s: stopped after step \d+, which is saved"):
+        go("steps=1000000 max_time=1s")
     (folder,) = (path.parent for path in Path().glob("outputs/*/*/config.yaml"))
     status = read_json(folder / "status.json")
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
-    assert status["step"] > 0
 
 
 def test_evaluations_checkpoints_and_warm_up_count_epochs(capsys):

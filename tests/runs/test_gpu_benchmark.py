@@ -1,6 +1,6 @@
 """The benchmark that waits for a GPU goes through its sections on a CPU, and each gives its rows.
 
-Nightly every section; by default the one that counts how often a step waits.
+Nightly every section; slow the one that counts how often a step waits.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.reliability import lab
 
 FIELDS = {
@@ -41,7 +41,7 @@ def benchmark(words: list[str], shown: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*(fork|torch.jit):DeprecationWarning")
-@pytest.mark.parametrize("only", [("syncs",), nightly(tuple(FIELDS))])
+@pytest.mark.parametrize("only", [slow(("syncs",)), nightly(tuple(FIELDS))])
 def test_every_section_gives_its_rows(only, tmp_path):
     found = tmp_path / "gpu.jsonl"
     words = ["--dry-run", "--only", ",".join(only), "--json", str(found)]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
 from trainer.cli.finished_run import FinishedRun
 from trainer.core.errors import ConfigError, DataError
@@ -14,9 +14,8 @@ from trainer.core.errors import ConfigError, DataError
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"
 
 SPLITS = (
-    "accum=fixed accum.micro=3",
-    "accum=budget accum.max_tokens=50 accum.micro=2",
     "accum=auto",
+    *map(slow, ("accum=fixed accum.micro=3", "accum=budget accum.max_tokens=50 accum.micro=2")),
     *map(nightly, ("accum=fixed accum.steps=5", "accum=budget accum.max_tokens=12")),
     *map(nightly, ("accum=fixed accum.micro=1", "accum=auto accum.micro=2")),
 )
