@@ -4,7 +4,7 @@ Each section of a table has lines as they are typed, `$ train ...`, and below ea
 answered, without its `train: error: `. `...` stands for anything, as in doctest, and `[3]` for an
 exit code other than 2, as in cram. What `with` has is typed too, where a line says nothing else of
 it; `toys: true` is the small run of `tests/lib/run_support.py`. `files` are there, and what the
-function `folder` makes. No line leaves anything behind.
+function `folder` makes; `slow: true` is their tier. No line leaves anything behind.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import BASE, overrides
 from tests.messages import folders
 from trainer.cli.main import run
@@ -37,7 +37,15 @@ SECTIONS = {
     for path in sorted(Path(__file__).parent.glob("*.yaml"))
     for name, section in yaml.safe_load(path.read_text()).items()
 }
-NAMES = [nightly(name) if SECTIONS[name].get("nightly") else name for name in SECTIONS]
+TIERS = {"slow": slow, "nightly": nightly}
+"""The key of a section whose lines build models, or are rare."""
+
+
+def tiered(name: str) -> Any:
+    return next((mark(name) for tier, mark in TIERS.items() if SECTIONS[name].get(tier)), name)
+
+
+NAMES = [*map(tiered, SECTIONS)]
 
 
 def lines_of(answers: str) -> list[tuple[str, str]]:

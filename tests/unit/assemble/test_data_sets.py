@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.config_support import checked
+from tests.lib.nightly import slow
 from trainer.assemble.data_sets import open_data
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, DataError
@@ -67,7 +68,7 @@ FACTORIES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("target", FACTORIES)
+@pytest.mark.parametrize("target", ["datasets.load_dataset", *map(slow, [*FACTORIES][1:])])
 def test_no_factory_of_datasets_gives_parts_that_overlap(target, folder):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
 
