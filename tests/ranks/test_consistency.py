@@ -3,6 +3,7 @@
 import socket
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,14 @@ def built(how: str, rank: int) -> nn.Module:
     return model
 
 
-def refusal(world: World, data: Any, *model: Any) -> str:
+def refusal(
+    world: World, *, dataset: Any = (), module: nn.Module | None = None, weights: Any = None
+) -> str:
     """What ranks refuse to begin with; nothing where they do not."""
+    data = SimpleNamespace(loader=SimpleNamespace(dataset=DataView.of(dataset)), held_out={})
+    model = SimpleNamespace(module=module or nn.Module(), weights=weights)
     try:
-        check_consistency(world, data, *model)
+        check_consistency(world, data, model)
     except TrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -83,7 +88,7 @@ def refused_models(world: World, ways: list[str]) -> list[str]:
         if how.startswith("on meta"):
             torch.manual_seed(world.rank if how == "on meta, by rank" else 0)
             module, weights = build_on_meta(lambda: GPT(width=8, num_heads=2))
-        found.append(refusal(world, [], module, weights))
+        found.append(refusal(world, module=module, weights=weights))
     return found
 
 
@@ -108,8 +113,8 @@ class Numbers(list[int]):
 def refused_data(world: World) -> list[str]:
     same, longer, changed = Numbers(range(5)), Numbers(range(5 + world.rank)), Numbers(range(5))
     changed.fingerprint = f"of rank {world.rank}"
-    data = [[DataView.of(each)] for each in (same, longer, changed)]
-    return [refusal(world, each, nn.Module(), None) for each in data]
+    data = (same, longer, changed)
+    return [refusal(world, dataset=each) for each in data]
 
 
 def test_ranks_that_read_other_samples_are_refused(ranks):
@@ -222,7 +227,7 @@ def refused_code(world: World, folder: Path) -> list[str]:
             patch.setattr(OWN_CODE, "folder", here)
             OWN_CODE.permit(f"{name}_net.Net")
             import_module(f"{name}_net")
-            found.append(refusal(world, [], nn.Module(), None))
+            found.append(refusal(world))
     return found
 
 

@@ -62,10 +62,10 @@ def step(world: World, mode: str, sync: str, is_wide: bool) -> tuple[Arrays, Arr
 
 
 CASES = [
-    (2, "ddp", "deferred"),
+    slow(2, "ddp", "deferred"),
     (2, "ddp", "overlapped"),
     nightly(2, "ddp", "immediate"),
-    (2, "fsdp", "deferred"),
+    slow(2, "fsdp", "deferred"),
     (2, "fsdp", "immediate"),
     nightly(4, "hsdp", "deferred"),
     nightly(4, "hsdp", "hierarchical"),

@@ -3,12 +3,10 @@
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from tests.lib.run_support import shell
-from trainer.features.page import page
 from trainer.features.page.curves import MOST_POINTS, charts_of, series_of
 from trainer.features.page.page import write_page
 from trainer.features.page.saved_run import SavedRun
@@ -182,18 +180,6 @@ def test_spikes_and_gaps_outlive_thinning(tmp_path):
     assert drawn["lr"][1][0], drawn["lr"][1][-1] == (1, 10_000)
 
 
-def test_half_a_letter_in_a_text_is_written_as_its_escape(tmp_path):
-    worst = {"worst": [{"loss": 1, "text": "a \ud83d b"}]}
-    assert r"a \ud83d b" in page_of(saved(tmp_path / "run", [entry(1)], evaluate=worst)).text
-
-
-def test_numbers_that_no_screen_shows_are_passed_over(tmp_path):
-    run = saved(tmp_path / "run", [entry(1, lr=10**400), entry(2, lr=1.797e308)])
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 10**400, "loss": 1.0}))
-    assert "training loss" in page_of(run).text
-
-
 def test_texts_of_a_run_are_never_markup(tmp_path):
     evil = '</script><script>alert("x")</script><b a=\'"'
     status = {"state": "failed", "exit_code": 1, "step": 1, "reason": evil}
@@ -316,28 +302,3 @@ def test_the_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "1 run: outputs/day/b/report.html\n"
     assert shell("report run=outputs/day") == 0
     assert capsys.readouterr().out == "2 runs: outputs/day/report.html\n"
-
-
-def contrast(one, other):
-    """The contrast of two colors, as WCAG 2 has it."""
-
-    def light(color):
-        digits = color[1:] if len(color) == 7 else "".join(2 * each for each in color[1:])
-        parts = (int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted((light(one), light(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_texts_are_legible_in_both_themes():
-    style = (Path(page.__file__).parent / "page.css").read_text()
-    found = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);", style)
-    for colors in ({name: pair[theme] for name, *pair in found} for theme in (0, 1)):
-        pairs = [("ink", "bg"), ("ink", "card"), ("soft", "bg"), ("soft", "card"), ("ink", "grid")]
-        pairs += [("accent", "info-bg")]
-        pairs += [(name, f"{name}-bg") for name in ("good", "warn", "bad")]
-        assert min(contrast(colors[a], colors[b]) for a, b in pairs) >= 4.5
-        lines = [contrast(colors[f"c{n}"], colors["card"]) for n in range(8)]
-        assert min(lines) >= 3, "what is drawn"

@@ -17,8 +17,7 @@ from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
 from trainer.assemble.shown_samples import _by_loss
-from trainer.commands import evaluate
-from trainer.core.errors import DataError, TrainError
+from trainer.core.errors import TrainError
 from trainer.features.page import page as page_module
 from trainer.features.page.page import write_page as write
 
@@ -119,19 +118,6 @@ def test_the_worst_samples_are_shown_with_their_texts(capsys):
     order = sorted([{"loss": each} for each in (1.0, math.nan, 3.0, math.inf)], key=_by_loss)
     assert [math.isfinite(each["loss"]) for each in order] == [False, False, True, True]
     assert order[2]["loss"] == 3.0
-
-
-def test_figures_of_an_evaluation_are_written_though_its_samples_cannot_be_shown(monkeypatch):
-    def fail(*_):
-        raise DataError("`decode` of Mine: ValueError")
-
-    run = go("steps=1 logger=[]")
-    monkeypatch.setattr(evaluate, "worst_samples", fail)
-    assert (
-        shell(f"evaluate run={run.folder} trust=[tests] eval.predictions=true")
-        == DataError.exit_code
-    )
-    assert json.loads((run.folder / "evaluate.json").read_text())["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("width", [nightly(360), nightly(1200)])

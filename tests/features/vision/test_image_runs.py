@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import transformers
 import yaml
 from PIL import Image
@@ -17,7 +16,6 @@ from tests.lib.run_toys import Stop
 from trainer import train
 from trainer.data.tokenizers import byte_tokenizer
 from trainer.features.vision.pixels import open_image, pixels_of
-from trainer.features.vision.shown_images import draw_images
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,17 +135,6 @@ def test_a_plan_draws_images_and_names_the_picture(data, capsys):
     # A tile is the image itself, scaled by a whole number.
     assert (tile[::4, ::4] == tile[3::4, 3::4]).all()
     assert tile.std() > 0
-
-
-def test_a_mask_over_pairs_of_tokens_is_no_image():
-    for name, mask in (
-        ("attention_mask", torch.ones(1, 1, 5, 5)),
-        ("seen", torch.ones(1, 1, 5, 5).bool()),
-    ):
-        assert not draw_images([({name: mask}, "")], Path("mask.png"))
-    assert draw_images(
-        [({"attention_mask": mask, "image": torch.ones(1, 1, 5, 5)}, "")], Path("a.png")
-    )
 
 
 @pytest.mark.parametrize("typed", ["", nightly("data.std=[1,1,1]")])
