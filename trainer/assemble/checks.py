@@ -125,17 +125,20 @@ def check_loss(run: Run) -> list[str]:
     for, and the loss of the sample with that of the same sample twice, where an objective does not
     declare that it adds samples up: at most two forwards each. The model is put back.
     """
-    objective, chosen = run.model.objective, run.chosen
+    objective, module = run.model.objective, run.model.module
+    has_loss = not _TARGETS.isdisjoint(inspect.signature(module.forward).parameters)
+    compares = run.chosen.is_like_models and has_loss and not objective.is_of_model
+    is_sum = _declares_sum(objective) or objective.coupling.kind != "none"
+    # `train verify` says more of sums: also what padding and other samples change.
+    tries = not is_sum and run.config.command != "verify"
+    if not (compares or tries):
+        return []  # before values are lent, which may be those of a model in shards
     with run.model.trial_values(run.world):
-        if is_on_meta(run.model.module):
+        if is_on_meta(module):
             return []
-        if chosen.is_like_models and not objective.is_of_model:
+        if compares:
             _compare_with_model(run)
-        # `train verify` says more of sums: also what padding and other samples change.
-        is_sum = _declares_sum(objective) or objective.coupling.kind != "none"
-        if is_sum or run.config.command == "verify":
-            return []
-        return _check_sum(run)
+        return _check_sum(run) if tries else []
 
 
 def _declares_sum(objective: Objective) -> bool:
@@ -154,8 +157,7 @@ def _compare_with_model(run: Run) -> None:
     """
     objective, module, own = run.model.objective, run.model.module, math.nan
     parameter = next(module.parameters(), None)
-    names = inspect.signature(module.forward).parameters
-    if parameter is None or _TARGETS.isdisjoint(names):
+    if parameter is None:
         return
     given, call = to_device(unpacked(run.example), parameter.device), bind(module)
     with _trial(run):
@@ -206,16 +208,14 @@ def _check_sum(run: Run) -> list[str]:
         f"objective: the loss of {name} is not a sum over samples ({single:.5g} for one, "
         f"{double:.5g} for the same twice), so the step depends on the micro-batches"
     )
-    if not objective.is_of_model:
-        remedy = "sum over samples and divide by nothing; train verify measures by how much"
-        return [f"{what}: {remedy}"]
-    if error <= LARGE:
-        return [f"{what}: train verify measures by how much"]
-    raise ConfigError(
-        f"{what}: type objective.reduction=mean if it ignores num_items_in_batch, and "
-        "objective.causal=false if it does not shift labels, or use an objective that sums, such "
-        "as next_token or classify"
-    )
+    if objective.is_of_model and error > LARGE:
+        raise ConfigError(
+            f"{what}: type objective.reduction=mean if it ignores num_items_in_batch, and "
+            "objective.causal=false if it does not shift labels, or use an objective that sums, "
+            "such as next_token or classify"
+        )
+    remedy = "sum over samples and divide by nothing; " * (not objective.is_of_model)
+    return [f"{what}: {remedy}train verify measures by how much"]
 
 
 @contextmanager

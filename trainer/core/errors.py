@@ -77,12 +77,12 @@ class Preempted(TrainError):  # noqa: N818 - not a failure: saved, and to be con
 def error_to_dict(error: TrainError) -> dict[str, Any]:
     """Write an end of the run as JSON, for another process to raise."""
     kind, text = type(error).__name__, str(error)
-    return {"error": kind, "text": text, "code": error.exit_code, "is_own": error.is_own}
+    return {"error": kind, "text": text, "code": error.exit_code}
 
 
 def error_from_dict(content: Mapping[str, Any]) -> TrainError:
     """Turn what `error_to_dict` wrote back into an error of the same class, text and exit code."""
     kind, text = globals().get(content["error"], TrainError), content["text"]
     error: TrainError = kind(*(text.splitlines() if kind is ConfigError else [text]))
-    error.exit_code, error.is_own = content["code"], content["is_own"]
+    error.exit_code = content["code"]
     return error

@@ -132,7 +132,7 @@ def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
 
 PEER = {"crash": "RuntimeError: Connection closed by peer", "code": 1}
 CRASH = {"crash": "ValueError: injected", "code": 1}
-TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3, "is_own": False}
+TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3}
 
 
 @pytest.mark.parametrize(
