@@ -10,9 +10,10 @@ from pydantic import Field
 
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import CheckpointStore, Loaded
-from trainer.checkpoint.weights import StoredWeights, first_weights
+from trainer.checkpoint.weights import StoredWeights, checkpoint_weights, open_weights
 from trainer.config.run_config import RunConfig, contract_diff
 from trainer.core.errors import NoCheckpointError
+from trainer.core.hub_cache import weights_path
 from trainer.core.stateful import SavedFields, State, Stateful, StoredCount
 from trainer.core.world import World
 from trainer.plan.cut import Cost, Cut
@@ -104,8 +105,12 @@ class Saved:
     @classmethod
     def read(cls, config: RunConfig, loaded: Loaded | None, world: World) -> Self:
         """Read it; nothing is laid out over the ranks, and a plan reads no weights. Collective."""
-        is_plan = config.command == "plan"
-        saved = cls(loaded=loaded, stored=None if is_plan else first_weights(config, loaded, world))
+        stored = None
+        if config.command != "plan" and loaded is not None:
+            stored = checkpoint_weights(loaded)
+        elif config.command != "plan" and config.init is not None:
+            stored = open_weights(weights_path(config.init), world, config.step)
+        saved = cls(loaded=loaded, stored=stored)
         if loaded is not None:
             restore(loaded, {"terms": saved.terms, "cut": saved.cut})
         return saved

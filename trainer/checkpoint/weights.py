@@ -28,11 +28,9 @@ from trainer.checkpoint.state import plain_name, state_of
 from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
 from trainer.config.messages import clip, first_of
-from trainer.config.run_config import RunConfig
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import shown_path
-from trainer.core.hub_cache import weights_path
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import bits_of, fill, in_main_memory, is_sharded
 from trainer.core.world import World
@@ -184,15 +182,6 @@ def checkpoint_weights(loaded: Loaded) -> StoredWeights:
     """Give the weights of a run that goes on, or is read."""
     state = state_of(loaded, MODEL, ModelPart.version)
     return StoredWeights.of(state, loaded.path, loaded)
-
-
-def first_weights(config: RunConfig, loaded: Loaded | None, world: World) -> StoredWeights | None:
-    """Open what a run's model begins with; None where it is drawn from the seed. Collective."""
-    if loaded is not None:
-        return checkpoint_weights(loaded)
-    if config.init is None:
-        return None
-    return open_weights(weights_path(config.init), world, config.step)
 
 
 def open_weights(path: Path, world: World | None = None, step: WhichStep = "last") -> StoredWeights:
