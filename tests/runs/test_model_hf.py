@@ -12,8 +12,7 @@ from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, overrides, read_json, shell, state
 from trainer.core.errors import ConfigError
-from trainer.models.hugging_face import hugging_face
-from trainer.models.transformers_classes import new_weights
+from trainer.features.hugging_face.models import hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -83,9 +82,9 @@ def test_what_was_loaded_stays_loaded_when_a_transform_wraps_it(num_more, capsys
 def test_a_pooler_that_no_pooling_reads_is_no_new_head(capsys):
     config = Head("BertModel", "BertConfig", "masked").build().config
     transformers.BertModel(config, add_pooling_layer=False).save_pretrained("model")
-    assert new_weights(hugging_face("model", task="embedding")) == []
-    classifier = hugging_face("model", task="sequence_classification")
-    assert "bert.pooler.dense.weight" in new_weights(classifier), "which reads it"
+    assert hugging_face("model", task="embedding")[1].new == []
+    _, facts = hugging_face("model", task="sequence_classification")
+    assert "bert.pooler.dense.weight" in facts.new, "which reads it"
 
 
 @pytest.mark.slow

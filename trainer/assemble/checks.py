@@ -20,10 +20,9 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
 from trainer.core.micro_batch import output_part, to_device
 from trainer.core.stateful import Stateful
-from trainer.core.user_code import described
+from trainer.core.user_code import described, quiet
 from trainer.models.bind import bind
 from trainer.models.first_weights import is_on_meta
-from trainer.models.transformers_classes import quiet
 from trainer.objectives.base import Objective, sums_of, weights_of
 from trainer.objectives.coupled import CoupledObjective
 from trainer.tune.packed_documents import unpacked
@@ -176,7 +175,7 @@ def _compare_with_model(run: Run) -> None:
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
         with suppress(Exception):
             own = float(output_part(call(given), "loss"))
-    # Heads of transformers turn logits into float32, whatever the weights are.
+    # Heads of Hugging Face turn logits into float32, whatever the weights are.
     eps = max(torch.finfo(dtype).eps for dtype in (parameter.dtype, torch.float32))
     if abs(own - ours) > math.sqrt(eps) * abs(own):
         option = run.chosen.component.name

@@ -25,8 +25,7 @@ from trainer.data.samples import HOLDOUT, faults_of, image_field
 from trainer.data.source import DataSource, SourceSpec
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
-from trainer.models.task import Purpose, stated_purpose, task_of_class
-from trainer.models.transformers_classes import pretrained_of
+from trainer.models.facts import model_library
 
 LABELLING_LIBRARY = "datasets"
 """Its factories take `split` as a label of what they give, or as the name of a part in a file."""
@@ -177,14 +176,8 @@ def _spec(
 
 def purpose_of_model(config: RunConfig) -> dict[str, Any]:
     """Give what the model is made for, as arguments of a data set."""
-    source, typed = source_of_model(config), config.model.params.get("task")
-    task = typed or task_of_class(*config.model.target.split("."))
-    purpose = Purpose(task) if source is None else stated_purpose(source, task)
-    return {
-        "task": purpose.task,
-        "max_positions": purpose.max_positions,
-        "model_labels": purpose.labels,
-    }
+    model, source = config.model, source_of_model(config)
+    return dict(model_library().arguments_for_data(model.target, model.params, source))
 
 
 def with_fine_tuning_batch(
@@ -197,7 +190,7 @@ def with_fine_tuning_batch(
     its steps have a fixed number of micro-batches, the default stays.
     """
     params = config.model.params
-    is_loaded = config.init or params.get("path") or pretrained_of(params)
+    is_loaded = config.init or params.get("path") or model_library().source_in(params)
     is_open = "batch.global" in config.unset and config.accum.params.get("steps") is None
     if not is_open or config.batch.unit != "samples":
         return config

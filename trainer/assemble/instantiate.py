@@ -31,7 +31,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
 from trainer.core.user_code import causes, described, place_of
-from trainer.models import transformers_classes
+from trainer.models.facts import model_library, noted, noted_facts
 
 Built = TypeVar("Built")
 _EXTRAS = {
@@ -142,6 +142,8 @@ def construct(
     if not isinstance(built, expected):
         kind = type(built).__name__
         raise ConfigError(f"{key}._target_={component.target}: gives {kind}, {wrong}")
+    if isinstance(built, torch.nn.Module):
+        refuse_unused(key, component.params, noted_facts(built).unused_arguments)
     return built
 
 
@@ -165,7 +167,9 @@ def check_components(config: RunConfig) -> None:
             # Not all shared ones reach a class of the user's own, or one of PyTorch's.
             shared = {path: components.SHARED[path] for path in ("optimizer", "scheduler")}
             given = {**shared, "data": {"holdout"}}.get(components.owner_of(key) or key, ())
-            target, arguments = _by_settings(target, component.params, typed=component.typed_target)
+            target, arguments = model_library().callable(
+                target, component.params, typed=component.typed_target
+            )
             names = [name for name in arguments if name not in ("_partial_", *given)]
             check_names(target, key, names)
         except ConfigError as error:
@@ -212,9 +216,7 @@ def _call(
     """Call what a component names with its arguments, or bind them with `_partial_`."""
     arguments = arguments_of(component, key, trusted)
     is_partial = arguments.pop("_partial_", False)
-    target, arguments = _by_settings(target, arguments, typed=component.typed_target)
-    arguments = transformers_classes.with_dtype(target, arguments)
-    target = transformers_classes.noting(target, arguments)
+    target, arguments = model_library().callable(target, arguments, typed=component.typed_target)
     parameters = inspect.signature(target).parameters
     for name, value in given.items():
         if name in parameters and value is not None and arguments.get(name) is None:
@@ -226,7 +228,7 @@ def _call(
     refusals = (TypeError, ValueError, OSError) if component.typed_target else (Exception,)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the constructor leaves
-            return target(**arguments)
+            return noted(target(**arguments))
     except TrainError:
         raise
     except refusals as error:
@@ -239,19 +241,6 @@ def _call(
         ):
             text += "; to give the function itself, add _partial_: true"
         raise ConfigError(f"{key}: {component.target}: {text}") from error
-
-
-def _by_settings(
-    target: Callable[..., Any], arguments: Mapping[str, Any], *, typed: bool
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Let the settings of a config object stand for it among the arguments of a model."""
-    config, arguments = arguments.get("config"), dict(arguments)
-    is_model = hasattr(target, "config_class")
-    if is_model and isinstance(config, Mapping) and "_target_" not in config:
-        arguments |= arguments.pop("config")
-    if "config" not in arguments:
-        target = transformers_classes.with_config_settings(target, arguments, typed=typed)
-    return target, arguments
 
 
 def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] | None) -> None:

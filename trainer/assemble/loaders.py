@@ -15,8 +15,8 @@ from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
 from trainer.data.split import OWN_PART
 from trainer.data.view import DataView
-from trainer.models.check import positions_of, vocabulary_of
-from trainer.models.task import task_of
+from trainer.models.check import vocabulary_of
+from trainer.models.facts import facts_of
 from trainer.plan.cut import Layout
 from trainer.training.data import HeldOut
 
@@ -40,7 +40,7 @@ def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
 
 def fit_loader(loader: Loader, module: nn.Module) -> None:
     """Load for a model: what it cannot take is refused."""
-    if task_of(module) == "seq2seq_lm":
+    if facts_of(module).has_targets:
         loader.leave_unaligned({LABELS})
     rows = vocabulary_of(module)
     loader.limit({} if rows is None else {INPUT_IDS: rows})
@@ -49,7 +49,7 @@ def fit_loader(loader: Loader, module: nn.Module) -> None:
 
 def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
     """Refuse samples that are longer than the model has positions."""
-    positions = positions_of(module) if len(loader.dataset) else None
+    positions = facts_of(module).max_positions if len(loader.dataset) else None
     ids = None if positions is None else loader.load(loader.longest()).get(INPUT_IDS)
     if positions is not None and ids is not None and ids.shape[-1] > positions:
         raise ConfigError(

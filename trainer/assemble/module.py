@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer.accumulate.base import seed_draws
 from trainer.assemble.hardware import auto_mode, may_shard, parallel_mode, planned_device
-from trainer.assemble.instantiate import construct, look_up, refuse_unused
+from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.model_size import refuse_too_large
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config.run_config import RunConfig
@@ -25,7 +25,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
-from trainer.models.check import UNUSED, refuse_lazy
+from trainer.models.check import refuse_lazy
 from trainer.models.first_weights import (
     FIRST_WEIGHTS,
     Filled,
@@ -162,8 +162,6 @@ def _construct(
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
-    if config.command in {"train", "plan"}:
-        refuse_unused("model", config.model.params, getattr(module, UNUSED, None))
     found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
     if has_first and found is None:
         raise _NeedsValues

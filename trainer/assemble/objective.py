@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from trainer.assemble.instantiate import construct
@@ -20,24 +19,10 @@ from trainer.core.micro_batch import IGNORED, Fields
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
-from trainer.models.task import POOLING, task_of
+from trainer.models.facts import facts_of
 from trainer.objectives.base import Objective
 from trainer.objectives.metrics import check_metrics
 
-_BY_TASK: Mapping[str | None, str] = {
-    "causal_lm": "next_token",
-    "masked_lm": "masked_lm",
-    "token_classification": "token_classify",
-    "sequence_classification": "classify",
-    "image_classification": "classify",
-    "multiple_choice": "multiple_choice",
-    "seq2seq_lm": "seq2seq",
-    "question_answering": "question_answering",
-    "image_text_to_text": "next_token",
-    "embedding": "contrastive",
-}
-_NUMBERS = {"regression": "regression", "multi_label_classification": "multi_label"}
-_CLASSIFIES: tuple[components.Task, ...] = ("sequence_classification", "image_classification")
 _ONE, _MANY = "one label per sample", "a label per pixel"
 _TO_TYPE = (
     "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
@@ -128,17 +113,9 @@ def fitting_objective(
 
 def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     """Name the option for a model, or for its labels, and why it is that."""
-    task, name = task_of(module), type(module).__name__
-    labels, ids = fields.get(LABELS), fields.get(INPUT_IDS)
-    are_ids = labels is not None and ids is not None and torch.equal(labels, ids)
-    if task in _CLASSIFIES and (problem := _problem_of(module, fields)) in _NUMBERS:
-        return _NUMBERS[problem], f"as {name} is made for {problem}"
-    if task == "masked_lm" and labels is not None and not are_ids:
-        return "token_classify", "as the data say by their labels which tokens are hidden"
-    if task in _BY_TASK:
-        pooling = getattr(module, POOLING, None)
-        more = f", {pooling} pooling" if pooling else ""
-        return _BY_TASK[task], f"as {name} is made for {task}{more}"
+    if (found := facts_of(module).objective(fields)) is not None:
+        return found
+    name, labels, ids = type(module).__name__, fields.get(LABELS), fields.get(INPUT_IDS)
     if labels is None:
         fault = f"the data give no field named labels (they give: {', '.join(fields)})"
     elif labels.is_floating_point() or labels.is_complex():
@@ -174,14 +151,3 @@ def _chosen(
 
 def _are_tokens(labels: Tensor, ids: Tensor) -> bool:
     return bool(((labels == ids) | (labels == IGNORED)).all())
-
-
-def _problem_of(module: nn.Module, fields: Fields) -> str:
-    """Tell what a classifier predicts, as transformers does: by its config, or by the labels."""
-    config, labels = getattr(module, "config", None), fields.get(LABELS)
-    if problem := getattr(config, "problem_type", None):
-        return str(problem)
-    if getattr(config, "num_labels", None) == 1:
-        return "regression"
-    is_real = labels is not None and labels.is_floating_point()
-    return "multi_label_classification" if is_real else "single_label_classification"

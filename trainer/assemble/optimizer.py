@@ -21,13 +21,10 @@ from trainer.config.messages import show
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful
-from trainer.models.task import task_of
-from trainer.models.transformers_classes import loaded_from, new_weights
+from trainer.models.facts import facts_of
 from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer, TrainingJob
 from trainer.optim.schedules import OwnScheduler, Schedule
 from trainer.plan.batch_size import BatchSize
-
-_GENERATES = {"causal_lm", "seq2seq_lm", "image_text_to_text"}  # whose heads are of their body
 
 
 @final
@@ -112,12 +109,12 @@ def _job(config: RunConfig, module: nn.Module) -> tuple[TrainingJob, str]:
             return "adapter", f"as {kind.__name__} is an adapter"
     if config.init is not None:
         return "pretrained", f"as the weights are those of {show(config.init)}"
-    loaded, new = loaded_from(module, config.model.params), new_weights(module)
-    if loaded is None:
+    facts = facts_of(module, config.model.params)
+    if facts.source is None:
         return "scratch", "as the weights are drawn from the seed"
-    if new and task_of(module) not in _GENERATES:
+    if new := facts.new_head:
         return "new head", f"as the head is new ({new[0]}{', ...' * (len(new) > 1)})"
-    return "pretrained", f"as the weights are loaded from {show(loaded)}"
+    return "pretrained", f"as the weights are loaded from {show(facts.source)}"
 
 
 def typed_schedule(config: RunConfig) -> Schedule:

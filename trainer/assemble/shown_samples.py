@@ -15,7 +15,7 @@ from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.data.shown import ShownSample
-from trainer.models.task import task_of
+from trainer.models.facts import facts_of
 from trainer.objectives.base import Objective, weights_of
 from trainer.parallel.base import Parallel
 from trainer.training.predictions import predict
@@ -77,7 +77,7 @@ def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
 
 def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
     """Load one sample, with its text."""
-    view, has_targets = loader.dataset, task_of(run.model.module) == "seq2seq_lm"
+    view, has_targets = loader.dataset, facts_of(run.model.module).has_targets
     fields = loader.load(Request(ids=(place,), epoch=0, pad_to=int(view.lengths[place])))
     shown = ShownSample(
         fields=fields,

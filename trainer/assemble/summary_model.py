@@ -9,15 +9,17 @@ from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
-from trainer.core.errors import ConfigError
 from trainer.core.format import expanded, number, plural
 from trainer.core.rows import Row, join_parts, row
 from trainer.core.tensors import dtype_word, gradient_dtype
-from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.models.check import vocabulary_of
+from trainer.models.facts import ModelFacts, facts_of, model_library
 from trainer.models.first_weights import is_on_meta
-from trainer.models.transformers_classes import loaded_but, loaded_from, stored_dtypes
 from trainer.verify.diagnose import low_precision
+
+_SHOWN = 2  # names of weights, which tell what the others are
+
+_SHOWN = 2  # names of weights, which tell what the others are
 
 
 def model_rows(run_plan: RunPlan) -> list[Row]:
@@ -74,13 +76,23 @@ def _init(run: Run) -> str:
     if config.init is not None:
         step = "" if config.step == "last" else f", step {config.step}"
         return f"weights of {show(config.init)}{step}"
-    loaded = loaded_from(module, config.model.params)
-    source = (
-        f"weights of {show(loaded)}" if loaded else f"as the model is built, seed {config.seed}"
-    )
+    facts = facts_of(module, config.model.params)
+    source = f"as the model is built, seed {config.seed}"
+    if facts.source:
+        source = f"weights of {show(facts.source)}"
     is_whole = run.model.weights is None and not is_on_meta(module)
     how = run.is_sharded and is_whole and "built whole on every rank"
-    return join_parts(source, loaded_but(module), how) or ""
+    return join_parts(source, *_differences(facts), how) or ""
+
+
+def _differences(facts: ModelFacts) -> list[str]:
+    """Say which weights of a model are new, and which of its source were not used."""
+    texts = []
+    for what, names in (("new", facts.new), ("unused", facts.unused)):
+        if names:
+            first = [*names[:_SHOWN], *["..."] * (len(names) > _SHOWN)]
+            texts.append(f"{len(names)} {what} ({', '.join(first)})")
+    return texts
 
 
 def dtypes_of(run: Run) -> dict[str, str | None]:
@@ -90,7 +102,7 @@ def dtypes_of(run: Run) -> dict[str, str | None]:
     memory = ", ".join(sorted({dtype_word(p.dtype) for p in weights}))
     follows = memory not in {"", "fp32"} and run.model.precision in {"fp32", "tf32"}
     return {
-        "disk": ", ".join(stored_dtypes(loaded_from(run.model.module, params))) or None,
+        "disk": ", ".join(facts_of(run.model.module, params).stored_dtypes()) or None,
         "memory": memory,
         # Without autocast products are computed in what the weights are in.
         "compute": memory if follows else run.model.precision,
@@ -118,15 +130,15 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             f"{share:g} in its config; type objective=next_token_balanced to train with it"
         )
     known, rows = run.data.train.facts.vocab_size, vocabulary_of(run.model.module)
-    loaded = loaded_from(run.model.module, run.config.model.params)
+    facts = facts_of(run.model.module, run.config.model.params)
     # Tables are padded, but not to the double.
-    if loaded and known and rows and rows >= 2 * known:
+    if facts.source and known and rows and rows >= 2 * known:
         warnings.append(
             f"data: {known} different ids, such as bytes, but the model was loaded with a "
             f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
             "own tokenizer, e.g. data._target_=datasets.load_from_disk"
         )
-    elif known and rows and _is_foreign(run.tokenizer, loaded, known, rows):
+    elif known and rows and _is_foreign(run.tokenizer, facts, known, rows):
         warnings.append(
             f"tokenizer: {known} ids, but the model has {rows} rows for them, or other tokens: it "
             f"seems to be of another model, and an id from {rows} on is a data error; leave "
@@ -135,15 +147,13 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
     return warnings
 
 
-def _is_foreign(tokenizer: Any, loaded: str | None, known: int, rows: int) -> bool:  # noqa: ANN401
+def _is_foreign(tokenizer: Any, facts: ModelFacts, known: int, rows: int) -> bool:  # noqa: ANN401
     """Whether a tokenizer has more ids than a model, or other ones than the model's own."""
-    folder = getattr(tokenizer, "name_or_path", None)
+    folder, loaded = getattr(tokenizer, "name_or_path", None), facts.source
     is_elsewhere = loaded and folder and expanded(folder).absolute() != expanded(loaded).absolute()
-    if known > rows or not is_elsewhere or loaded is None:
+    if known > rows or not is_elsewhere:
         return known > rows
-    try:
-        own = hugging_face_tokenizer(model=loaded)
-    except ConfigError:  # its folder has none
+    if (own := model_library().tokenizer_beside(None, loaded, ())) is None:
         return known != rows
     ids = tokenizer.get_vocab()
     return any(ids.get(token) != number for token, number in own.get_vocab().items())

@@ -10,7 +10,7 @@ from trainer.assemble.instantiate import construct, look_up
 from trainer.config.components import Component
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
-from trainer.models.transformers_classes import pretrained_of
+from trainer.models.facts import model_library
 
 _ANY = ("auto", "bytes")
 """Options that go with data which give tokens, or bytes, of their own."""
@@ -61,5 +61,5 @@ class RunTokenizer:
 def source_of_model(config: RunConfig) -> str | None:
     """Name what the model is loaded from, or configured by; None where it is neither."""
     params = config.model.params
-    paths = (params.get("path"), params.get("config"), pretrained_of(params))
+    paths = (params.get("path"), params.get("config"), model_library().source_in(params))
     return next((path for path in paths if isinstance(path, str)), None)

@@ -12,7 +12,6 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, final
@@ -305,9 +304,9 @@ def export(
     """Write a checkpoint's weights as a new folder, whole or not at all.
 
     `to` does not exist, or is empty, and `config` becomes its `config.json`. `model` has the
-    weights that are written in place of those that are stored; one of Hugging Face writes itself,
-    for its `from_pretrained`. `write` writes the folder in place of either, as an adapter does;
-    `beside` writes more into it, as a tokenizer does.
+    weights that are written in place of those that are stored. `write` writes the folder in place
+    of either, as an adapter does, or a model that knows how; `beside` writes more into it, as a
+    tokenizer does.
     """
     if os.path.lexists(to) and not (to.is_dir() and not any(to.iterdir())):
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
@@ -315,8 +314,6 @@ def export(
     if model is not None:
         named = {plain_name(name): value for name, value in model.state_dict().items()}
         weights = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    if write is None and (writes_itself := getattr(model, "save_pretrained", None)) is not None:
-        write = partial(writes_itself, max_shard_size="1000TB")  # in one file
     unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
     try:
         with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):

@@ -19,15 +19,15 @@ from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
-from trainer.core.format import expanded
+from trainer.core.format import expanded, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
-from trainer.models.transformers_classes import LOADED_FROM
+from trainer.models.facts import ModelFacts, facts_of, model_library, noted_facts
 from trainer.report.console import Screen, show_read
 
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
-    """Write a checkpoint's weights as safetensors; those of transformers as it loads them.
+    """Write a checkpoint's weights as safetensors; those of a library as it loads them.
 
     One process does it, whatever the number of ranks that saved; shards become whole tensors. It
     reads config and checkpoint: neither data nor a GPU need be there, but for features that
@@ -37,10 +37,11 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
-    model, write = built(config, loaded, world), None
+    model = built(config, loaded, world)
+    facts = ModelFacts() if model is None else facts_of(model)
     description, tokenizer = exported.export_config(config, given, loaded.step), _tokenizer(config)
-    is_theirs = type(tokenizer).__module__.partition(".")[0] == "transformers"
-    lines = exported.lines_to_load(config, model, to, has_tokenizer=is_theirs)
+    write: Callable[[Path], object] | None = facts.save
+    lines: list[str] | None = exported.lines_to_load(config, facts, to)
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:
@@ -48,21 +49,23 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
                 kind = type(adapter).__name__
                 raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
             model = adapter.merge(model)
+            write = facts_of(model).save
         elif hasattr(adapter, "save"):
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
             lines = adapter.how_to_load(model, base, to) if hasattr(adapter, "how_to_load") else []
-            lines = exported.with_tokenizer(lines, to) if is_theirs else lines
         else:
-            description["adapter"], lines = to_plain(config)["adapter"], []
+            description["adapter"], lines = to_plain(config)["adapter"], None
             kind = type(adapter).__name__
             Screen().warn(
                 f"{kind} has no method `save`: the whole model is written, with the names that it "
                 "has under the adapter; only init= with the same adapter reads them"
             )
-    export(loaded, to, description, model, write, exported.writers_beside(config, model, tokenizer))
+    if lines is not None:
+        lines = model_library().with_tokenizer(lines, tokenizer, shown_path(to))
+    export(loaded, to, description, model, write, exported.writers_beside(config, facts, tokenizer))
     show_read(loaded, f"weights written to {to}")
-    for line in lines:
+    for line in lines or ():
         Screen().line(f"  {line}", is_command=True)
     return 0
 
@@ -81,7 +84,7 @@ def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
     given = checkpoint_weights(loaded).frozen
     named = () if model is None else model.named_parameters()
     came_by_init = any(not p.requires_grad and plain_name(n) not in given for n, p in named)
-    found = getattr(model, LOADED_FROM, None)
+    found = None if model is None else noted_facts(model).source
     if came_by_init:
         found = RunFolder(folder).config().get("init")
     return str(expanded(found).absolute()) if found and Path(found).exists() else found

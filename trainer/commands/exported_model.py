@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from contextlib import closing
 
 from torch import nn
@@ -26,21 +25,21 @@ from trainer.report.console import Screen
 
 
 def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
-    """Build the model where the weights alone will not do, or it may be one of transformers."""
+    """Build the model where the weights alone will not do, or it may write itself."""
     if any(feature.estimates for feature in Features.of(config)):
         return _with_estimates(config, loaded, world)
     kind = look_up(config.model, "model", config.trust)  # which imports what makes it
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
     has_adapter = config.adapter.target != NO_ADAPTER
-    may_be_theirs = "transformers" in sys.modules or not inspect.isclass(kind)
-    if not (may_be_theirs or stored.frozen or has_adapter):
+    may_save_itself = hasattr(kind, "save_pretrained") or not inspect.isclass(kind)
+    if not (may_save_itself or stored.frozen or has_adapter):
         return None
     try:
         return build_model(config, world, given, stored=stored)[0]
     except ConfigError as error:  # what it was loaded from may be gone
         if stored.frozen or has_adapter:
             raise
-        Screen().warn(f"{error}: only the weights are written, not the layout of transformers")
+        Screen().warn(f"{error}: only the weights are written, not the layout of its library")
         return None
 
 

@@ -1,10 +1,12 @@
-"""Find the line of the user's code that an error comes from, and put the error on one line."""
+"""Name the line of the user's code that an error comes from, and silence what libraries log."""
 
 from __future__ import annotations
 
+import logging
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,3 +76,14 @@ def _shapes(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
         kinds = getattr(value, "shape", None), getattr(value, "dtype", None)
         if isinstance(kinds[0], tuple) and kinds[1] is not None:
             yield name, f"{tuple(kinds[0])} {str(kinds[1]).removeprefix('torch.')}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what a library logs as it loads or runs a model; the start says it in rows."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

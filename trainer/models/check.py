@@ -14,9 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError, DataError
 
-UNUSED = "unused_arguments"
-"""Attribute of a model: arguments that were given to what made it and do nothing, each with why."""
-
 
 def required(name: str, value: int | None) -> int:
     """Give a number that a model needs, by its key, or that the data have."""
@@ -87,20 +84,6 @@ def unmoved(model: nn.Module) -> Iterator[None]:
             if not torch.equal(buffer, copy):
                 buffer.copy_(copy)
             owner[name] = buffer
-
-
-_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
-"""What models of Hugging Face call their tables of positions."""
-
-
-def positions_of(module: nn.Module) -> int | None:
-    """Count the positions that a model of Hugging Face has a table of; None where it has none."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
-            # Those of RoBERTa's kind begin behind the padding's, those of OPT's behind two.
-            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
-            return part.num_embeddings - int(first)
-    return None
 
 
 def vocabulary_of(module: nn.Module) -> int | None:

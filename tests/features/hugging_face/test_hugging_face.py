@@ -9,9 +9,9 @@ import pytest
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import ConfigError, DataError, TrainError
-from trainer.data.tokenizers import byte_tokenizer
 from trainer.features.hugging_face.data_set import HuggingFaceData
 from trainer.features.hugging_face.records import find_records
+from trainer.features.hugging_face.tokenizers import byte_tokenizer
 
 LETTERS = "abcdefgh"
 PAD, UNKNOWN, BEGIN, END = range(4)

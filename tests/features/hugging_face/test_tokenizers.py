@@ -6,13 +6,13 @@ import pytest
 
 from tests.lib.hf_toys import save_tokenizer
 from trainer.core.errors import ConfigError
-from trainer.data.tokenizers import byte_tokenizer, hugging_face_tokenizer, tokenizer_of_model
+from trainer.features.hugging_face.tokenizers import hugging_face_tokenizer, tokenizer_of_model
 
 TEXT = "naïve  café\n\t\x00 z 🎉"
 
 
 def test_ids_of_bytes_are_the_bytes_between_begin_and_end():
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer_of_model()
     assert len(tokenizer) == 258
     assert tokenizer(TEXT, add_special_tokens=False)["input_ids"] == [*TEXT.encode()]
     assert tokenizer(TEXT)["input_ids"] == [256, *TEXT.encode(), 257]

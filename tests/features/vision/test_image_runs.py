@@ -14,7 +14,7 @@ from tests.lib.picture_toys import draw_pictures, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
 from trainer import train
-from trainer.data.tokenizers import byte_tokenizer
+from trainer.features.hugging_face.tokenizers import byte_tokenizer
 from trainer.features.vision.pixels import open_image, pixels_of
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.lib.hf_toys import write_lines
 from trainer.core.errors import DataError
-from trainer.data import tokenizers
+from trainer.features.hugging_face import tokenizers
 from trainer.features.vision.image_text import ImageText
 
 IMAGE_ID = 258

@@ -15,9 +15,9 @@ from tests.lib.nightly import counts, nightly
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data.text import Text
-from trainer.data.tokenizers import byte_tokenizer
 from trainer.data.tokens import TokenWindows
 from trainer.features.hugging_face.data_set import HuggingFaceData
+from trainer.features.hugging_face.tokenizers import byte_tokenizer
 from trainer.features.vision.image_text import ImageText
 from trainer.features.vision.images import ImageFolders
 

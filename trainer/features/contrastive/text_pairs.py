@@ -5,24 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.config.components import Pooling
 from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import ATTENTION_MASK
 from trainer.data.samples import INPUT_IDS, PIXEL_VALUES
-from trainer.models.task import POOLING
+from trainer.models.facts import noted_facts
 from trainer.objectives.base import ModelCall, at_least_single
 
 
 def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-    """Run a model; one that has a `POOLING` once for all texts of pairs, `(samples, 2, time)`.
+    """Run a model; one that pools texts once for all those of pairs, `(samples, 2, time)`.
 
     Gives then `query` and `document`, `(samples, width)`, of its `last_hidden_state`; else what the
     model gives.
     """
     ids = fields.get(INPUT_IDS)
-    pooling = getattr(getattr(model, "module", None), POOLING, None)
+    module = getattr(model, "module", None)
+    pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
     if pooling is None or ids is None or ids.shape[1:-1] != (2,):
         return model(fields)
     is_of_text = {name: field.shape == ids.shape for name, field in fields.items()}

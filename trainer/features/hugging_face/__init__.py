@@ -1,4 +1,4 @@
-"""Records in the formats of the field, as a tokenizer of Hugging Face encodes them.
+"""Models, tokenizers, records and adapters of the Hugging Face libraries.
 
-Read `data_set` first: what becomes of a record.
+Read `library` first: it answers what the engine asks. `data_set` is what becomes of a record.
 """

@@ -18,11 +18,11 @@ from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.documents import TwoSides
 from trainer.data.samples import HOLDOUT, INPUT_IDS, TRAIN, Sample, held_out_mask
 from trainer.data.token_samples import FieldSamples, TextSamples
-from trainer.data.tokenizers import read_template
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.records import find_records
 from trainer.features.hugging_face.token_cache import EncodeOptions, cached_records
+from trainer.features.hugging_face.tokenizers import read_template
 
 DEFAULT_LENGTH = 1024
 
@@ -51,38 +51,9 @@ class HuggingFaceData(TwoSides):
     Records are held out by their ids, so that copies of one, and all samples of a document, stay
     on one side; a source that brings parts, such as `train` and `validation`, keeps them.
 
-    Args:
-        path: a file or folder of JSON, JSON lines, CSV, Parquet, Arrow or text; a folder that
-            `save_to_disk` wrote; or a name on the hub.
-        tokenizer: of transformers, or with its names.
-        task: what the model is made for; None is `causal_lm`.
-        max_positions: most tokens that the model takes; None is not known.
-        model_labels: classes of the model's head, whose order is taken where it knows all labels.
-        label_names: of classes, in their order, none if they are numbers; None is those of the
-            model or of the data.
-        subset: of a name on the hub, its configuration.
-        part: the part that is trained on; None is the one whose name begins with `train`.
-        columns: names of columns by role, where they are not the usual ones; None under the name of
-            a column leaves it out.
-        max_length: most tokens of a sample, special ones counted; None is 1024, or what tokenizer
-            and model take, if that is less.
-        overlong: what becomes of longer records; None is `chunk` for text, `drop` for what has
-            answers, and `cut` for the rest.
-        truncation: which end of a conversation goes where it is cut.
-        holdout: share that is held out, where the source brings no part for it.
-        seed: selects which.
-        max_samples: most records of each part, at even distances; None is all.
-        assistant_only_loss: False makes every token of a conversation a loss term.
-        completion_only_loss: False makes the prompt a loss term, too.
-        chat_template: a file, or the template itself; None is the tokenizer's.
-        chat_template_kwargs: further variables of the template.
-        on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted by
-            `num_skipped` and listed in `skipped`.
-
-    Raises:
-        ConfigError: an argument does not fit the records.
-        DataError: the source cannot be read, its columns are not recognised, a record is bad, or
-            nothing is left to train on.
+    The keys of `conf/data/hf.yaml` say what the arguments are. Of the others, `task`,
+    `max_positions` and `model_labels` are what the config of the model says; `label_names` are
+    classes in their order, none of them where they are numbers.
     """
 
     draws_randomness = False

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
+from trainer.core.user_code import quiet
 from trainer.data.lines import json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
 from trainer.data.token_samples import Ends, SampleKind, kinds_of, packed_fields
 from trainer.features.hugging_face.formats import Format
-from trainer.models.transformers_classes import quiet
 
 MANY_RECORDS = 10_000
 """From here on processes are started for the work, which costs half a second."""
@@ -93,10 +93,8 @@ class RecordEncoder:
         with quiet():  # that a text is longer than a model takes is dealt with here
             return [*map(self.encode, records_of(batch, is_json=self.is_json))]
 
-    def run(self, records: Any, label: str) -> Generator[Encoded | ValueError]:  # noqa: ANN401
+    def run(self, records: Any) -> Generator[Encoded | ValueError]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
-        from datasets.utils import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
-
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         num_cores = 1 if current_process().daemon else num_cores  # it may start none
         size = len(records)
@@ -110,7 +108,7 @@ class RecordEncoder:
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # the global one must not be drawn from
         )
-        for found in tqdm(begin_loading(loader), label, len(batches)):
+        for found in begin_loading(loader):
             yield from found
 
     def tokenize(self, *texts: Any, **how: Any) -> Any:  # noqa: ANN401 - a BatchEncoding

@@ -8,79 +8,10 @@ from typing import Any, final
 
 from trainer.config.components import Task
 from trainer.core.errors import ConfigError, DataError
+from trainer.features.hugging_face.task import TASKS, WORDS
 
-_PAIRS = (
-    *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2")),
-    *(("question", "sentence"), ("question", "passage"), ("text", "text_pair"), ("text1", "text2")),
-)
-_LABELLED = [
-    *({"text": first, "text_pair": second, "label": "label"} for first, second in _PAIRS),
-    *(
-        {"text": text, "label": label}
-        for text in ("text", "sentence")
-        for label in ("label", "labels")
-    ),
-]
-_TARGETS = (
-    *(("source", "target"), ("text", "summary"), ("document", "summary"), ("dialogue", "summary")),
-    *(("article", "highlights"), ("prompt", "completion"), ("input", "target")),
-)
-_NEAR = (
-    *(("anchor", "positive"), ("query", "positive"), ("query", "document"), ("query", "passage")),
-    *(("question", "answer"), ("sentence1", "sentence2")),
-)
-ENDINGS = ("ending0", "ending1", "ending2", "ending3")
-"""Columns of the choices of a record that begins with `sent1` and `sent2`."""
-
-# The usual names of columns by their role, for each format; the first that are all there count.
-_CONVENTIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
-    "chat": [{"messages": name} for name in ("messages", "conversations", "conversation")],
-    "prompt and completion": [{"prompt": "prompt", "completion": "completion"}],
-    "instruction": [{"instruction": "instruction", "output": "output"}],
-    "text": [{"text": "text"}],
-    "label": _LABELLED,
-    "tags": [
-        {"tokens": tokens, "tags": tags}
-        for tokens in ("tokens", "words")
-        for tags in ("tags", "ner_tags", "labels", "pos_tags")
-    ],
-    "span": [{"question": "question", "context": "context", "answers": "answers"}],
-    "choices": [
-        {name: name for name in ("sent1", "sent2", *ENDINGS, "label")},
-        *(
-            {"question": "question", "choices": "choices", "answer": a}
-            for a in ("answer", "answerKey")
-        ),
-    ],
-    "source and target": [{"source": source, "target": target} for source, target in _TARGETS],
-    "pair": [{"anchor": first, "positive": second} for first, second in _NEAR],
-}
-_OPTIONAL: Mapping[str, Mapping[str, str]] = {
-    "chat": {"tools": "tools", "system": "system"},
-    "prompt and completion": {"tools": "tools"},
-    "instruction": {"input": "input", "system": "system"},
-}
-"""Columns that are used where they are there, by format."""
+_FORMATS: Mapping[str, Mapping[str, Any]] = WORDS["formats"]
 _WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
-_DECISIVE: Mapping[str, Collection[str]] = {
-    "chat": ("train", "loss_mask"),
-    "prompt and completion": ("label", "system", "history", "loss_mask"),
-    "instruction": ("history", "loss_mask"),
-    "pair": ("label", "labels", "score", "scores", "similarity", "similarity_score"),
-}
-"""Columns that nothing reads and without which a record means something else, by format."""
-
-_FORMATS: Mapping[Task, Sequence[str]] = {
-    "causal_lm": ["chat", "prompt and completion", "instruction", "text"],
-    "masked_lm": ["text"],
-    "seq2seq_lm": ["source and target"],
-    "sequence_classification": ["label"],
-    "token_classification": ["tags"],
-    "question_answering": ["span"],
-    "multiple_choice": ["choices"],
-    "embedding": ["pair"],
-}
-"""What a model for a task can be trained on, the first that fits first."""
 
 
 @final
@@ -95,7 +26,7 @@ class Format:
     def take(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Give the values of a record by role; a ValueError where a column is missing."""
         for role, column in self.columns.items():
-            if column not in record and role not in _OPTIONAL.get(self.name, {}):
+            if column not in record and role not in _optional(self.name):
                 has = ", ".join(map(repr, record)) or "none"
                 raise ValueError(f"no column {column!r}; it has {has}")
         return {role: record.get(column) for role, column in self.columns.items()}
@@ -128,9 +59,9 @@ def recognise(
     for name, usual in _usual(task):
         names = {**usual, **{role: named[role] for role in named if role in usual}}
         found = {role: column for role, column in names.items() if column in readable}
-        needed = usual.keys() - _OPTIONAL.get(name, {}).keys()
+        needed = usual.keys() - _optional(name).keys()
         if found.keys() >= needed | named.keys():
-            for column in (*_DECISIVE.get(name, ()), *_WEIGHTS):
+            for column in (*_FORMATS[name].get("decisive", ()), *_WEIGHTS):
                 if column in readable and column not in found.values():
                     raise DataError(
                         f"{place}: column {column!r} changes what a record means, and is not read "
@@ -149,10 +80,15 @@ def recognise(
     )
 
 
+def _optional(name: str) -> Mapping[str, str]:
+    """Give the columns that a format uses where they are there, by role."""
+    return _FORMATS[name].get("optional", {}) if name in _FORMATS else {}
+
+
 def _usual(task: Task) -> Iterator[tuple[str, Mapping[str, str]]]:
-    for name in _FORMATS.get(task, ()):
-        for usual in _CONVENTIONS[name]:
-            yield name, {**usual, **_OPTIONAL.get(name, {})}
+    for name in TASKS[task].formats:
+        for usual in _FORMATS[name]["columns"]:
+            yield name, {**usual, **_optional(name)}
 
 
 def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task) -> None:

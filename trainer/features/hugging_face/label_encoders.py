@@ -20,7 +20,6 @@ from trainer.features.hugging_face.encode import (
     pad_token_of,
     text_of,
 )
-from trainer.features.hugging_face.formats import ENDINGS
 
 TYPE_IDS = "token_type_ids"
 _WHOLE = re.compile(r"\s*[-+]?\d+\s*", re.ASCII)
@@ -238,7 +237,11 @@ def choices_of(record: RoleValues) -> tuple[str, list[str], Any]:
     """Give what is asked, the choices, and the number of the right one, or a ValueError."""
     if "sent1" in record:
         begin = record["sent2"] or ""
-        return record["sent1"], [f"{begin} {record[e]}" for e in ENDINGS], record["label"]
+        return (
+            record["sent1"],
+            [f"{begin} {record[f'ending{i}']}" for i in range(4)],
+            record["label"],
+        )
     choices, answer = record["choices"], record["answer"]
     letters = [*"ABCDEFGHIJ"]
     if isinstance(choices, Mapping):

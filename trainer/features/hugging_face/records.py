@@ -26,10 +26,10 @@ import numpy as np
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
+from trainer.core.user_code import quiet
 from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
 from trainer.data.samples import HELD_OUT_NAMES, TRAIN
-from trainer.models.transformers_classes import quiet
 from trainer.plan.cut import IntArray
 
 _KINDS = {

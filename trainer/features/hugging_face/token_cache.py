@@ -227,7 +227,7 @@ class _Writer:
         records, rows = select(records, most)
         runs = self.runs.setdefault(part, [])
         count, label = 0, f"tokenising {self._source.path}"
-        encoded = closing(self._encoder.run(records, label))
+        encoded = closing(self._encoder.run(records))
         with progress(f"{label}, {len(records):,} records") as advance, encoded as found:
             for row, each in zip(rows, found, strict=True):
                 advance()

@@ -19,30 +19,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.core.tensors import LazyTensor, bits_of
 from trainer.models.first_weights import FIRST_WEIGHTS
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class FileTensor:
-    """A tensor in a safetensors file, of which only what is asked for is read."""
-
-    name: str  # in the file
-    part: Any  # the library's, which keeps the file mapped
-    shape: torch.Size
-    dtype: torch.dtype  # that it has in the model
-
-    def __getitem__(self, rows: slice | EllipsisType) -> Tensor:
-        """Read rows, or all with `...`."""
-        found: Tensor = self.part[rows]
-        return found.to(self.dtype)
-
-    def identity(self) -> str:
-        """Give its name and form alone."""
-        return f"{self.name} {self.dtype} {[*self.shape]}"
 
 
 @final
@@ -71,15 +52,15 @@ class InMemoryTensor:
         return hashlib.blake2b(bits_of(self.value).numpy().data, digest_size=16).hexdigest()
 
 
-_Notes: TypeAlias = dict[int, tuple[Tensor, FileTensor]]
+_Notes: TypeAlias = dict[int, tuple[Tensor, StoredTensor]]
 
 
 @final
 class _StandIn:
     """Takes the place of a file's tensor while transformers loads, and notes what it becomes."""
 
-    def __init__(self, name: str, part: Any, notes: _Notes) -> None:  # noqa: ANN401 - of safetensors
-        self._name, self._part, self._notes = name, part, notes
+    def __init__(self, part: Any, notes: _Notes) -> None:  # noqa: ANN401 - of safetensors
+        self._part, self._notes = part, notes
 
     def __getitem__(self, rows: EllipsisType) -> _StandIn:
         """Read nothing."""
@@ -89,7 +70,7 @@ class _StandIn:
         """Give a tensor without memory that is known again by its storage."""
         shape = torch.Size(self._part.get_shape())
         made = torch.empty(shape, dtype=dtype, device="meta")
-        source = FileTensor(self._name, self._part, shape, made.dtype)
+        source = StoredTensor(shape, made.dtype, (self._part,))
         self._notes[made.untyped_storage()._cdata] = made, source  # alive: no other gets its id
         return made
 
@@ -110,7 +91,7 @@ def load_unread(
         with torch.device("meta"):
             kind = type(auto_class.from_config(deepcopy(config)))
         with torch.device("cpu"), torch.no_grad():
-            files = {n: _StandIn(n, part, notes) for n, part in _parts(path)}
+            files = {n: _StandIn(part, notes) for n, part in _parts(path)}
             module, report = kind.from_pretrained(None, config=config, state_dict=files, **options)
             _read_buffers(module, notes)
             origins = _take_parameters(module, notes)

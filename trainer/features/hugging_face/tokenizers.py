@@ -15,15 +15,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
 
 
 def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
-    """Load a tokenizer; no code of its folder is run.
-
-    Args:
-        path: its folder, or a name on the hub; None is that of the model.
-        model: what the model is loaded from or configured by.
-
-    Raises:
-        ConfigError: there is none, or transformers cannot load it.
-    """
+    """Load a tokenizer of a folder or of the hub, or else that of a model; no code there is run."""
     source = path or model
     if source is None:
         raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
@@ -48,12 +40,7 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
 
 
 def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = None) -> Any:  # noqa: ANN401 - whatever class the files name
-    """Load the tokenizer of a model; of one without, give that of bytes.
-
-    Args:
-        path: as `hugging_face_tokenizer` takes it.
-        model: what the model is loaded from or configured by.
-    """
+    """Load a tokenizer as `hugging_face_tokenizer`; of a model without one, give that of bytes."""
     if path is None and model is not None:
         folder = Path(model_folder(model))
         model = model if not folder.is_dir() or _has_tokenizer(folder) else None

@@ -5,36 +5,27 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from trainer.config import components
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, TrainError
 from trainer.core.hub_cache import read_cache_without_network
-from trainer.models.check import UNUSED
-from trainer.models.lazy_loading import load_unread
-from trainer.models.model_folder import CONFIG_FAULTS, read_config, refuse_files, refuse_sizes
-from trainer.models.task import task_of, task_of_class
-from trainer.models.text_pooling import set_pooling
-from trainer.models.transformers_classes import note_loaded, quiet, with_config_settings
-
-_CLASSES: Mapping[components.Task, str] = {
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "token_classification": "AutoModelForTokenClassification",
-    "question_answering": "AutoModelForQuestionAnswering",
-    "multiple_choice": "AutoModelForMultipleChoice",
-    "image_classification": "AutoModelForImageClassification",
-    "image_text_to_text": "AutoModelForImageTextToText",
-    "embedding": "AutoModel",
-}
-_CLASSIFIES = {"sequence_classification", "token_classification", "image_classification"}
+from trainer.core.user_code import quiet
+from trainer.features.hugging_face.classes import facts_of_loading, with_config_settings
+from trainer.features.hugging_face.lazy_loading import load_unread
+from trainer.features.hugging_face.model_folder import (
+    pooling_of,
+    read_config,
+    refuse_files,
+    refuse_sizes,
+)
+from trainer.features.hugging_face.task import TASKS, task_of, task_of_class
+from trainer.models.facts import ModelFacts
 
 
 def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
@@ -48,28 +39,13 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     label_names: Sequence[str] | None = None,
     pad_token_id: int | None = None,
     pooling: components.Pooling | None = None,
-) -> nn.Module:
+) -> tuple[nn.Module, ModelFacts]:
     """Build a model of transformers; no code of a model's folder is run, and no pickle read.
 
-    Args:
-        path: folder, or name on the hub, of a model whose weights are read.
-        config: a config.json, its folder, a name on the hub, or what such a file holds; the
-            weights are random.
-        task: what it is made for; None is what its config's `architectures` say.
-        dtype: of the weights.
-        attn_implementation: as `from_pretrained` takes it.
-        num_classes: labels of a classifier; None is as many as its config says.
-        ignore_mismatched_sizes: whether weights of other sizes than those in the files, such as of
-            a head for other classes, begin new.
-        label_names: of the classes, in their order; None is what its config says.
-        pad_token_id: what its inputs are padded with, by which classifiers among decoders find the
-            last token; None is what its config says.
-        pooling: how a model that embeds texts makes one embedding of those of a text's tokens; None
-            is what a model of sentence-transformers says, or else `mean`.
-
-    Raises:
-        ConfigError: not one of path and config is given, the config has no such field, or
-            transformers cannot build it.
+    Gives it with what is known of it. The keys of `conf/model/hf.yaml` say what the arguments are.
+    Of the others, `label_names` are those of the classes in their order; inputs are padded with
+    `pad_token_id`, by which classifiers among decoders find the last token. None leaves both to the
+    model's config.
     """
     if (path is None) == (config is None):
         both = "both path and config are given: " if path is not None else ""
@@ -82,7 +58,6 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     if not settings:
         read_cache_without_network(source)
     import transformers  # noqa: PLC0415 - seconds, and only for this option
-    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415 - as the last
 
     key = "model.config" if path is None else "model.path"
     given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
@@ -90,24 +65,29 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     try:
         found = _read_config(settings, source)
         made_for = _prepare(found, f"{key}={source}", task, num_classes, label_names)
-        kind = getattr(transformers, _CLASSES[made_for])
+        kind, facts = getattr(transformers, TASKS[made_for].auto_class), ModelFacts()
         with quiet():
-            module = (
-                kind.from_config(found, **options)
-                if path is None
-                else _load(kind, found, path, options, begins_new=ignore_mismatched_sizes)
-            )
-    except (*CONFIG_FAULTS, SafetensorError, StrictDataclassError) as error:
+            if path is None:
+                module = kind.from_config(found, **options)
+            else:
+                begins_new = ignore_mismatched_sizes
+                module, facts = _load(kind, found, path, options, begins_new=begins_new)
+    except TrainError:
+        raise
+    except Exception as error:  # a config that is not as it should be breaks it anywhere
         is_missing = isinstance(error, OSError) and not (settings or Path(source).exists())
         raise ConfigError(f"{key}={source}: {_cause(error, is_missing=is_missing)}") from error
-    if num_classes is not None and made_for not in _CLASSIFIES:
-        setattr(module, UNUSED, {"num_classes": f"a model for {made_for} has no classes"})
-    set_pooling(module, made_for, pooling, path)
+    if num_classes is not None and not TASKS[made_for].has_classes:
+        why = f"a model for {made_for} has no classes"
+        facts = replace(facts, unused_arguments={"num_classes": why})
+    pooling = pooling_of(made_for, pooling, path)
+    # The class of a model that embeds texts is named for no task.
+    facts = replace(facts, pooling=pooling, task=made_for if pooling else None)
     # An embedding that is built with its padding gives that row no gradient, and it may be that of
     # the end of a text: the padding is set afterwards, and not in an export of another model.
     if pad_token_id is not None and task_of(module) == "sequence_classification":
         module.config.pad_token_id = pad_token_id
-    return module  # type: ignore[no-any-return]
+    return module, facts
 
 
 def _cause(error: Exception, *, is_missing: bool) -> str:
@@ -144,13 +124,6 @@ def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN4
     return found
 
 
-def auto_class(module: Any) -> str:  # noqa: ANN401 - any model of transformers
-    """Name what loads a saved model: the class for its task, if it is named so, or its own."""
-    task, own = task_of(module), type(module).__name__
-    name = own if task is None else _CLASSES[task]
-    return name if own.endswith(name.removeprefix("AutoModel")) else own
-
-
 # On the meta device it gives a model that knows where its weights are, if they are as in its files.
 hugging_face.loads_on_meta = True  # type: ignore[attr-defined]
 
@@ -162,7 +135,7 @@ def _load(
     options: Mapping[str, Any],
     *,
     begins_new: bool,
-) -> Any:  # noqa: ANN401 - any model
+) -> tuple[Any, ModelFacts]:
     """Load a model, on the meta device unread.
 
     Weights of other sizes than the model's are refused, unless it begins new with these.
@@ -180,11 +153,10 @@ def _load(
             "model; where its classes are others, type model.ignore_mismatched_sizes=true, with "
             "which it begins new"
         )
-    if kind.__name__ == _CLASSES["embedding"]:  # no way of pooling takes what a pooler gives
+    if kind.__name__ == "AutoModel":  # no way of pooling takes what a pooler gives
         missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
         report = {**report, "missing_keys": missing}
-    note_loaded(module, path, report)
-    return module
+    return module, facts_of_loading(path, report)
 
 
 def _prepare(
@@ -202,7 +174,7 @@ def _prepare(
     if made_for is None:
         raise ConfigError(
             f"{source}: {', '.join(names) or 'no class'} in its config says no task: type one, "
-            f"such as model.task=causal_lm ({', '.join(_CLASSES)})"
+            f"such as model.task=causal_lm ({', '.join(TASKS)})"
         )
     inner = [getattr(found, name, None) for name in found.sub_configs]
     if any("/" in (getattr(each, "_attn_implementation", None) or "") for each in [found, *inner]):
@@ -215,7 +187,7 @@ def _prepare(
             f"{source}: model.task=embedding takes an encoder or a decoder, and this is both; "
             "type another model"
         )
-    if num_classes is not None and made_for in _CLASSIFIES:
+    if num_classes is not None and TASKS[made_for].has_classes:
         found.num_labels = num_classes
     if label_names and len(label_names) == found.num_labels:
         found.id2label = dict(enumerate(label_names))

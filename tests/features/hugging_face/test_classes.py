@@ -8,7 +8,8 @@ from tests.lib.heads import save_causal_model
 from trainer.assemble.instantiate import construct
 from trainer.config.components import Component
 from trainer.core.errors import ConfigError
-from trainer.models.transformers_classes import PRETRAINED, pretrained_of, stored_dtypes
+from trainer.features.hugging_face.library import PRETRAINED
+from trainer.models.facts import facts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,8 +31,8 @@ def test_a_bf16_file_is_loaded_in_fp32_unless_a_dtype_is_typed(tmp_path, loader)
     save_causal_model(tmp_path)
     load = {PRETRAINED: str(tmp_path)}
     target = f"{loader}.from_pretrained"
-    assert stored_dtypes(pretrained_of({"model": load})) == stored_dtypes(str(tmp_path)) == ["bf16"]
-    assert stored_dtypes(str(tmp_path / "nothing")) == stored_dtypes(None) == []
+    assert facts_of(built(target, **load), {"model": load}).stored_dtypes() == ["bf16"]
+    assert not facts_of(nn.Linear(1, 1), {PRETRAINED: str(tmp_path / "no")}).stored_dtypes()
     assert dtype_of(built(target, **load)) == torch.float32
     assert dtype_of(built(target, **load, dtype=None)) == torch.float32
     assert dtype_of(built(target, **load, dtype="bfloat16")) == torch.bfloat16

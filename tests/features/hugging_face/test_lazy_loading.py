@@ -7,8 +7,8 @@ import torch
 
 from tests.lib.heads import Head
 from tests.lib.nightly import nightly
+from trainer.features.hugging_face.models import hugging_face
 from trainer.models.first_weights import FIRST_WEIGHTS
-from trainer.models.hugging_face import hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -28,10 +28,10 @@ def save(folder: Path, name: str, config: str) -> None:
 def both(folder: Path, **settings):
     """The same model with its weights, and on the meta device."""
     torch.manual_seed(5)
-    whole = hugging_face(str(folder), **settings)
+    whole, _ = hugging_face(str(folder), **settings)
     torch.manual_seed(5)
     with torch.device("meta"):
-        lazy = hugging_face(str(folder), **settings)
+        lazy, _ = hugging_face(str(folder), **settings)
     return whole, lazy
 
 
@@ -75,6 +75,6 @@ def test_each_weight_is_read_from_its_place_in_the_files(name, config, task, tmp
 def test_weights_that_are_computed_from_those_in_the_files_have_no_place(name, config, tmp_path):
     save(tmp_path, name, config)
     with torch.device("meta"):
-        lazy = hugging_face(str(tmp_path))
+        lazy, _ = hugging_face(str(tmp_path))
     assert not hasattr(lazy, FIRST_WEIGHTS)
     assert next(lazy.parameters()).is_meta

@@ -7,9 +7,9 @@ from torch import nn
 
 from tests.lib.heads import Head
 from trainer.core.errors import ConfigError
+from trainer.features.hugging_face.lora import Lora
 from trainer.models.first_weights import build_on_meta
 from trainer.models.gpt import GPT
-from trainer.models.lora import Lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -18,38 +18,17 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.config.components import Count, ModuleNames, Share, Task, Words, convert
+from trainer.config.components import Count, ModuleNames, Share, Words, convert
 from trainer.config.messages import did_you_mean, first_of, show, value_fault
 from trainer.core.errors import ConfigError
+from trainer.features.hugging_face.task import TASKS, TaskWords, task_of
+from trainer.models.facts import facts_of, noted_facts
 from trainer.models.output_layer import candidate
-from trainer.models.task import task_of
 from trainer.models.transform import ModelTransform
-from trainer.models.transformers_classes import LOADED_FROM, new_weights
 
 _NAME = "default"  # of the one adapter
 _ALL = "all-linear"
 _PREFIX = "base_model.model."
-_KINDS: Mapping[Task | None, str] = {
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "question_answering": "QUESTION_ANS",
-    "embedding": "FEATURE_EXTRACTION",
-}
-_LOADERS: Mapping[str | None, str] = {  # the ends of their names
-    "CAUSAL_LM": "ForCausalLM",
-    "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
-    "SEQ_CLS": "ForSequenceClassification",
-    "TOKEN_CLS": "ForTokenClassification",
-    "QUESTION_ANS": "ForQuestionAnswering",
-    "FEATURE_EXTRACTION": "ForFeatureExtraction",
-}
-# Heads that peft trains whole, and loads, whatever the file says.
-_HEADS: Mapping[str, Collection[str]] = {
-    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
-    "QUESTION_ANS": ("qa_outputs",),
-}
 _DRAWN = (True, "gaussian")  # first weights that no value of the model decides
 _BY_DATA = ("corda", "eva", "lora_ga")  # first weights that peft computes from samples
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # which no shape of a weight tells
@@ -59,16 +38,7 @@ _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # which no shape of a w
 class Lora(ModelTransform):
     """Adds matrices of low rank to layers, and freezes all else but `modules_to_save`.
 
-    Args:
-        r: their rank.
-        lora_alpha: their product is multiplied by `lora_alpha / r`.
-        lora_dropout: share of their inputs that is dropped.
-        target_modules: layers by ends of their names, or by a pattern that names match whole.
-        modules_to_save: modules that are trained whole; new heads are added.
-        others: further fields of peft's `LoraConfig`.
-
-    Raises:
-        ConfigError: `LoraConfig` refuses a field.
+    Its arguments are the keys of `conf/adapter/lora.yaml`, and all fields of peft's `LoraConfig`.
     """
 
     is_adapter = True
@@ -120,14 +90,15 @@ class Lora(ModelTransform):
         _refuse_unmatched("target_modules", config.target_modules, names)
         _refuse_unmatched("modules_to_save", config.modules_to_save, names)
         if isinstance(model, PreTrainedModel):
-            config.task_type = config.task_type or _KINDS.get(task_of(model))
+            task = task_of(model)
+            config.task_type = config.task_type or (TASKS[task].peft if task else None)
         elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
             output = candidate(model)
             config.target_modules = set()
             for name, part in model.named_modules():
                 if isinstance(part, nn.Linear) and part is not output:
                     config.target_modules.add(name)
-        heads = [name for name in _HEADS.get(config.task_type, ()) if name in names]
+        heads = [name for name in _words(config).trained_heads if name in names]
         whole = [*(config.modules_to_save or ()), *_new_modules(model), *heads]
         config.modules_to_save = [*dict.fromkeys(whole)] or None
         self.draws_on_meta &= not whole  # they are copied
@@ -143,7 +114,7 @@ class Lora(ModelTransform):
         from peft import LoraConfig  # noqa: PLC0415 - see above
 
         theirs = LoraConfig.from_pretrained(str(folder))
-        base, own_base = theirs.base_model_name_or_path, getattr(model, LOADED_FROM, None)
+        base, own_base = theirs.base_model_name_or_path, noted_facts(model).source
         if base and own_base and _last_name(base) != _last_name(own_base):
             raise ConfigError(
                 f"model.path={own_base}: init={folder} was trained on {base}; type model.path="
@@ -173,7 +144,7 @@ class Lora(ModelTransform):
         tensors = {name: tensor.contiguous() for name, tensor in _in_files(model).items()}
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         config.save_pretrained(str(folder))
-        if config.task_type in _HEADS:
+        if _words(config).trained_heads:
             its_config: Any = model.config
             its_config.save_pretrained(str(folder))
 
@@ -182,7 +153,9 @@ class Lora(ModelTransform):
         if base is None:
             load = f'model = PeftModel.from_pretrained(base, "{folder}")  # base: as it was built'
             return ["from peft import PeftModel", load]
-        kind = f"AutoPeftModel{_LOADERS.get(_config_of(model).task_type, '')}"
+        words = _words(_config_of(model))
+        end = "ForFeatureExtraction" if words is TASKS["embedding"] else "".join(words.ends[:1])
+        kind = f"AutoPeftModel{end}"
         more = ""
         if kind.endswith("Classification"):
             its_config: Any = model.config
@@ -226,6 +199,14 @@ def _last_name(path: str) -> str:
     if "snapshots" in parts:  # of the hub's cache, models--org--name/snapshots/COMMIT
         return parts[parts.index("snapshots") - 1].rpartition("--")[2]
     return Path(path).resolve().name
+
+
+def _words(config: Any) -> TaskWords:  # noqa: ANN401 - a LoraConfig
+    """Give what stands for the task of an adapter; without one peft knows nothing of the model."""
+    for words in TASKS.values():
+        if words.peft is not None and words.peft == config.task_type:
+            return words
+    return TaskWords(objective="")
 
 
 def _config_of(model: nn.Module) -> Any:  # noqa: ANN401 - a LoraConfig
@@ -281,7 +262,7 @@ def _outermost(model: nn.Module, fits: Callable[[str, nn.Module], bool]) -> list
 
 def _new_modules(model: nn.Module) -> list[str]:
     """Name the outermost modules whose parameters were all in none of the model's files."""
-    new = {*new_weights(model)}
+    new = {*facts_of(model).new}
 
     def is_new(name: str, part: nn.Module) -> bool:
         own = {f"{name}.{each}" for each, _ in part.named_parameters()}

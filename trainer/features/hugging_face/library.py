@@ -1,0 +1,244 @@
+"""Answer what the engine asks about models of transformers; imports it only with them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from inspect import Parameter
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from trainer.core.errors import ConfigError
+from trainer.core.format import DTYPE_WORDS
+from trainer.core.hub_cache import read_cache_without_network
+from trainer.core.micro_batch import Fields
+from trainer.features.hugging_face import classes
+from trainer.features.hugging_face.model_folder import (
+    copy_input_files,
+    read_config,
+    write_pooling,
+)
+from trainer.features.hugging_face.task import TASKS, task_of, task_of_class
+from trainer.features.hugging_face.tokenizers import hugging_face_tokenizer, read_template
+from trainer.models.facts import ModelFacts, ModelLibrary
+
+_STORED_WORDS = {word.upper().replace("P", ""): word for word in DTYPE_WORDS.values()}
+"""The field's words by those of safetensors, such as `F32`."""
+_NUMBERS = {"regression": "regression", "multi_label_classification": "multi_label"}
+"""Objectives of classifiers whose config, or whose labels, say that they give numbers."""
+_POSITIONS = ("position_embeddings", "wpe", "embed_positions")
+"""What models call their tables of positions."""
+PRETRAINED = "pretrained_model_name_or_path"
+"""Argument of what loads a model: a folder, or a name on the hub."""
+_LOADERS = {"from_pretrained", "from_config", "_from_config"}
+_DTYPES = ("dtype", "torch_dtype")
+_ALL = "1000TB"  # of weights, in one file
+
+
+@final
+class HuggingFace(ModelLibrary):
+    """Knows the models of transformers, and those whose classes are named as its own."""
+
+    def source_in(self, arguments: Mapping[str, Any]) -> str | None:
+        """See the base class; the name may stand at any depth."""
+        if isinstance(name := arguments.get(PRETRAINED), str):
+            return name
+        for value in arguments.values():
+            if isinstance(value, Mapping) and (name := self.source_in(value)) is not None:
+                return name
+        return None
+
+    def callable(
+        self, target: Callable[..., Any], arguments: Mapping[str, Any], *, typed: bool
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Let settings of a config object stand for it, and have weights loaded, or drawn, in fp32.
+
+        With the dtype of its file or config, mostly bf16, a model would lose small updates. What
+        loads one notes where it is from.
+        """
+        config, arguments = arguments.get("config"), dict(arguments)
+        is_model = hasattr(target, "config_class")
+        if is_model and isinstance(config, Mapping) and "_target_" not in config:
+            arguments |= arguments.pop("config")
+        if "config" not in arguments:
+            target = classes.with_config_settings(target, arguments, typed=typed)
+        owner = getattr(target, "__self__", None)
+        is_of_model = hasattr(owner, "config_class") or hasattr(owner, "_model_mapping")
+        if not is_of_model or target.__name__ not in _LOADERS:
+            return target, arguments
+        parameters = inspect.signature(target).parameters.values()
+        takes = any(p.name == "dtype" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
+        if takes and all(arguments.get(name) is None for name in _DTYPES):
+            arguments["dtype"] = "float32"
+        source = arguments.get(PRETRAINED)
+        if target.__name__ == "from_pretrained" and isinstance(source, str):
+            target = classes.with_facts(target, source)
+        return target, arguments
+
+    def arguments_for_data(
+        self, target: str, arguments: Mapping[str, Any], source: str | None
+    ) -> Mapping[str, Any]:
+        """Read from a config alone what a model is made for, `model_labels` and `max_positions`.
+
+        A source is a folder or file of a config of transformers, or a name on the hub; of one that
+        cannot be read nothing is known, and the model says why. A head for another task has no
+        labels.
+        """
+        task = arguments.get("task") or task_of_class(*target.split("."))
+        found: dict[str, Any] = {"task": task, "max_positions": None, "model_labels": None}
+        if source is None:
+            return found
+        read_cache_without_network(source)
+        try:
+            config: Any = read_config(source)
+        except Exception:  # whatever is wrong, the model says it
+            return found
+        is_both = bool(getattr(config, "is_encoder_decoder", False))
+        stated = task_of_class(*(config.architectures or ()), is_encoder_decoder=is_both)
+        is_labelled = stated in {"sequence_classification", "token_classification"}
+        if is_labelled and task in {None, stated}:
+            names = config.id2label
+            found["model_labels"] = tuple(names[i] for i in sorted(names)) or None
+        found["max_positions"] = getattr(config, "max_position_embeddings", None)
+        return found | {"task": task or stated}
+
+    def completed(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
+        """See the base class."""
+        task, source = task_of(module), facts.source
+        facts = replace(
+            facts,
+            task=task,
+            has_targets=task == "seq2seq_lm",
+            new_head=() if task is not None and TASKS[task].of_body else facts.new,
+            max_positions=_positions_of(module),
+            stored_dtypes=partial(_stored_dtypes, source),
+        )
+        if task is not None:
+            facts = replace(facts, objective=partial(_objective, module, facts.pooling))
+        if (save := getattr(module, "save_pretrained", None)) is None:
+            return facts
+        kind = _auto_class(module)
+        return replace(
+            facts,
+            save=partial(save, max_shard_size=_ALL),
+            save_beside=partial(_save_beside, module, facts.pooling),
+            how_to_load=lambda folder: [
+                f"from transformers import {kind}",
+                f'model = {kind}.from_pretrained("{folder}")',
+            ],
+        )
+
+    def tokenizer_beside(
+        self,
+        built: Any,  # noqa: ANN401 - of any class
+        source: str | None,
+        data: Sequence[Mapping[str, Any]],
+    ) -> Any:  # noqa: ANN401 - of any class
+        """Give the run's, with the chat template of its data; else that of the model's folder."""
+        found = _tokenizer_of(source) if built is None else built
+        if not hasattr(found, "save_pretrained"):
+            return None
+        named = {arguments.get("chat_template") for arguments in data} - {None}
+        if len(named) == 1:  # of several no single one goes with the weights
+            found.chat_template = read_template(named.pop())
+        return found
+
+    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: str) -> list[str]:  # noqa: ANN401 - of any class
+        """See the base class."""
+        if type(tokenizer).__module__.partition(".")[0] != "transformers":
+            return lines
+        name, beside = "AutoTokenizer", "from transformers import "
+        first = next((place for place, line in enumerate(lines) if line.startswith(beside)), None)
+        if first is None:
+            lines = [*lines, f"{beside}{name}"]
+        else:
+            lines = [f"{line}, {name}" if i == first else line for i, line in enumerate(lines)]
+        return [*lines, f'tokenizer = {name}.from_pretrained("{folder}")']
+
+
+def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[str, str]:
+    """Name the objective of a model that is made for a task, and why it is that one."""
+    task, name = task_of(module), type(module).__name__
+    assert task is not None  # of no other model it is asked
+    labels, ids = fields.get("labels"), fields.get("input_ids")
+    if TASKS[task].objective == "classify" and (problem := _problem_of(module, labels)) in _NUMBERS:
+        return _NUMBERS[problem], f"as {name} is made for {problem}"
+    are_ids = labels is not None and ids is not None and torch.equal(labels, ids)
+    if task == "masked_lm" and labels is not None and not are_ids:
+        return "token_classify", "as the data say by their labels which tokens are hidden"
+    more = f", {pooling} pooling" if pooling else ""
+    return TASKS[task].objective, f"as {name} is made for {task}{more}"
+
+
+def _problem_of(module: nn.Module, labels: Tensor | None) -> str:
+    """Tell what a classifier predicts, as transformers does: by its config, or by the labels."""
+    config = getattr(module, "config", None)
+    if problem := getattr(config, "problem_type", None):
+        return str(problem)
+    if getattr(config, "num_labels", None) == 1:
+        return "regression"
+    is_real = labels is not None and labels.is_floating_point()
+    return "multi_label_classification" if is_real else "single_label_classification"
+
+
+def _positions_of(module: nn.Module) -> int | None:
+    """Count the positions that a model has a table of; None where it has none."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            # Those of RoBERTa's kind begin behind the padding's, those of OPT's behind two.
+            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
+            return part.num_embeddings - int(first)
+    return None
+
+
+def _auto_class(module: nn.Module) -> str:
+    """Name what loads a saved model: the class for its task, if it is named so, or its own."""
+    task, own = task_of(module), type(module).__name__
+    name = own if task is None else TASKS[task].auto_class
+    return name if own.endswith(name.removeprefix("AutoModel")) else own
+
+
+def _save_beside(
+    module: nn.Module, pooling: str | None, folder: Path, sources: Sequence[str]
+) -> None:
+    """Write how texts are pooled, and copy from sources what says how inputs are made."""
+    if pooling is not None:
+        write_pooling(folder, pooling, getattr(module.config, "hidden_size", None))
+    for source in sources:
+        copy_input_files(source, folder)
+
+
+def _tokenizer_of(source: str | None) -> Any:  # noqa: ANN401 - whatever class its files name
+    """Load the tokenizer in the folder of a model; None where it has none."""
+    if source is not None:
+        with suppress(ConfigError):
+            return hugging_face_tokenizer(model=source)
+    return None
+
+
+def _stored_dtypes(source: str | None) -> list[str]:
+    """Name the dtypes of the floating-point weights in the files that a model was loaded from.
+
+    Such as `["bf16"]`; empty where the files are not known or not safetensors.
+    """
+    hub: Any = sys.modules.get("transformers.utils.hub")
+    if source is None or hub is None:
+        return []
+    try:
+        file = hub.cached_file(source, "config.json", local_files_only=True)
+        kinds = set[str]()
+        for each in Path(file).parent.glob("*.safetensors"):
+            with safe_open(str(each), "pt") as tensors:
+                kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, TypeError, ValueError, SafetensorError):
+        return []
+    real = [kind for kind in kinds if kind.startswith(("F", "BF"))]
+    return sorted(_STORED_WORDS.get(kind, kind.lower()) for kind in real)

@@ -1,0 +1,150 @@
+"""Read what the folder of a model says: no pickle, and no size without a bound.
+
+How a model pools the embeddings of a text's tokens stands in files of sentence-transformers,
+modules.json and 1_Pooling/config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.components import Pooling, Task
+from trainer.core.errors import ConfigError
+from trainer.core.hub_cache import model_files
+
+_MOST = {r"(layers?|depths?|experts|blocks)$": 10_000, r"num_labels$": 100_000}
+"""Layers, or experts of one, and labels: for each an object is made, or a name."""
+_INDEX = "model.safetensors.index.json"
+_INPUT_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+)
+"""Files that say how a model's inputs are made, beside those of its tokenizer."""
+
+_POOLING_FILE = "1_Pooling/config.json"
+_MODES: Mapping[str, Pooling | None] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    **dict.fromkeys(
+        f"pooling_mode_{name}_tokens" for name in ("max", "mean_sqrt_len", "weightedmean")
+    ),
+}
+"""What their config calls them; None is not there."""
+_MODULES = ("Transformer", "Pooling", "Normalize")
+"""Parts of such a model that are computed here; losses normalise in any case."""
+
+
+def read_config(source: str) -> Any:  # noqa: ANN401 - any config
+    """Read a config of transformers, by its path or a name on the hub.
+
+    Too many layers, names that are no classes, and a file named for the weights are refused.
+    """
+    from transformers import AutoConfig, PreTrainedConfig  # noqa: PLC0415 - seconds
+
+    settings, _ = PreTrainedConfig.get_config_dict(source)
+    refuse_sizes(settings, source)  # transformers may make a list of layers as it reads
+    names = settings.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{source}: architectures={names} in its config: no names of classes")
+    if "transformers_weights" in settings:
+        raise ConfigError(f"{source}: transformers_weights in its config is not read; take it out")
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
+    """Refuse a config that describes more layers, experts or labels than a model may have."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            refuse_sizes(value, source)
+        numbers = value if isinstance(value, list) else [value]
+        most = max((each for each in numbers if isinstance(each, int)), default=0)
+        limit = next((n for pattern, n in _MOST.items() if re.search(pattern, name)), most)
+        if most > limit:
+            raise ConfigError(f"{source}: {name}={most} in its config: above {limit:,}")
+
+
+def refuse_files(path: str) -> None:
+    """Refuse an adapter's weights, and an index that names other files than safetensors by it."""
+    if model_files(path, "adapter_config.json"):
+        text = "holds an adapter; type the model under it, with adapter=lora init="
+        raise ConfigError(f"model.path={path}: {text}{path}")
+    for index in model_files(path, _INDEX):
+        for name in json.loads(index.read_text())["weight_map"].values():
+            if Path(str(name)).name != name or not name.endswith(".safetensors"):
+                text = f"{_INDEX} names {name!r}; weights are read from safetensors files beside it"
+                raise ConfigError(f"model.path={path}: {text}")
+
+
+def copy_input_files(source: str, folder: Path) -> None:
+    """Copy what says how a model's inputs are made into a folder of its weights."""
+    for file in model_files(source, *_INPUT_FILES):
+        shutil.copyfile(file, folder / file.name)
+
+
+def pooling_of(made_for: Task, pooling: Pooling | None, path: str | None) -> Pooling | None:
+    """Say how a model that embeds texts pools; None of any other, of which nothing may be typed."""
+    if made_for == "embedding":
+        pooling = pooling or _stated_pooling(path)
+        _refuse_parts(path)
+        return pooling
+    if pooling is not None:
+        raise ConfigError(f"model.pooling={pooling}: is for model.task=embedding, not {made_for}")
+    return None
+
+
+def write_pooling(folder: Path, pooling: str, width: int | None) -> None:
+    """Write how a model pools, and how wide its embeddings are, into a folder of its weights."""
+    modes = {name: mode == pooling for name, mode in _MODES.items()}
+    parts = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    for path, _ in parts[1:]:
+        (folder / path).mkdir()
+    (folder / _POOLING_FILE).write_text(
+        json.dumps({"word_embedding_dimension": width, **modes}, indent=2)
+    )
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(parts)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed, indent=2))
+
+
+def _stated_pooling(path: str | None) -> Pooling:
+    """Read how a model of sentence-transformers pools; any other takes the mean."""
+    stated = _read(path, _POOLING_FILE)
+    if stated is None:
+        return "mean"
+    pairs = stated.items() if isinstance(stated, dict) else ()
+    modes = [name for name, value in pairs if name in _MODES and value is True]
+    if len(modes) != 1 or (found := _MODES[modes[0]]) is None:
+        raise ConfigError(
+            f"model.path={path}: {_POOLING_FILE} says {' and '.join(modes) or 'no way'}; "
+            "type model.pooling=mean, cls or last"
+        )
+    return found
+
+
+def _refuse_parts(path: str | None) -> None:
+    """Refuse a model with a part, such as a dense layer, that would be left out."""
+    listed = _read(path, "modules.json")
+    kinds = [str(each.get("type")) for each in listed or () if isinstance(each, dict)]
+    names = [kind.rpartition(".")[2] for kind in kinds]
+    if odd := [name for name in names if name not in _MODULES]:
+        raise ConfigError(
+            f"model.path={path}: modules.json has a {odd[0]}, which would be left out; take the "
+            "model without it, or write a class for it: model._target_=mine.Model"
+        )
+
+
+def _read(path: str | None, name: str) -> Any:  # noqa: ANN401 - any JSON
+    """Read a file of a model's folder, or of the hub; None where there is none."""
+    files = model_files(path, name) if path else []
+    try:
+        return json.loads(files[0].read_text(encoding="utf-8")) if files else None
+    except ValueError as error:
+        raise ConfigError(f"model.path={path}: {name} is not valid JSON: {error}") from error

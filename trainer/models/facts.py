@@ -1,0 +1,148 @@
+"""Say what is known of a model beside its layers: what it is made for, and where it came from.
+
+The engine asks for these facts alone. What it does not know is left out.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+from torch import nn
+
+from trainer.config.components import Pooling
+from trainer.config.option_files import data_dir, load_yaml
+from trainer.core.micro_batch import Fields
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What is known of a model.
+
+    A function that makes one may give `(module, ModelFacts(...))` in place of the module alone. It
+    states what no one else can know, and the library of the model adds what its classes say.
+    """
+
+    # What whoever made it knows.
+    task: str | None = None  # what it is made for, a word of its library
+    pooling: Pooling | None = None  # how it makes one embedding of those of a text's tokens
+    source: str | None = None  # folder, or name on a hub, that its weights were read from
+    new: Sequence[str] = ()  # names of parameters that the source does not hold
+    unused: Sequence[str] = ()  # names of what the source holds, and the model does not
+    # Arguments that were given and do nothing, each with why; typed ones are refused
+    unused_arguments: Mapping[str, str] = field(default_factory=dict)
+
+    # What its library knows.
+    # Names the option of `objective` for samples with these fields, and says why it is that one
+    objective: Callable[[Fields], tuple[str, str] | None] = lambda _: None
+    has_targets: bool = False  # whether labels are a sequence with a length of its own
+    new_head: Sequence[str] = ()  # those of `new` that are a head for another task
+    max_positions: int | None = None  # positions that it has a table of
+    stored_dtypes: Callable[[], Sequence[str]] = tuple  # of the weights in its source
+    # Writes weights and config into a folder, and gives the lines of Python that load them
+    save: Callable[[Path], object] | None = None
+    how_to_load: Callable[[str], list[str]] | None = None
+    # Writes into the folder of its weights what else it needs; inputs are made as folders say
+    save_beside: Callable[[Path, Sequence[str]], object] | None = None
+
+
+FACTS = "model_facts"
+"""Attribute of a module: what whoever made it knows. Parts of a model may have their own."""
+
+
+def noted(made: Any) -> Any:  # noqa: ANN401 - whatever was made
+    """Note on a module the facts that its maker gave beside it; give anything else back."""
+    if not (isinstance(made, tuple) and made and isinstance(made[-1], ModelFacts)):
+        return made
+    module, facts = made
+    module.__dict__[FACTS] = facts
+    return module
+
+
+def noted_facts(module: nn.Module) -> ModelFacts:
+    """Give what the maker of a module knows; by attributes, where a class of a user has them."""
+    own = vars(module)
+    found: ModelFacts = own.get(FACTS) or ModelFacts(source=own.get("loaded_from"))
+    return found
+
+
+def facts_of(module: nn.Module, arguments: Mapping[str, Any] | None = None) -> ModelFacts:
+    """Give what is known of a model, and of the parts that it wraps.
+
+    `arguments` are those that it was made of: one of them may name its source.
+    """
+    library = model_library()
+    parts = [(name and f"{name}.", noted_facts(part)) for name, part in module.named_modules()]
+    loaded = [(prefix, part) for prefix, part in parts if part.source is not None]
+    new = [f"{prefix}{name}" for prefix, part in loaded for name in part.new]
+    if loaded:  # beside a part that was loaded, all else begins new
+        prefixes = tuple(prefix for prefix, _ in loaded)
+        names = sorted(name for name, _ in module.named_parameters())
+        new += [name for name in names if not name.startswith(prefixes)]
+    found = replace(
+        noted_facts(module),
+        source=loaded[0][1].source if loaded else library.source_in(arguments or {}),
+        new=new,
+        unused=[f"{prefix}{name}" for prefix, part in loaded for name in part.unused],
+    )
+    return library.completed(found, module)
+
+
+class ModelLibrary:
+    """Knows the models of a library; one that knows none gives back what it gets."""
+
+    def source_in(self, arguments: Mapping[str, Any]) -> str | None:
+        """Name what a model is loaded from among the arguments of what makes it."""
+        return None
+
+    def callable(
+        self, target: Callable[..., Any], arguments: Mapping[str, Any], *, typed: bool
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Give what is called in place of a class or function of the library, and with what.
+
+        `typed` is whether the user typed the name, so that it may fetch code.
+        """
+        return target, dict(arguments)
+
+    def arguments_for_data(
+        self, target: str, arguments: Mapping[str, Any], source: str | None
+    ) -> Mapping[str, Any]:
+        """Give what a data set may ask of the model before it is built: `task` and others.
+
+        A model is known by the import path of what makes it, by arguments, and by its source.
+        """
+        return {"task": arguments.get("task")}
+
+    def completed(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
+        """Add what the class of a model says to what its maker knows."""
+        return facts
+
+    def tokenizer_beside(
+        self,
+        built: Any,  # noqa: ANN401 - of any class
+        source: str | None,
+        data: Sequence[Mapping[str, Any]],
+    ) -> Any:  # noqa: ANN401 - of any class
+        """Give the tokenizer that is written beside exported weights; None where there is none.
+
+        `built` is that of the run, None where its data take none. `data` are the arguments of the
+        data sets.
+        """
+        return built if hasattr(built, "save_pretrained") else None
+
+    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: str) -> list[str]:  # noqa: ANN401 - of any class
+        """Add to lines of Python how a tokenizer of the library is loaded from a folder."""
+        return lines
+
+
+@cache
+def model_library() -> ModelLibrary:
+    """Give the library that `conf/libraries.yaml` names."""
+    target = load_yaml(data_dir("conf") / "libraries.yaml").get("models")
+    found: ModelLibrary = pkgutil.resolve_name(target)() if target else ModelLibrary()
+    return found
