@@ -212,19 +212,6 @@ def test_a_forward_that_writes_into_a_shard_is_refused_by_name(lockstep):
             model.used()
 
 
-def test_a_saved_buffer_whose_shape_changes_is_refused_and_a_cache_is_not():
-    module = Fickle()
-    module.register_buffer("cache", torch.zeros(1), persistent=False)
-    module.register_buffer("seen", torch.zeros(1))
-    state = ModelState(module, World(size=2))
-    state.watch()
-    module.cache = torch.zeros(2)
-    state.check()
-    module.seen = torch.zeros(2)
-    with pytest.raises(ConfigError, match="seen changes its shape in forward"):
-        state.check()
-
-
 def test_a_frozen_parameter_that_a_forward_writes_is_refused_on_several_ranks():
     module = Writing()
     for size in (1, 2):

@@ -24,7 +24,6 @@ from trainer.checkpoint.manifest import DamagedError, verify_folder
 from trainer.checkpoint.state import assert_finite, capture, restore
 from trainer.checkpoint.store import CheckpointStore, CheckpointWriter
 from trainer.checkpoint.tensor_files import open_tensors, write_tensors
-from trainer.checkpoint.weights import export, open_weights
 from trainer.core import durable
 from trainer.core.errors import NoCheckpointError, NonFiniteError, SaveError
 from trainer.core.world import World
@@ -176,26 +175,6 @@ def test_each_rank_writes_its_own_rows_and_whole_tensors_are_written_once(ranks,
         damage()
         with pytest.raises(NoCheckpointError, match=file.stem):
             CheckpointStore(tmp_path).load(set_aside=False)
-
-
-def initial(world: World, layout: Layout, path: Path) -> dict[str, str]:
-    """Take over weights alone."""
-    module = laid_out(world, layout, seed=77)
-    open_weights(path, world).fill(module)
-    return digests(module, torch.optim.SGD([module.row]))
-
-
-@pytest.mark.slow
-def test_weights_alone_are_taken_from_slices_and_from_files(ranks, tmp_path):
-    folder = tmp_path / "run" / "checkpoints"
-    saved = on(ranks, Layout(3, "fsdp"), begun, folder)[0]
-    loaded = CheckpointStore(folder).load()
-    exported = export(loaded, tmp_path / "exported", {})
-    weights = {name: answer for name, answer in saved.items() if name.startswith("model.")}
-    for path in (tmp_path / "run", loaded.path, exported):
-        for layout in (ALONE, Layout(2, "fsdp")):
-            for found in on(ranks, layout, initial, path):
-                assert weights.items() <= found.items(), (path, layout)
 
 
 def refused(world: World, folder: Path, where: str) -> list[str]:

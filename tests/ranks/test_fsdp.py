@@ -276,20 +276,6 @@ def test_a_model_that_was_never_whole_trains_as_on_one_rank(ranks, sync):
         assert error(theirs, weights) <= EXACT[torch.float64]
 
 
-LARGE = 2**16
-"""A vocabulary of which 32 positions, fewer than micro-batches have, are computed in chunks."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", ["deferred", nightly("immediate")])
-def test_the_output_layer_is_used_in_shards_after_the_model_ran(ranks, sync):
-    # The tied embedding is in the root's group; its gradient has two parts, one from the loss.
-    losses, weights = trained(World(), "deferred", LARGE, 1)
-    for mine, theirs in ranks.run(2, trained, sync, LARGE, 1):
-        assert mine == pytest.approx(losses, rel=1e-12)
-        assert error(theirs, weights) <= EXACT[torch.float64]
-
-
 def test_a_model_on_meta_can_be_whole_for_a_while():
     torch.manual_seed(3)
     expected = MODELS["like gpt2"]()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.ranks_support import Ranks
 from tests.lib.ranks_work import (
     Case,
@@ -139,7 +139,7 @@ IN_LOCKSTEP = (
     ("mode", "sync", "point", "line"),
     [
         nightly("fsdp", "immediate", "0:2:1:forward", IN_LOCKSTEP),
-        ("ddp", "immediate", "1:2:0:middle", IN_LOCKSTEP),
+        slow("ddp", "immediate", "1:2:0:middle", IN_LOCKSTEP),
         nightly("fsdp", "immediate", "1:2:1:end", IN_LOCKSTEP),
         nightly("ddp", "deferred", "1:2:0:reduce", IN_THE_REDUCTION),
         nightly("fsdp", "deferred", "0:2:0:reduce", IN_THE_REDUCTION),

@@ -13,7 +13,6 @@ from trainer.core.errors import ConfigError
 from trainer.data.collate import pack_samples
 from trainer.models.attention import BLOCK, Documents, causal_attention, has_varlen_kernel
 from trainer.models.bind import bind
-from trainer.models.check import refuse_lazy
 from trainer.models.gpt import GPT, Attention
 
 TINY = {"vocab_size": 17, "width": 24, "num_layers": 2, "num_heads": 2, "max_length": 16}
@@ -249,10 +248,3 @@ def test_a_model_gets_the_boundaries_of_packed_documents_in_its_own_words():
 def test_a_required_parameter_without_a_field_is_named_with_the_fields_there_are(module, fault):
     with pytest.raises(ConfigError, match=fault):
         bind(module)({"tokens": torch.ones(1), "labels": torch.ones(1)})
-
-
-def test_a_lazy_model_is_refused_by_the_name_of_a_weight_and_others_pass():
-    with pytest.raises(ConfigError, match=r"^model: 0\.weight has no shape.* nn\.Linear"):
-        refuse_lazy(nn.Sequential(nn.LazyLinear(2)))
-    whole = nn.Linear(2, 2)
-    assert refuse_lazy(whole) is whole

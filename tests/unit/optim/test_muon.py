@@ -4,12 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from trainer.core.errors import ConfigError
 from trainer.models.gpt import GPT
 from trainer.models.output_layer import note_output_matrices
 from trainer.optim.muon import Muon
@@ -92,14 +88,3 @@ def test_a_step_is_that_of_both_optimizers_of_pytorch_also_from_a_saved_state():
         assert torch.equal(left, right)
     moments = {key for state in mine.state.values() for key in state}
     assert moments == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
-
-
-def test_matrices_in_shards_are_refused():
-    model = tiny()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ConfigError, match=r"^optimizer=muon: needs whole matrices"):
-            Muon(lr=0.1).build(model)
-    finally:
-        dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """Groups of samples that must stay together: every cut keeps them whole, and none is cheaper."""
 
-import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -12,10 +11,6 @@ from tests.lib.plan_support import costs_of, tokens_of
 from trainer.core.errors import ConfigError
 from trainer.plan.cut import Cost, Layout, Plan
 from trainer.plan.cuts import Auto, Budget, Fixed, SampleTooLongError
-
-MOST_LINES = 800_000
-"""Lines that planning 8,192 lengths may execute, which take some 20 ms; the rest of 30 ms is for
-what arrays do (`MOST_VISITS`). Measured by `benchmarks/balance.py planning=8192`."""
 
 
 def partitions(items):
@@ -83,32 +78,3 @@ def test_a_plan_that_divides_or_shuffles_a_group_is_refused():
         plan = Plan(ranks=(slots,), lengths=lengths, padded_lengths=((4,) * len(slots),))
         with nullcontext() if is_whole else pytest.raises(ConfigError, match="must stay together"):
             plan.check(layout)
-
-
-MODES = [
-    Layout(),
-    Layout(world_size=8, lockstep=True),
-    Layout(world_size=512, lockstep=True),
-    Layout(packed=True),
-    Layout(world_size=512, lockstep=True, packed=True),
-    Layout(group_size=4),
-    Layout(shapes=tuple(range(512, 4097, 512))),
-]
-
-
-@pytest.mark.parametrize("layout", MODES, ids=str)
-def test_8192_lengths_are_planned_and_checked_in_a_bounded_number_of_lines(layout):
-    lengths = np.random.default_rng(0).integers(1, 4097, 8192)
-    cut, executed = Budget(max_tokens=4096 * layout.group_size), [0]
-
-    def count(_frame, event, _argument):
-        executed[0] += event == "line"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        cut.cut(lengths, layout).check(layout)
-    finally:
-        sys.settrace(before)
-    assert 0 < executed[0] <= MOST_LINES

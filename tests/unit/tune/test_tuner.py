@@ -214,25 +214,6 @@ def test_the_fastest_cap_is_taken_and_of_equal_ones_the_most_usual(rates, cap):
     assert "timed 6 shapes" in found.method
 
 
-@pytest.mark.parametrize(
-    ("rates", "noise"),
-    [
-        *((FLAT, 1.0), (SLOWED, 0.1)),
-        *map(nightly, (FLAT, ODD, ODD, SLOWED), (0.1, 0.1, 1.0, 1.0)),
-    ],
-)
-def test_a_row_that_noise_made_slower_than_another_is_taken_with_its_reason(rates, noise):
-    found = Curve(rates, noise).tuned()
-    (row,) = [row for row in found.candidates if row.chosen]
-    slower = row.seconds_per_step / min(row.seconds_per_step for row in found.candidates) - 1
-    said = re.search(
-        r"(\d+)% above the fastest row.* the noise of timings \((\d+)%\)", found.method
-    )
-    assert (said is not None) == (slower > 0.03)
-    if said is not None:
-        assert int(said[1]) == round(100 * slower) <= int(said[2])
-
-
 def test_a_model_too_slow_for_two_timings_gets_the_usual_cap_and_says_so():
     found = Curve(ODD).tuned(scale=1000)
     assert found.max_tokens == 2048
