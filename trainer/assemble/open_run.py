@@ -7,12 +7,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.assemble.parts import MAY_BEGIN_ANEW, SIZES, followed_metrics, refuse_unsavable
 from trainer.assemble.reporter import open_reporter
 from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.saved import LiveCut, Saved, Terms
-from trainer.assemble.step import step_context
-from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, restore
+from trainer.assemble.step import MAY_BEGIN_ANEW, SIZES, followed_metrics, step_context
+from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, refuse_unsavable, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
 from trainer.checkpoint.weights import ModelPart
 from trainer.core.stateful import Stateful, as_part

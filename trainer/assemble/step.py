@@ -1,18 +1,26 @@
-"""Lay a run out over its ranks, with the optimizer and what else a step needs."""
+"""Lay a run out over its ranks: with its optimizer, and the parts that follow every update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.accumulate.loss_scale import LossScale
+from trainer.assemble.instantiate import construct
 from trainer.assemble.run import Run
-from trainer.core.stateful import Stateful
+from trainer.checkpoint.average import AVERAGE, WeightAverage
+from trainer.config.metric_mode import stop_mode
+from trainer.config.run_config import RunConfig
+from trainer.core.stateful import Stateful, as_part
 from trainer.models.compilation import COMPILED_SHAPES, compile_model
 from trainer.objectives.base import weights_of
 from trainer.optim.optimizers import HalfLives
 from trainer.training.batches import PlannedBatch
+from trainer.training.best_metric import BEST, STOP, BestMetric
 from trainer.training.context import StepContext, StepState
 from trainer.training.parameter_norms import ParameterNorms
+
+SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
+MAY_BEGIN_ANEW = {"loss_scale", AVERAGE, SIZES, BEST, STOP}  # what a checkpoint need not have
 
 
 def step_context(
@@ -60,3 +68,38 @@ def step_context(
         measuring=run.features.measuring,
         on_out_of_memory=on_out_of_memory,
     )
+
+
+def own_parts(config: RunConfig) -> dict[str, Stateful]:
+    """Build the parts with state that the config asks for, each with its name in a checkpoint.
+
+    The average of the weights is the last, since others may change them.
+    """
+    parts: dict[str, Stateful] = {}
+    for index, component in enumerate(config.parts):
+        part = construct(component, f"parts[{index}]", Stateful, config.trust)
+        name = f"parts.{component.target}"
+        name += f"-{index + 1}" * (name in parts)
+        parts[name] = as_part(part)
+    for name, key, metric, min_delta in (
+        (BEST, "checkpoint.best", config.checkpoint.best, 0.0),
+        (STOP, "stop.metric", config.stop.metric, config.stop.min_delta),
+    ):
+        if metric is not None:
+            mode = stop_mode(config.checkpoint.best, metric, config.checkpoint.mode)
+            parts[name] = BestMetric.of(key, metric, mode, min_delta, config.stop.patience)
+    if config.ema.decay is not None:
+        parts[AVERAGE] = WeightAverage(config.ema.decay)
+    return parts
+
+
+def followed_metrics(config: RunConfig, own: Mapping[str, Stateful]) -> dict[str, BestMetric]:
+    """Give every metric that evaluations have to give: for the best checkpoint, and for stopping.
+
+    A sweep ranks its jobs by one, too. Its default is in every config, in no sweep too.
+    """
+    found = {name: part for name, part in own.items() if isinstance(part, BestMetric)}
+    metric = config.sweep.metric
+    if metric.startswith("eval_") and metric != "eval_loss":
+        found["sweep"] = BestMetric(key="sweep.metric", metric=metric, mode="min")
+    return found

@@ -22,7 +22,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.tensor_files import StoredTensor
 from trainer.config.messages import clip, first_of
 from trainer.core import gpu
-from trainer.core.errors import NoCheckpointError, NonFiniteError, TrainError
+from trainer.core.errors import ConfigError, NoCheckpointError, NonFiniteError, TrainError
 from trainer.core.stateful import State, Stateful
 from trainer.core.tensors import fill, is_sharded, local_part, rows_of
 from trainer.core.user_code import described
@@ -285,3 +285,12 @@ class GeneratorsPart(Stateful):
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["cpu"].clone())
         gpu.set_generators(state["cuda"])
+
+
+def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:
+    """Refuse parts whose state no checkpoint can hold, before the first step."""
+    try:
+        capture(parts)
+    except (TypeError, ValueError) as error:
+        text = "give tensors, numbers, strings and None in lists, tuples and mappings"
+        raise ConfigError(f"{error}: {text}") from error

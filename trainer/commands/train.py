@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.assemble.open_run import open_run
-from trainer.assemble.parts import own_parts
 from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_stopped
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import open_store
+from trainer.assemble.step import own_parts
 from trainer.assemble.summary import describe_run
 from trainer.commands.announce import announce
 from trainer.commands.finish import finish

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.lib.config_support import checked
-from trainer.assemble.parts import own_parts
+from trainer.assemble.step import own_parts
 from trainer.core.errors import ConfigError
 from trainer.training.best_metric import STOP, BestMetric
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.assemble.parts import SIZES
 from trainer.assemble.run import Run
+from trainer.assemble.step import SIZES
 from trainer.checkpoint.state import restore
 from trainer.checkpoint.store import Loaded
 from trainer.core.format import short
