@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.errors import TrainError, error_from_dict, error_to_dict
-from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import Phase, RankPosition, RankProgress
+from trainer.core.rank_progress import Phase, PhaseTimes, RankPosition, RankProgress
 
 Value = TypeVar("Value")
 

@@ -26,8 +26,7 @@ from trainer.config.run_config import READING, RunConfig
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import FIRST_STEP, RankProgress
+from trainer.core.rank_progress import FIRST_STEP, PhaseTimes, RankProgress
 from trainer.core.run_folder import hold
 from trainer.core.signals import StopFlag, check
 from trainer.core.user_code import described

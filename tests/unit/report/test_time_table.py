@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.core.phases import PhaseTimes
-from trainer.core.rank_progress import InStep
+from trainer.core.rank_progress import InStep, PhaseTimes
 from trainer.report.time_table import PARTS, advice, split_times, time_table
 
 STEP = get_args(InStep)
