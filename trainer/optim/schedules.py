@@ -108,7 +108,7 @@ class Schedule(Described, ABC):
         """Scale the base learning rates to the size of the global batch.
 
         Linear keeps the update per sample of SGD (Goyal et al. 2017, 1706.02677); the square root
-        keeps the update noise of Adam (Malladi et al. 2022, 2205.10287).
+        keeps how far updates of Adam scatter (Malladi et al. 2022, 2205.10287).
         """
         if self.scale == "none" or self.reference_batch is None:
             return 1.0

@@ -47,7 +47,7 @@ def _by_shape(rows: Any) -> dict[Shape, Any]:  # noqa: ANN401 - of a file that a
 _ByShape = BeforeValidator(_by_shape)
 _InRows = PlainSerializer(lambda known: [(*shape, value) for shape, value in known.items()])
 _Duration = Annotated[float, Field(gt=0, le=1e6)]
-_Noise = BeforeValidator(lambda value: math.inf if value is None else value)  # JSON has no infinity
+_OrInf = BeforeValidator(lambda value: math.inf if value is None else value)  # JSON has no infinity
 
 
 @final
@@ -60,14 +60,14 @@ class Measurements:
     # Of one forward and backward, the quickest that was ever seen
     seconds: Annotated[dict[Shape, _Duration], _ByShape, _InRows] = field(default_factory=dict)
     # Of the timings, the least of any run; see `Timings`
-    noise: Annotated[float, Field(ge=0), _Noise] = math.inf
+    scatter: Annotated[float, Field(ge=0), _OrInf] = math.inf
     method: str = ""  # how peaks are predicted
     # Predicted peak of what ran out of memory when it was timed
     failed_bytes: Annotated[int, Field(ge=1)] | None = None
 
-    def add_timings(self, seconds: Mapping[Shape, float], noise: float) -> None:
+    def add_timings(self, seconds: Mapping[Shape, float], scatter: float) -> None:
         """Take the quickest of old and new timings: other programs only ever add time."""
-        self.noise = min(noise, self.noise)
+        self.scatter = min(scatter, self.scatter)
         for shape, new in seconds.items():
             self.seconds[shape] = min(new, self.seconds.get(shape, new))
 

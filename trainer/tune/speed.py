@@ -124,7 +124,7 @@ class Timings:
         return {size: seconds[size] / positions(size) for size in self.sizes if size in seconds}
 
     @property
-    def noise(self) -> float:
+    def scatter(self) -> float:
         """How far the second-quickest run lies above the quickest, in the median of all shapes.
 
         Infinite where no two sizes were run often enough to be compared.
@@ -251,7 +251,7 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     coefficients = fit_shapes({**on_line, **others})
     # Where a constant explains everything, a token still takes time: nothing divides by zero.
     coefficients[0] = max(coefficients[0], 0.01 * rates[fastest])
-    # And no micro-batch begins for free, whatever noise makes of the constant: a cut at no cost
+    # And no micro-batch begins for free, whatever chance makes of the constant: a cut at no cost
     # would put every sample alone.
     coefficients[1] = max(coefficients[1] + OVERHEAD_S, LEAST_FIXED * coefficients[0])
     ascending = sorted(sizes, key=positions)

@@ -1,4 +1,4 @@
-"""Choose the size of micro-batches: the fastest that fits or, within the noise, the most usual.
+"""Choose the size of micro-batches: the fastest that fits or, within their scatter, the most usual.
 
 What fits is found by predicted peaks; what is fast, by a few timings.
 """
@@ -47,7 +47,7 @@ TINY_PARTS = (
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 5.0
-NOISY = 0.1  # noise above which timings of an earlier run are made anew
+SCATTERED = 0.1  # scatter above which timings of an earlier run are made anew
 
 
 def tune(
@@ -121,13 +121,13 @@ def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
 
 
 def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
-    """Take the fastest row; of those within its noise, what recomputes least and is most usual."""
+    """Take the fastest row; of those in its scatter, what recomputes least and is most usual."""
     request = variants[0].request
     usual = usual_cap(request.work.model.device)
     # Where nothing is timed, only the largest cap may be chosen.
     first = 0 if request.timed else -1
     pool = [(variant, row) for variant in variants for row in variant.rows[first:]]
-    margin = max(NEAR_BEST, *(variant.noise for variant in variants))
+    margin = max(NEAR_BEST, *(variant.scatter for variant in variants))
     enough = (1.0 + margin) * min(variant.times[row.max_tokens] for variant, row in pool)
     return min(
         [(variant, row) for variant, row in pool if variant.times[row.max_tokens] <= enough],
@@ -158,7 +158,7 @@ class MemoryVariant:
     times: dict[int, float] = field(default_factory=dict)  # of a step, by cap; in tokens if untimed
     speed: SpeedModel = field(default_factory=lambda: speed_of(Cost()))
     how: str = "time unknown"  # where times and cost are from
-    noise: float = 0.0  # of the timings; infinite where they cannot be compared
+    scatter: float = 0.0  # of the timings; infinite where they cannot be compared
 
     @property
     def cost(self) -> Cost:
@@ -275,14 +275,14 @@ class MemoryVariant:
         facts, known = self.facts, self.facts.seconds
         sizes, others = self._shapes_to_time(fits)
         self.how = "timed in an earlier run"
-        if facts.noise > NOISY or known.keys().isdisjoint(sizes):
+        if facts.scatter > SCATTERED or known.keys().isdisjoint(sizes):
             started = self.clock()
             with (
                 self.request.work.filled(),
                 rehearsal(self.request.work, recompute=self.recompute) as prepare,
             ):
                 timings = measure(prepare, sizes, others, self.budget_s, self.clock, self.meter)
-            facts.add_timings(timings.seconds, timings.noise)
+            facts.add_timings(timings.seconds, timings.scatter)
             if timings.failed is not None:
                 facts.failed_bytes = self.peak(timings.failed).peak_bytes
             taken_s = self.clock() - started
@@ -290,7 +290,7 @@ class MemoryVariant:
         of_sizes = {shape: known[shape] for shape in sizes if shape in known}
         if not of_sizes:
             _refuse(self)
-        self.noise = facts.noise
+        self.scatter = facts.scatter
         return fit_speed(of_sizes, {shape: known[shape] for shape in others if shape in known})
 
     def budget_s(self, rate: float) -> float:
@@ -321,11 +321,11 @@ def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> s
     """Say how the choice is known, for a person to read; `fastest_s` is the best of all steps."""
     request, slower = best.request, best.times[row.max_tokens] / fastest_s - 1.0
     how = best.how if request.fixed_cap is None else "not timed: deterministic"
-    if math.isinf(best.noise) and len(best.rows) > 1:
+    if math.isinf(best.scatter) and len(best.rows) > 1:
         how += ", too slow to compare sizes: the most usual one is taken"
     elif slower > NEAR_BEST:
         how += f", {slower:.0%} above the fastest row, which is within the noise of timings"
-        how += f" ({best.noise:.0%}): of such rows the most usual one is taken"
+        how += f" ({best.scatter:.0%}): of such rows the most usual one is taken"
     method = [best.facts.method, how, request.limit.source]
     if row.max_tokens < request.single_sample_cap:
         method.insert(

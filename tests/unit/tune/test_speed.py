@@ -105,7 +105,7 @@ def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_n
     assert FEWEST < max(map(machine.ran.count, SIZES)) <= MOST
     assert found.rates[SIZES[0]] > 1.3 * found.rates[SIZES[5]]
     assert machine.ran.count(SIZES[0]) <= FEWEST + 1, "and once to set up"
-    assert found.noise > NEAR_BEST >= Machine().measure().noise
+    assert found.scatter > NEAR_BEST >= Machine().measure().scatter
 
 
 @pytest.mark.parametrize("budget_s", [0.0, 0.05, 0.3, 2.0])
@@ -114,7 +114,7 @@ def test_timing_keeps_to_its_budget_and_compares_nothing_without_two_sizes(budge
     timed = machine.measure(budget_s)
     assert SIZES[0] in timed.seconds
     assert machine.now <= max(budget_s, machine.seconds(SIZES[0]))
-    assert math.isinf(timed.noise) == (budget_s < 0.3)
+    assert math.isinf(timed.scatter) == (budget_s < 0.3)
 
 
 def test_a_size_that_runs_out_of_memory_ends_the_search_and_is_named():

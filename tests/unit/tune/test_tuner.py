@@ -244,7 +244,7 @@ def test_a_fixed_cap_is_lowered_by_memory_alone_and_no_clock_is_asked(book):
     assert "not timed: deterministic" in found.method
     peaks = dict(book.facts[False].peaks)
     seconds = {Shape(n, 32): 1e-9 / n for n in (1, 4, 16)}
-    facts = Measurements(peaks=peaks, seconds=seconds, noise=0.0)
+    facts = Measurements(peaks=peaks, seconds=seconds, scatter=0.0)
     timed = TuningCache(facts=(replace(facts, method=book.facts[False].method), Measurements()))
     assert tuned(timed) == found, "what was timed before counts as little"
     assert replace(tuned(book, limit=10**8), method="", limit_bytes=0) == replace(
@@ -273,7 +273,7 @@ def test_recomputing_is_chosen_where_it_is_all_that_fits(book):
         "",
         "[]",
         '{"facts": [{"peaks": [[1, 2]]}]}',
-        '{"facts": [{"noise": -1}, {}]}',
+        '{"facts": [{"scatter": -1}, {}]}',
         '{"facts": 7}',
     ],
 )
@@ -284,7 +284,7 @@ def test_a_damaged_cache_is_an_empty_one(tmp_path, monkeypatch, caplog, damage):
     TuningCache.open({}, tmp_path / "file" / "below").save()  # that is no failure
     book = TuningCache.open({}, tmp_path / "own")
     for seconds in (0.5, 0.3, 0.7):  # other programs only ever add time
-        book.facts[False].add_timings({Shape(1, 8): seconds}, noise=math.inf)
+        book.facts[False].add_timings({Shape(1, 8): seconds}, scatter=math.inf)
     assert book.facts[False].seconds == {Shape(1, 8): 0.3}
     book.facts[False].peaks[Shape(1, 8)] = MemoryEstimate(peak_bytes=3)
     book.save()

@@ -27,7 +27,7 @@ LEAST_JUMP = 0.5  # nats: losses near zero are small in most steps, and not in s
 FAR_NORM = 10.0  # times the median of gradient norms, at least; and above those of the beginning
 BEGINNING = 100  # steps behind the warm-up after which a loss should have fallen
 FIRST = 10  # losses that a loss should have fallen below
-FALLEN = 0.01  # by this share of them; by less, it is taken for noise
+FALLEN = 0.01  # by this share of them; by less, it is taken for chance
 SMALLEST_NORM = 1e-30
 SHOWN_IDS = 3
 
