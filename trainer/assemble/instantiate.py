@@ -270,7 +270,6 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
             near = difflib.get_close_matches(name, parameters, n=1)
             hint = f"It takes {', '.join(parameters) or 'none'}."
             hint = f"Did you mean {key}.{near[0]}?" if near else hint
-            fault = f"{key}.{name}: {target.__name__} takes no such argument. {hint}"
-            faults.append(clip(fault))
+            faults.append(clip(f"{key}.{name}: {target.__name__} takes no such argument. {hint}"))
     if faults:
         raise ConfigError(*faults)

@@ -133,12 +133,12 @@ def _read(name: str) -> _Module | None:
         if file is None or b"from trainer." not in (source := file.read_bytes()):
             return None
         tree, imports = ast.parse(source), dict[str, str]()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        for block in tree.body:  # not into functions: a walk through all takes longer than the rest
+            for node in block.body if isinstance(block, ast.If) else [block]:
+                if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         kinds = ast.ClassDef | ast.FunctionDef
-        definitions = {node.name: node for node in tree.body if isinstance(node, kinds)}
-        return _Module(name, imports, definitions)
+        return _Module(name, imports, {n.name: n for n in tree.body if isinstance(n, kinds)})
     return None
 
 
