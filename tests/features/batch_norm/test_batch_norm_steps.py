@@ -15,8 +15,6 @@ from tests.reliability.rank_work import run_as_rank
 from trainer import train
 from trainer.core.errors import NotExactError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 OWN = batch_norm_toys.__name__
 NET = f"model._target_={OWN}.Convolved data._target_={OWN}.Pictures optimizer=sgd optimizer.lr=0.05"
 GHOST = f"{NET} batchnorm=ghost batchnorm.group=4"

@@ -7,8 +7,6 @@ from tests.lib.run_support import TOYS, curve, go, on, read_json, state, steps
 from trainer import train
 from trainer.core.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 PAIRS = "tests.lib.pair_toys"
 LINE = f"model._target_={TOYS}.DoubleNet scheduler=constant accum=budget accum.max_tokens=40"
 

@@ -14,8 +14,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.features.batch_size.noise_ramp import NoiseRamp
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 OWN = "tests.lib.noise_toys"  # of a noise scale of 24 samples
 TOY = f"model._target_={OWN}.DoubleLinear data._target_={OWN}.Gaussian data.holdout=0"
 TOY += f" objective._target_={OWN}.Linear scheduler=constant"

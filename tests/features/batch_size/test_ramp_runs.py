@@ -11,8 +11,6 @@ from tests.lib.run_support import TOYS, curve, entries, go, overrides, read_json
 from tests.reliability.rank_work import run_as_rank
 from trainer.core.world import World
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 RAMP = "batch=ramp 'batch.stages={0: 4, 20: 8, 0.06k: 16}' epochs=2"
 SIZES = [4, 4, 4, 4, 4, 8, 8, 6, 8, 8, 8, 16, 2]
 """Of 42 samples an epoch, whose last step is short."""

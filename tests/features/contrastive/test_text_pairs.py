@@ -14,10 +14,7 @@ from tests.lib.hf_toys import TEXTS, save_tokenizer, write_lines
 from tests.lib.nightly import nightly
 from tests.lib.run_support import curve, entries, go, overrides, shell, state
 
-pytestmark = [
-    pytest.mark.usefixtures("own_folder"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 EXACT, WRONG, NUM_PAIRS, SCALE = 1e-10, 1e-2, 16, 20.0
 SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

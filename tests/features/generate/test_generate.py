@@ -12,8 +12,6 @@ from tests.lib.run_support import entries, go, on, shell, small_library
 from trainer.data.stdlib import StdlibText
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 PROMPTS = ["the step is", "we"]
 LINE = (
     "model=hf model.path=model data=hf data.path=texts.jsonl data.max_length=32 batch.global=8 "

@@ -10,8 +10,6 @@ from tests.lib.run_support import curve, entries
 from tests.reliability.rank_work import run_as_rank
 from trainer.cli.main import run as run_line
 
-pytestmark = pytest.mark.usefixtures("own_folder")
-
 LINE = (
     "recipe=image_text data.holdout=0.99 model.dtype=float64 batch.global=7 epochs=1 "
     "optimizer=sgd optimizer.lr=0.1 scheduler=constant precision=fp32 device=cpu "
