@@ -11,8 +11,8 @@ from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.data.loader import Loader
 from trainer.data.samples import INPUT_IDS
-from trainer.models.by_document import attend_by_document, attend_whole_rows
 from trainer.models.compilation import COMPILED_SHAPES
+from trainer.models.facts import facts_of
 from trainer.plan.cut import Layout
 from trainer.plan.partition import layout_for
 from trainer.training.model import Model
@@ -48,10 +48,10 @@ def find_layout(
         fault=lambda: world.on_main(lambda: packing_fault(loader, module, call)),
     )
     # One by one on a CPU, if that is proven too; a compiler would need a graph for all lengths.
-    is_tried = packed and device.type == "cpu" and not config.compile
-    is_tried = is_tried and attend_by_document(module)
-    if is_tried and world.on_main(lambda: packing_fault(loader, module, call)) is not None:
-        attend_whole_rows(module)
+    if packed and device.type == "cpu" and not config.compile:
+        undo = facts_of(module).attend_by_document()
+        if undo and world.on_main(lambda: packing_fault(loader, module, call)) is not None:
+            undo()
     layout = layout_for(
         data.lengths[data.lengths.sample()],
         world_size=world.size,

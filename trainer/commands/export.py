@@ -39,7 +39,8 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     to, given = expanded(config.export.to), read_terms(loaded).given
     model = built(config, loaded, world)
     facts = ModelFacts() if model is None else facts_of(model)
-    description, tokenizer = exported.export_config(config, given, loaded.step), _tokenizer(config)
+    description = exported.export_config(config, given, loaded.step)
+    tokenizer = exported.tokenizer_of(config)
     write: Callable[[Path], object] | None = facts.save
     lines: list[str] | None = exported.lines_to_load(config, facts, to)
     if config.adapter.target != NO_ADAPTER:
@@ -68,15 +69,6 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     for line in lines or ():
         Screen().line(f"  {line}", is_command=True)
     return 0
-
-
-def _tokenizer(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
-    """Build the tokenizer that is written, where there is one."""
-    try:
-        return exported.tokenizer_of(config)
-    except ConfigError as error:  # its files may be gone
-        Screen().warn(f"{error}: no tokenizer is written")
-        return None
 
 
 def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:

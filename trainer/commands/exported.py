@@ -13,8 +13,10 @@ from trainer.assemble.tokenizer import RunTokenizer, source_of_model
 from trainer.config.components import NO_ADAPTER, Component
 from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
+from trainer.core.errors import ConfigError
 from trainer.core.format import shown_path
 from trainer.models.facts import ModelFacts, model_library
+from trainer.report.console import Screen
 
 
 def export_config(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -38,12 +40,15 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
 
     It is that of the data or, where they take none, that of the folder of the model.
     """
-    parts = _data_parts(config)
-    tokenizer = RunTokenizer(config)
-    for key, part in parts.items():
-        tokenizer.given_to(part, key)
+    parts, tokenizer = _data_parts(config), RunTokenizer(config)
     arguments = [part.params for part in parts.values()]
-    return model_library().tokenizer_beside(tokenizer.built, source_of_model(config), arguments)
+    try:
+        for key, part in parts.items():
+            tokenizer.given_to(part, key)
+        return model_library().tokenizer_beside(tokenizer.built, source_of_model(config), arguments)
+    except ConfigError as error:  # its files may be gone
+        Screen().warn(f"{error}: no tokenizer is written")
+        return None
 
 
 def writers_beside(

@@ -44,6 +44,8 @@ class ModelFacts:
     new_head: Sequence[str] = ()  # those of `new` that are a head for another task
     max_positions: int | None = None  # positions that it has a table of
     stored_dtypes: Callable[[], Sequence[str]] = tuple  # of the weights in its source
+    # Has it attend to packed documents one by one, and gives what undoes that; None where it cannot
+    attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
     # Writes weights and config into a folder, and gives the lines of Python that load them
     save: Callable[[Path], object] | None = None
     how_to_load: Callable[[str], list[str]] | None = None

@@ -15,8 +15,8 @@ from tests.lib.nightly import nightly
 from tests.lib.support import EXACT, VOCABULARY, WRONG, Bench, RaggedText, TinyLM, relative_error
 from trainer.data.loader import Loader, Request
 from trainer.features.heads.model_loss import ModelLoss
+from trainer.features.hugging_face.by_document import attend_by_document
 from trainer.models.bind import bind
-from trainer.models.by_document import attend_by_document
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout

@@ -21,6 +21,7 @@ from trainer.core.format import DTYPE_WORDS
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.micro_batch import Fields
 from trainer.features.hugging_face import classes
+from trainer.features.hugging_face.by_document import attend_by_document
 from trainer.features.hugging_face.model_folder import (
     copy_input_files,
     read_config,
@@ -120,6 +121,7 @@ class HuggingFace(ModelLibrary):
             new_head=() if task is not None and TASKS[task].of_body else facts.new,
             max_positions=_positions_of(module),
             stored_dtypes=partial(_stored_dtypes, source),
+            attend_by_document=partial(attend_by_document, module),
         )
         if task is not None:
             facts = replace(facts, objective=partial(_objective, module, facts.pooling))

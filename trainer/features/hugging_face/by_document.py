@@ -6,6 +6,8 @@ On a CPU that is most of the time of a row of several thousand tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,26 +20,22 @@ _OTHER = ("sliding_window", "softcap", "position_bias", "s_aux")
 """Arguments of an attention that is more than causal."""
 
 
-def attend_by_document(module: nn.Module) -> bool:
-    """Have a model attend so; False where its attention is another one, and nothing changed."""
+def attend_by_document(module: nn.Module) -> Callable[[], None] | None:
+    """Have a model attend so, and give what undoes it; None where its attention is another one."""
     config: Any = getattr(module, "config", None)
     is_plain = getattr(config, "_attn_implementation", None) == "sdpa" and not config.sub_configs
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = {*(getattr(config, "layer_types", None) or ())}
     if not is_plain or any(windows) or kinds - {"full_attention"}:
-        return False
+        return None
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
 
     AttentionInterface.register(BY_DOCUMENT, _attend)
     AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
-    module.set_attn_implementation(BY_DOCUMENT)  # type: ignore[operator] # of transformers
-    return bool(config._attn_implementation == BY_DOCUMENT)
-
-
-def attend_whole_rows(module: nn.Module) -> None:
-    """Undo it."""
-    module.set_attn_implementation("sdpa")  # type: ignore[operator] # of transformers
+    choose: Callable[[str], None] = module.set_attn_implementation  # type: ignore[assignment] # of transformers
+    choose(BY_DOCUMENT)
+    return partial(choose, "sdpa") if config._attn_implementation == BY_DOCUMENT else None
 
 
 def _attend(
