@@ -45,7 +45,7 @@ from verify_truth import truth_of
 from trainer import train
 from trainer.assemble.build import assemble
 from trainer.assemble.step import step_context
-from trainer.cli.main import composer_of
+from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
 from trainer.cli.python_api import overrides_of
 from trainer.core.errors import NotExactError, TrainError
@@ -159,7 +159,7 @@ def _by_command(lines: Sequence[str]) -> Mapping[str, Any]:
 
 def _by_room(lines: Sequence[str]) -> Mapping[str, Any]:
     """Compose and build the same, and verify it, without a plan and a folder."""
-    composer = composer_of({})
+    composer = Composer.of()
     run = assemble(prepare_run(overrides_of(lines, composer), composer).config, World())
     with contextlib.closing(run.feed(run.world)) as feed:
         batch = feed.next()

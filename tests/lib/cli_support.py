@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.argv import split_argv
-from trainer.cli.compose import Job
-from trainer.cli.main import composer_of
+from trainer.cli.compose import Composer, Job
 from trainer.cli.prepare import prepare_run
 
 CHECKOUT = Path(__file__).parents[2]
@@ -64,7 +63,7 @@ def make_own_folder(folder: Path, patch: pytest.MonkeyPatch, source: str = OWN_C
 def prepared(line: str) -> Job:
     """Check a command line, and start nothing."""
     request = split_argv(shlex.split(line))
-    return prepare_run(request.lines, composer_of(request.flags))
+    return prepare_run(request.lines, Composer.of(request.flags.get("--config-dir")))
 
 
 def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

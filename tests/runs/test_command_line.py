@@ -19,15 +19,15 @@ import trainer
 from tests.lib.cli_support import CHECKOUT, OWN_RUN, make_own_folder, prepared, python
 from tests.lib.run_support import only_run, shell
 from trainer.cli.argv import COMMAND_HELP
-from trainer.cli.main import composer_of
+from trainer.cli.compose import Composer
 from trainer.cli.overrides import parse, quote, read_override
 from trainer.cli.python_api import literal
-from trainer.cli.sweep import prepare_sweep
 from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.option_files import OWN, data_dir
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
+from trainer.features.sweeps.sweep import prepare_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_a_folder_of_ones_own_is_consent(tmp_path, capsys):
 
 
 def test_a_sweep_is_expanded_as_hydra_expands_it():
-    composer = composer_of({})
+    composer = Composer.of()
     for line, jobs in {
         "batch.global=16,32 accum=fixed,auto accum.micro=8": [
             [f"accum={cut}", f"++batch.global={size}", "++accum.micro=8"]

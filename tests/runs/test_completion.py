@@ -13,7 +13,7 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from trainer.cli.completion import offers, quoted, split_line
-from trainer.cli.main import composer_of
+from trainer.cli.compose import Composer
 
 SHELLS = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"], "fish": ["--no-config"]}
 INSTALL = {
@@ -81,7 +81,7 @@ def test_a_command_is_offered_anywhere_and_report_what_it_takes(
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").touch()
-    with composer_of({}).open() as hydra:
+    with Composer.of().open() as hydra:
         given = offers(split_line(line)[0][1:], hydra)
     assert {*found} <= {*given} if others else {*found} == {*given}
     assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found})

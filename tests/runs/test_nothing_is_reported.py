@@ -14,7 +14,7 @@ from tests.lib import cli_support
 from tests.lib.cli_support import CHECKOUT, make_own_folder
 from tests.lib.hf_toys import TEXTS, save_llama, save_tokenizer, write_lines
 from tests.lib.nightly import nightly, slow
-from trainer.cli.library_reports import SWITCHES, switch_off_reports
+from trainer.cli.plugins import SWITCHES, switch_off_reports
 
 # Python runs it in every process, as it starts.
 HOOK = """

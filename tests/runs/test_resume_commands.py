@@ -12,7 +12,7 @@ import yaml
 from tests.lib.cli_support import faults, make_own_folder, prepared
 from tests.lib.run_support import shell
 from trainer.cli.compose import Job
-from trainer.cli.saved_runs import newest, newest_sweep
+from trainer.cli.saved_runs import newest
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import shown_path
@@ -169,18 +169,6 @@ def test_auto_takes_the_newest_training_run_of_the_name(capsys):
         assert shell(line) in (2, 4)
         (fault,) = faults(capsys.readouterr().err)
         assert fault.endswith(f"; the newest run of that name is {key}={shown_path(mine[1])}")
-
-
-def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(tmp_path):
-    outputs, begun = tmp_path / "outputs", []
-    for number in range(2):
-        sweep = outputs / "multirun" / "today" / str(number)
-        (sweep / "0" / ".hydra").mkdir(parents=True)
-        RunFolder(sweep / "0").record_start()
-        typed = {"hydra": {"overrides": {"task": ["seed=1,2"]}}}
-        (sweep / "multirun.yaml").write_text(yaml.safe_dump(typed))
-        begun.append(sweep)
-    assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]
 
 
 def test_auto_goes_on_in_the_folder_that_is_typed():

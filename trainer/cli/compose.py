@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __version__
-from trainer.cli.library_reports import switch_off_reports
 from trainer.cli.overrides import (
     TARGET,
     Classified,
@@ -35,7 +34,7 @@ from trainer.cli.overrides import (
     values_in,
 )
 from trainer.cli.paths import absolute_paths, refuse_missing
-from trainer.cli.plugins import EXTRAS, load_plugins, without_plugins
+from trainer.cli.plugins import EXTRAS, load_plugins, switch_off_reports, without_plugins
 from trainer.cli.trust import consented_components, trust_faults
 from trainer.config import components, recipes
 from trainer.config.keys import KEYS
@@ -45,6 +44,7 @@ from trainer.config.recipes import other_versions
 from trainer.config.run_config import RunConfig
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
+from trainer.core.format import expanded
 from trainer.core.own_code import OWN_CODE
 
 CONFIG_NAME = "config"
@@ -80,6 +80,15 @@ class Composer:
     own_folder: Path | None = None  # the user's `--config-dir`
     # Options on the search path, while it is open
     groups: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, own_folder: str | None = None) -> Self:
+        """Read what is typed behind `--config-dir`; classes may be of modules found here."""
+        try:
+            OWN_CODE.folder = Path.cwd()
+        except FileNotFoundError:
+            raise ConfigError("the current folder was deleted; change to one that exists") from None
+        return cls(own_folder=expanded(own_folder).absolute() if own_folder else None)
 
     @contextmanager
     def open(self, overrides: Iterable[Override] = ()) -> Iterator[Any]:

@@ -7,23 +7,21 @@ waits until every job of the command line has been checked.
 from __future__ import annotations
 
 import os
+import pkgutil
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer import __version__
 from trainer.cli import exit_messages
-from trainer.cli.argv import PAGE_WORDS, split_argv
+from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
 from trainer.config.messages import clip
+from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
-from trainer.core.format import expanded
-from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
 if TYPE_CHECKING:
-    from trainer.cli.compose import Composer
     from trainer.cli.finished_run import FinishedRun
 
 
@@ -68,12 +66,13 @@ def train(
     Raises:
         TrainError: what the command line would print; its `exit_code` is the command line's.
     """
+    from trainer.cli.compose import Composer  # noqa: PLC0415
     from trainer.cli.finished_run import FinishedRun  # noqa: PLC0415
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.python_api import overrides_of  # noqa: PLC0415
     from trainer.cli.start import start_job  # noqa: PLC0415
 
-    composer = composer_of({} if config_dir is None else {"--config-dir": config_dir})
+    composer = Composer.of(config_dir)
     job = prepare_run(overrides_of(config, composer), composer)
     code = start_job(job, composer, is_python=True) if job.done is None else 0
     return FinishedRun.of(job.config, job.folder, code)
@@ -92,16 +91,16 @@ def _run(argv: Sequence[str]) -> int:
     if "--version" in flags:
         exit_messages.print_out(f"train {__version__}\n")
         return 0
-    composer = composer_of(flags)
+    from trainer.cli.compose import Composer  # noqa: PLC0415 - imports Hydra
+
+    composer = Composer.of(flags.get("--config-dir"))
     lines = request.lines
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
         with exit_messages.piped(), composer.open() as hydra:
             show_by_hydra(flags, request.overrides, hydra)
         return 0
-    if "--multirun" in flags or "hydra.mode=MULTIRUN" in lines:
-        from trainer.cli.sweep import run_sweep  # noqa: PLC0415
-
-        return run_sweep(lines, composer, request.faults)
+    if (run_lines := _of_feature(request)) is not None:
+        return run_lines(lines, composer, request.faults)
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.start import run_and_report, start_job  # noqa: PLC0415
 
@@ -120,13 +119,11 @@ def _run(argv: Sequence[str]) -> int:
     return start_job(job, composer)
 
 
-def composer_of(flags: Mapping[str, str]) -> Composer:
-    """Give the search path that Hydra's flags name; `_target_` may name a module found here."""
-    try:
-        OWN_CODE.folder = Path.cwd()
-    except FileNotFoundError:
-        raise ConfigError("the current folder was deleted; change to one that exists") from None
-    from trainer.cli.compose import Composer  # noqa: PLC0415
-
-    own = flags.get("--config-dir")
-    return Composer(own_folder=expanded(own).absolute() if own else None)
+def _of_feature(request: CommandLine) -> Callable[..., int] | None:
+    """Find what runs a command line with a flag that a feature brought; None without one."""
+    for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
+        # Hydra has a setting for its own flag.
+        if f"--{flag}" in request.flags or f"hydra.mode={flag.upper()}" in request.overrides:
+            found: Callable[..., int] = pkgutil.resolve_name(option["_target_"])
+            return found
+    return None

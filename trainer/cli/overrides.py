@@ -6,7 +6,6 @@ answers a number where an option's name is due with a traceback. Here each of th
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -211,24 +210,6 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
     values = list(override.sweep_string_iterator()) if is_swept else [right_side(override)]
     lower = set(options) - set(values)
     return [value.lower() if value.lower() in lower else value for value in values]
-
-
-def expand(lines: Iterable[str]) -> list[list[str]]:
-    """Expand a sweep: every combination of the values of every swept override, in Hydra's order."""
-    return [list(job) for job in itertools.product(*map(_each, lines))]
-
-
-def cover(lines: Iterable[str]) -> list[list[str]]:
-    """List jobs that together have every value of every override, and both ends of intervals."""
-    columns = [*map(_each, lines)]
-    longest = max(map(len, columns), default=1)
-    return [[column[n % len(column)] for column in columns] for n in range(longest)]
-
-
-def _each(line: str) -> list[str]:
-    """Write an override once for each of its values."""
-    key, equals, _ = line.partition("=")
-    return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
 
 
 def _faults(override: Override, groups: ConfigGroups) -> Iterator[str]:

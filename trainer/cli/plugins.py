@@ -1,4 +1,4 @@
-"""Load the plugins of Hydra that a command line names, and no others: installed ones alone.
+"""Load the plugins of Hydra that a command line names, and have libraries report home nothing.
 
 Hydra imports every module of `hydra_plugins` when it starts, which with the launchers and sweepers
 that are commonly installed takes longer than everything else before a config error is shown.
@@ -6,6 +6,7 @@ that are commonly installed takes longer than everything else before a config er
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -29,8 +30,23 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 }
 """Options that a plugin brings, and which extra of ours installs it."""
 
+SWITCHES: Mapping[str, str] = {
+    "DISABLE_SAFETENSORS_CONVERSION": "true",  # transformers asks the hub to convert what it loads
+    "HF_HUB_DISABLE_TELEMETRY": "true",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "false",  # datasets counts on the hub who reads JSON, local or not
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}
+"""Environment variables that libraries read once, when they are imported."""
+
 _PACKAGE = "hydra_plugins"
 _NO_NAME = {"", "hydra", "launcher", "sweeper"}
+
+
+def switch_off_reports() -> None:
+    """Set the variables, for this process and those it starts; one that a user set stays."""
+    for name, value in SWITCHES.items():
+        os.environ.setdefault(name, value)
 
 
 def without_plugins() -> Plugins:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from trainer.cli.overrides import ConfigGroups, dotted, parse, right_side
+from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.config import run_config, trackers
 from trainer.config.components import targets_in
 from trainer.config.messages import clip
 from trainer.config.odd_files import refuse_odd_files
-from trainer.config.recipes import ONLY_TYPED, asked
+from trainer.config.recipes import asked
 from trainer.config.validate import from_plain
 from trainer.core import consent, durable
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -75,28 +75,6 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> RunFold
         if is_named and can_go_on(run) and (run.steps() or not is_read):
             found.append(run)
     return max(found, key=RunFolder.by_start, default=None)
-
-
-def newest_sweep(
-    outputs: Path, overrides: Sequence[str], record: str = "multirun.yaml"
-) -> Path | None:
-    """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
-
-    What is typed anew for every command does not count, nor does the order.
-    """
-
-    def settings(lines: Iterable[str]) -> set[tuple[str, str]]:
-        pairs = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
-        return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
-
-    found = dict[Path, tuple[float, str]]()
-    for path in outputs.glob(f"multirun/**/{record}"):
-        with suppress(*UNREADABLE, KeyError, TypeError):
-            begun = [str(line) for line in durable.read_yaml(path)["hydra"]["overrides"]["task"]]
-            if settings(begun) == settings(overrides):  # a sweep is as old as its first job
-                jobs = [RunFolder(job).by_start() for job in path.parent.iterdir()]
-                found[path.parent] = min((job for job in jobs if job[0]), default=(0.0, str(path)))
-    return max(found, key=found.__getitem__, default=None)
 
 
 def can_go_on(run: RunFolder) -> bool:

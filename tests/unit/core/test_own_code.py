@@ -46,15 +46,6 @@ def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code)
         importlib.import_module("own_library").probe()
 
 
-def test_a_name_that_is_taken_is_named_with_the_file_to_rename(code):
-    assert code.folder is not None
-    assert code.why_hidden("json.Net") == ""
-    (code.folder / "json.py").write_text("")
-    assert code.why_hidden("json.Net").endswith(f": rename {code.folder / 'json.py'}")
-    assert "the name json is taken by" in code.why_hidden("json.Net")
-    assert code.why_hidden("own_a.Net") == ""
-
-
 def test_the_file_of_a_package_is_known_before_it_is_imported(code):
     assert code.folder is not None
     assert code.file_of("own_probed") == str(code.folder / "own_probed.py")

@@ -5,9 +5,12 @@ from io import StringIO
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
-from trainer.cli.sweep import _notes, _print_table
+from trainer.core.run_folder import RunFolder
+from trainer.features.sweeps.sweep import newest_sweep
+from trainer.features.sweeps.table import _notes, _print_table
 
 KEYS = ["optimizer.lr", "batch.global"]
 FIGURES = ("step", "loss", "eval_loss", "eval_f1_macro", "eval_top_2", "tokens_per_second")
@@ -50,3 +53,15 @@ def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_p
     (note,) = _notes(rows, "eval_loss")
     assert note.startswith("eval_loss is of other held-out samples or tokens in some jobs")
     assert [*_notes(rows, "loss")] == []
+
+
+def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(tmp_path):
+    outputs, begun = tmp_path / "outputs", []
+    for number in range(2):
+        sweep = outputs / "multirun" / "today" / str(number)
+        (sweep / "0" / ".hydra").mkdir(parents=True)
+        RunFolder(sweep / "0").record_start()
+        typed = {"hydra": {"overrides": {"task": ["seed=1,2"]}}}
+        (sweep / "multirun.yaml").write_text(yaml.safe_dump(typed))
+        begun.append(sweep)
+    assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]

@@ -17,8 +17,8 @@ import yaml
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, faults, make_own_folder
 from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json, shell
-from trainer.cli.overrides import cover
-from trainer.cli.sweep_jobs import Slots
+from trainer.features.sweeps.jobs import Slots
+from trainer.features.sweeps.sweep import cover
 
 SEEN = """
 import os

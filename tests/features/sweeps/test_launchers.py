@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.launchers import BASIC_LAUNCHER, settings_of, slots_of
-from trainer.cli.sweep_jobs import SweepTask
+from trainer.features.sweeps.jobs import SweepTask
+from trainer.features.sweeps.launchers import BASIC_LAUNCHER, settings_of, slots_of
 
 JOB: Any = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(ranks=1), device="cpu"))
 
@@ -47,16 +47,11 @@ def test_a_job_of_submitit_goes_back_into_the_queue_at_its_time_limit_unless_a_c
     [("min", 0, 2.0), ("max", 0, -2.0), ("max", 75, -2.0), ("max", 1, float("inf"))],
 )
 def test_a_sweeper_minimises_whatever_the_metric(mode, code, given, tmp_path, monkeypatch):
-    record = SimpleNamespace(
-        runtime=SimpleNamespace(output_dir=str(tmp_path)),
-        overrides=SimpleNamespace(task=[]),
-        job=SimpleNamespace(num=0),
-    )
-    monkeypatch.setattr("trainer.cli.sweep_jobs.HydraConfig.get", lambda: record)
-    monkeypatch.setattr("trainer.cli.sweep_jobs.value_of", lambda *_: 2.0)
+    record = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path)))
+    monkeypatch.setattr("trainer.features.sweeps.jobs.HydraConfig.get", lambda: record)
+    monkeypatch.setattr("trainer.features.sweeps.jobs.value_of", lambda *_: 2.0)
     monkeypatch.setattr(SweepTask, "_run_elsewhere", lambda *_: code)
-    monkeypatch.setattr("trainer.cli.sweep_jobs.OWN_CODE", SimpleNamespace(folder=None))
     sweep: Any = SimpleNamespace(mode=mode, metric="eval_loss")
-    own: dict[str, Any] = {"composer": None, "own_folder": None, "safe_path": "1"}
-    task = SweepTask(sweep=sweep, process=("elsewhere", 1), **own)
+    composer: Any = None
+    task = SweepTask(sweep=sweep, host="elsewhere", pid=1, composer=composer)
     assert task(None) == given

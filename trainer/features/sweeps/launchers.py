@@ -19,9 +19,9 @@ import yaml
 from omegaconf import DictConfig
 
 from trainer.cli.compose import Job
-from trainer.cli.sweep_jobs import Slots
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.errors import ConfigError
+from trainer.features.sweeps.jobs import Slots
 
 # Hydra names both by private modules.
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"

@@ -1,0 +1,199 @@
+"""Prepare and run a sweep: every job is checked before the first starts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import env_override
+from hydra.errors import HydraException
+from rich.console import Console
+
+from trainer.cli import saved_runs
+from trainer.cli.compose import CONFIG_NAME, Composer, Job
+from trainer.cli.exit_messages import print_error
+from trainer.cli.overrides import (
+    classify,
+    distinct,
+    dotted,
+    parse,
+    quote,
+    read_override,
+    right_side,
+    values_of,
+    without,
+    word_of,
+)
+from trainer.config.messages import clip, line
+from trainer.config.metric_mode import mode_of
+from trainer.config.recipes import ONLY_TYPED
+from trainer.config.run_config import READING
+from trainer.core import durable
+from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
+from trainer.core.run_folder import UNREADABLE, RunFolder, hold
+from trainer.core.signals import raise_on_interrupt
+from trainer.features.sweeps import launchers, table
+from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
+
+_LOGGING = "hydra/hydra_logging"
+_AT_USR1 = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}  # at which a run saves
+
+
+def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> int:
+    """Run every job of a sweep as typed, report them all, and give the exit code.
+
+    `faults` were found earlier, of what was typed. With a fault in any job none is started.
+    """
+    if "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("-m: a sweep starts its own ranks; run it without torchrun")
+    overrides, wrong = parse(lines, is_typed=True)
+    interrupted = failed = False
+    with composer.open(overrides) as hydra:
+        sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
+        raise_on_interrupt()
+        try:
+            _start(sweep, composer, hydra)
+        except KeyboardInterrupt:
+            interrupted = True
+        except (TrainError, HydraException):
+            raise
+        except Exception as error:  # of a launcher or sweeper, which may be anybody's
+            failed = True
+            print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
+        finally:
+            codes = _exit_codes(sweep)
+            if sweep.command == "train":
+                table.report(sweep, Console())
+    if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
+        return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
+    return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
+
+
+def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class
+    """Let Hydra start the jobs of a sweep, whose folder no other process may use meanwhile."""
+    task = SweepTask(composer=composer, sweep=sweep, host=socket.gethostname(), pid=os.getpid())
+    passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
+    durable.make_folders(sweep.folder)
+    with hold(sweep.folder), passing:
+        if not sweep.jobs:
+            launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
+        with env_override({**SAFE_PATH, **os.environ, **_AT_USR1}):
+            hydra.multirun(CONFIG_NAME, task, [*sweep.lines])
+        launchers.tidy(sweep.folder)
+
+
+def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:
+    """Check every job of a sweep, over a composer that is open."""
+    resume, command = word_of(overrides, "resume"), word_of(overrides, "command")
+    if resume not in (None, saved_runs.AUTO):
+        faults.append(line("resume", resume, "every job has its own folder; use resume=auto"))
+    if command in READING or any(override.key_or_group == "run" for override in overrides):
+        faults.append("-m: a sweep can only train; run this command without -m, once for each run")
+    parts = classify(without(overrides, "resume"), composer.groups)
+    hydra, typed = parse(parts.hydra)[0], parts.lines
+    sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
+    # A search could have more combinations than anybody can check.
+    jobs = expand(typed) if sweeper == launchers.BASIC_SWEEPER else cover(typed)
+    checked: list[Job] = []
+    faults += parts.faults
+    for each in jobs:
+        try:
+            checked.append(composer.check([*hydra, *parse(each)[0]]))
+        except ConfigError as error:
+            faults += error.faults
+    if faults:
+        raise ConfigError(*distinct(faults))
+    first = checked[0]
+    record = first.composed.hydra
+    folder = _folder_of(first, typed, goes_on=resume is not None)
+    slots = launchers.slots_of(
+        checked, record, folder, len(jobs) if sweeper == launchers.BASIC_SWEEPER else None
+    )
+    goes_on = resume is not None and folder.exists()
+    own = [
+        *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
+        f"hydra.sweep.dir={quote(folder)}",
+        f"hydra.output_subdir={RunFolder.RESUMED if goes_on else RunFolder.HYDRA}",
+        *launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed),
+    ]
+    if not any(_LOGGING in each for each in own):
+        own.append(f"{_LOGGING}=none")
+    metric, mode = first.config.sweep.metric, first.config.sweep.mode
+    return Sweep(
+        command=first.config.command,
+        jobs=jobs if sweeper == launchers.BASIC_SWEEPER else (),
+        lines=(*own, *typed),
+        folder=folder,
+        goes_on=resume is not None,
+        metric=metric,
+        mode=mode_of("sweep.metric", metric, mode, "sweep.mode"),
+        sweeper=sweeper,
+        storage=record.sweeper.get("storage"),
+        typed=typed,
+        slots=slots,
+        is_parallel=record.launcher._target_ != launchers.BASIC_LAUNCHER,
+    )
+
+
+def expand(lines: Iterable[str]) -> list[list[str]]:
+    """Expand a sweep: every combination of the values of every swept override, in Hydra's order."""
+    return [list(job) for job in itertools.product(*map(_each, lines))]
+
+
+def cover(lines: Iterable[str]) -> list[list[str]]:
+    """List jobs that together have every value of every override, and both ends of intervals."""
+    columns = [*map(_each, lines)]
+    longest = max(map(len, columns), default=1)
+    return [[column[n % len(column)] for column in columns] for n in range(longest)]
+
+
+def _each(line: str) -> list[str]:
+    """Write an override once for each of its values."""
+    key, equals, _ = line.partition("=")
+    return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
+
+
+def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
+    """Choose the folder of a sweep: the newest of the same words, or a new one."""
+    record, found = first.composed.hydra, None
+    if goes_on:
+        launchers.refuse_other_jobs(record)
+        outputs = Path(first.config.outputs).absolute()
+        found = newest_sweep(outputs, lines, launchers.typed_file(record.sweeper._target_))
+    return found or Path(str(record.sweep.dir)).absolute()
+
+
+def newest_sweep(
+    outputs: Path, overrides: Sequence[str], record: str = "multirun.yaml"
+) -> Path | None:
+    """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
+
+    What is typed anew for every command does not count, nor does the order.
+    """
+    found = dict[Path, tuple[float, str]]()
+    for path in outputs.glob(f"multirun/**/{record}"):
+        with suppress(*UNREADABLE, KeyError, TypeError):
+            begun = [str(line) for line in durable.read_yaml(path)["hydra"]["overrides"]["task"]]
+            if _settings(begun) == _settings(overrides):  # a sweep is as old as its first job
+                jobs = [RunFolder(job).by_start() for job in path.parent.iterdir()]
+                found[path.parent] = min((job for job in jobs if job[0]), default=(0.0, str(path)))
+    return max(found, key=found.__getitem__, default=None)
+
+
+def _settings(lines: Iterable[str]) -> set[tuple[str, str]]:
+    pairs = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
+    return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
+
+
+def _exit_codes(sweep: Sweep) -> list[Any]:
+    """Read the exit code of every job, whichever process ran it; 1 where it did not end."""
+    found = table.folders_of(sweep.folder)
+    count = len(sweep.jobs) or max(found, default=0) + 1
+    ended = (RunFolder(found[n]).record(RunFolder.END) if n in found else {} for n in range(count))
+    return [each.get("exit_code", 1) for each in ended]

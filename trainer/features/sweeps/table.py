@@ -1,0 +1,204 @@
+"""Show how the jobs of a sweep ended, best first: on the screen, in sweep.csv and sweep.png.
+
+All is read from the folders of the jobs, so it does not matter which launcher or process ran a job,
+or whether the sweep was stopped half-way.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.cli import saved_runs
+from trainer.config.messages import show
+from trainer.config.metric_mode import is_comparable, rank, title_of
+from trainer.core.durable import write_file_atomic
+from trainer.core.run_folder import RunFolder
+from trainer.report.journal import EVAL_SECONDS, stream
+from trainer.report.views import views, write_views
+
+if TYPE_CHECKING:
+    from trainer.features.sweeps.jobs import Sweep
+
+_TITLES = {"tokens_per_second": "tokens/s"}
+
+
+def folders_of(sweep: Path) -> dict[int, Path]:
+    """Find the folders of a sweep's jobs, by number."""
+    folders = [path.parent for path in sweep.glob(f"*/{RunFolder.HYDRA}")]
+    return {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
+
+
+def report(sweep: Sweep, console: Console) -> None:
+    """Show the table of a sweep, best job first, and write `sweep.csv` and `sweep.png`.
+
+    Where the sweep has no folder yet, nothing is written.
+    """
+    found, planned = folders_of(sweep.folder), sweep.jobs
+    count = max([len(planned), *(number + 1 for number in found)])
+    folders = [found.get(n, sweep.folder / str(n)) for n in range(count)]
+    typed = [_overrides(each, planned[n : n + 1]) for n, each in enumerate(folders)]
+    # The keys that differ between jobs, in the order they were typed.
+    keys = list(dict.fromkeys(key for each in typed for key in each))
+    keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
+    rows = [
+        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(folder)}
+        for n, (each, folder) in enumerate(zip(typed, folders, strict=True))
+    ]
+    # Jobs may have other metrics; what matters most comes first
+    names = dict.fromkeys(["job", *keys, sweep.metric, "state", *(n for row in rows for n in row)])
+    rows = _ranked([names | row for row in rows], sweep.metric, sweep.mode)
+    if not rows:
+        return
+    left_out = _print_table(rows, keys, console)
+    for note in _notes(rows, sweep.metric):
+        console.print(note, markup=False, soft_wrap=True)
+    if sweep.folder.is_dir():
+        text = io.StringIO()
+        writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
+        is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
+        write_views(sweep.folder)
+        if left_out:
+            console.print(f"columns that do not fit, in sweep.csv: {', '.join(left_out)}")
+        files = [view.file for view in views().values()]
+        files += ["sweep.csv", *["sweep.png"] * is_drawn]
+        console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
+    """Say why jobs did not complete, how to go on, and which metrics there are."""
+    yield from (f"job {row['job']}: {row['reason']}" for row in rows if row["reason"])
+    if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
+        yield "to go on with the sweep, type the same command with resume=auto"
+    if not is_comparable(metric, [RunFolder(row["folder"]) for row in rows if row["folder"]]):
+        yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
+    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
+    if completed and rows[0]["rank"] is None:
+        given = [name for name, value in completed[0].items() if "eval_" in name and value]
+        yield f"sweep.metric={metric}: no job has it; evaluations gave {', '.join(given) or 'none'}"
+
+
+def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
+    """Put the best job first; those that did not complete with the metric have no rank."""
+
+    def key(row: Mapping[str, Any]) -> tuple[int, float]:
+        return rank(row.get(metric), row["state"], is_max=mode == "max")
+
+    ordered = enumerate(sorted(rows, key=key), start=1)
+    return [{"rank": None if key(row)[0] else n, **row} for n, row in ordered]
+
+
+def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Give what a job ran with, or is to run with, by dotted key."""
+    typed = RunFolder(folder).typed() or chain(*planned)
+    pairs = (line.lstrip("+").partition("=") for line in typed)
+    return {key.replace("/", "."): value for key, _, value in pairs}
+
+
+def _ended(folder: Path) -> dict[str, Any]:
+    """Give how a job ended by its records; it has none where it never started."""
+    run = RunFolder(folder)
+    status, ended = run.status(), run.record(RunFolder.END)
+    return {
+        "state": str(status.get("state", "failed" if ended else "not started")),
+        "exit_code": status.get("exit_code", ended.get("exit_code")),
+        **last_figures(folder),
+        "reason": status.get("reason") or ended.get("reason"),
+        "folder": folder if folder.is_dir() else None,
+    }
+
+
+def _print_table(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console
+) -> list[str]:
+    """Print as many columns as fit, and return the titles of the others."""
+    columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
+    wide, num_needed = console.options.update_width(10_000), len(keys) + 4
+    fitting = (
+        n
+        for n in range(len(columns), num_needed, -1)
+        if console.measure(_table(rows, columns[:n], keys), options=wide).maximum <= console.width
+    )
+    # At least what tells jobs apart, and which is best; all in a file.
+    num_shown = next(fitting, num_needed) if console.is_terminal else len(columns)
+    width = None if console.is_terminal else wide.max_width
+    console.print(_table(rows, columns[:num_shown], keys), width=width, crop=console.is_terminal)
+    return [*map(title_of, columns[num_shown:])]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequence[str]) -> Table:
+    table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
+    for name in shown:
+        title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
+        justify: Literal["left", "right"] = "left" if name == "state" else "right"
+        table.add_column(
+            title, justify=justify, overflow="fold", no_wrap=name not in keys, min_width=4
+        )
+    for row in rows:
+        cells = ("-" if (cell := row[name]) is None else cell for name in shown)
+        table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")
+    return table
+
+
+def _short(cell: object) -> str:
+    """Write a figure, or a value that a search chose, with six digits."""
+    text = show(cell)
+    long = 10  # characters
+    if isinstance(cell, float) or (len(text) > long and re.fullmatch(r"-?[\d.]+(e-?\d+)?", text)):
+        return f"{float(text):,.6g}"
+    return text
+
+
+def _plot(
+    folder: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str], metric: str
+) -> bool:
+    """Draw the metric of each job, best first, by what differs; false where no job has any."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
+
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    ended = [row for row in rows if row["rank"] is not None]
+    labels = ["\n".join(f"{key}={_short(row[key])}" for key in keys or ["job"]) for row in ended]
+    figure = Figure(figsize=(max(7, len(ended)), 4.2), layout="constrained")
+    axes = figure.add_subplot(ylabel=title_of(metric))
+    axes.plot([row[metric] for row in ended], "o")
+    axes.set_xticks(range(len(ended)), labels, rotation=30, ha="right")
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=144)
+    write_file_atomic(folder / "sweep.png", image.getvalue())
+    return bool(ended)
+
+
+def last_figures(folder: Path) -> dict[str, Any]:
+    """Give a job's last figures: of training, then those of the held-out data.
+
+    A job that did not come to its last step has those of its evaluations so far.
+    """
+    result = RunFolder(folder).record(RunFolder.RESULT)
+    entries = () if result else stream(folder / RunFolder.METRICS)
+    so_far = {n: v for e in entries for n, v in e.items() if n.startswith("eval_")}
+    so_far.pop(EVAL_SECONDS, None)
+    metrics = result.get("metrics", so_far)
+    pairs = metrics.items() if isinstance(metrics, dict) else ()
+    named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
+    figures = {"step": RunFolder(folder).status().get("step"), **result}
+    names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
+    return {name: (named | figures).get(name) for name in names}
+
+
+def value_of(folder: Path, metric: str) -> float | None:
+    """Read a metric of a job; None where it gave none, or no number."""
+    value = last_figures(folder).get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
