@@ -4,7 +4,7 @@ import os
 import sys
 
 # `-m` puts the current folder first, where a file that lies there would be taken for an installed
-# package, or for a module of Python's own; `core/own_code.py` finds what may be found there.
+# package, or for a module of Python's own; `core/own_code.py` puts it last, where it may be.
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]
 

@@ -1,8 +1,7 @@
-"""Find modules of the current folder for classes that the user consented to, and for nobody else.
+"""Let classes that the user typed, or trusts, come from the current folder.
 
-The folder may be a stranger's, and never stands on `sys.path`: there, whatever a library looks for
-and does not find, from `hydra_plugins` to `triton`, would be taken from it. A finder of its own
-gives its modules where their name was permitted, or where code of the folder imports them.
+The folder may be a stranger's. It stands on `sys.path` only once such a class is to be found there
+and nowhere else, and then behind all other folders: what is installed is never taken from it.
 """
 
 from __future__ import annotations
@@ -10,71 +9,56 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import invalidate_caches
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, final
+from typing import final
+
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @final
-class OwnCode(MetaPathFinder):
-    """Finds modules of one folder, where no installed one has their name."""
+class OwnCode:
+    """The folder where the user's code is, and the modules that their classes are of."""
 
     def __init__(self) -> None:
-        # Where the user's code is: the current folder when the command began
-        self.folder: Path | None = None
-        # Top-level modules there that may be imported; their code may import others there
-        self.names: set[str] = set()
+        self._folder: Path | None = None
         # Modules, of any place, that targets name
-        self.targets: set[str] = set()
+        self._targets: set[str] = set()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Let a process that unpickles this find what was found here."""
-        return _restored, (self.folder, self.names)
+    @property
+    def folder(self) -> Path:
+        """The current folder when the command began, which a run may leave."""
+        return self._folder or Path.cwd()
+
+    @folder.setter
+    def folder(self, folder: Path) -> None:
+        # In a notebook another one may have been it.
+        sys.path[:] = [path for path in sys.path if path != str(self._folder)]
+        self._folder = folder
 
     def permit(self, target: str) -> None:
         """Let the module that a dotted name begins with come from the folder."""
-        self.folder = self.folder or Path.cwd()
-        self.targets.add(target.rpartition(".")[0])
-        if self not in sys.meta_path:
-            sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
+        self._folder = self.folder
+        self._targets.add(target.rpartition(".")[0])
         invalidate_caches()
         root = target.partition(".")[0]
-        if root not in sys.modules and self._spec(root) is not None:
-            self.names.add(root)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a top-level module that is permitted, or that code of the folder imports."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back
-        importer = "" if frame is None else str(frame.f_globals.get("__name__"))
-        if path is not None or self.names.isdisjoint((fullname, importer.partition(".")[0])):
-            return None
-        if (spec := self._spec(fullname)) is not None:
-            self.names.add(fullname)
-        return spec
+        is_taken = root in sys.modules or _origin(PathFinder.find_spec(root)) is not None
+        if not is_taken and self._spec(root) is not None:
+            sys.path.append(str(self.folder))
 
     def _spec(self, name: str) -> ModuleSpec | None:
-        """Find a module in the folder; None where one of its name is installed."""
-        other = PathFinder.find_spec(name)
-        is_installed = other is not None and other.origin is not None
-        return (
-            None if is_installed else PathFinder.find_spec(name, [str(self.folder or Path.cwd())])
-        )
+        return PathFinder.find_spec(name, [str(self.folder)])
 
     def file_of(self, package: str) -> str:
         """Name the file, or folder, that a top-level module comes from; empty where there is none.
 
         It is not imported.
         """
-        spec = self._spec(package) or PathFinder.find_spec(package)
+        installed = PathFinder.find_spec(package)
+        spec = self._spec(package) if _origin(installed) is None else installed
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
         return next((os.path.realpath(place) for place in places if place), "")
 
@@ -82,24 +66,30 @@ class OwnCode(MetaPathFinder):
         """Hash the file of every module of the user's that is imported."""
         found = {}
         for name, module in [*sys.modules.items()]:
-            path = getattr(module, "__file__", None)
-            if path and (name in self.targets or name.partition(".")[0] in self.names):
+            path = Path(getattr(module, "__file__", None) or os.sep)
+            is_here = path.is_relative_to(self.folder) and _INSTALLED.isdisjoint(path.parts)
+            if name in self._targets or (is_here and str(self.folder) in sys.path):
                 with suppress(OSError):
-                    found[name] = digest([Path(path)])
+                    found[name] = digest([path])
         return found
 
     def why_hidden(self, target: str) -> str:
         """Say that a module of the folder has a name that is taken; empty where it is not so."""
         root = target.partition(".")[0]
-        other, own = sys.modules.get(root), PathFinder.find_spec(root, [str(self.folder)])
-        if root in self.names or other is None or own is None or own.origin is None:
-            return ""
+        other, own = sys.modules.get(root), _origin(self._spec(root))
         by = getattr(other, "__file__", None) or "Python itself"
-        return f"; the name {root} is taken by {by}: rename {own.origin}"
+        if other is None or own is None or os.path.realpath(own) == os.path.realpath(by):
+            return ""
+        return f"; the name {root} is taken by {by}: rename {own}"
 
 
 OWN_CODE = OwnCode()
 """The user's code, for this process."""
+
+
+def _origin(spec: ModuleSpec | None) -> str | None:
+    """Name the file of a module; None where there is none, or a folder without `__init__.py`."""
+    return None if spec is None else spec.origin
 
 
 def digest(files: Iterable[Path]) -> str:
@@ -108,10 +98,3 @@ def digest(files: Iterable[Path]) -> str:
     for path in files:
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _restored(folder: Path | None, names: set[str]) -> OwnCode:
-    OWN_CODE.folder = folder
-    for name in names:
-        OWN_CODE.permit(name)
-    return OWN_CODE

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.core.errors import DataError, TrainError
 from trainer.core.micro_batch import IGNORED, Fields
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.core.own_code import OWN_CODE
 from trainer.core.signals import SIGNALS
 from trainer.core.user_code import described
 from trainer.core.world import rng_key
@@ -88,7 +87,6 @@ class Loader(Dataset[Any]):
         limits: Limits | None = None,
     ) -> None:
         # First, since a loading process that is not forked unpickles the user's classes behind it.
-        self._own_code = OWN_CODE
         self.dataset = DataView.of(dataset)
         self.num_workers, self.seed = num_workers, seed
         self.limits, self._unaligned = limits or {}, frozenset[str]()

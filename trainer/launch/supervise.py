@@ -83,7 +83,7 @@ def _attempt(
             "config": to_text(config),
             "folder": str(folder),  # that of the first rank counts
             "path": [path for path in sys.path if path],  # where Python looks for modules
-            "own_code": str(OWN_CODE.folder or Path.cwd()),
+            "own_code": str(OWN_CODE.folder),
             "supervisor": os.getpid(),
             "members": {each.rank: asdict(each) for each in members},
         }

@@ -8,8 +8,6 @@ import pytest
 
 from trainer.core.own_code import OwnCode
 
-NAMES = ("own_a", "own_b", "own_probed", "own_package", "own_library")
-
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnCode:
@@ -24,30 +22,30 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnCode:
     (folder / "own_package" / "c.py").write_text("from own_b import __name__ as name\n")
     (site / "own_library.py").write_text("def probe():\n    import own_probed\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    for name in (*NAMES, "own_package.c"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [each for each in sys.modules if each.startswith("own_")]:
+        monkeypatch.delitem(sys.modules, name)
     made = OwnCode()
     made.folder = folder
     return made
 
 
-def test_a_permitted_module_is_found_with_what_it_imports_and_nothing_else(code):
+def test_the_folder_stands_last_once_a_class_is_found_nowhere_else(code):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("own_a")
-    code.permit("own_a.Net")
-    module = importlib.import_module("own_a")
-    module.late()
-    assert {"own_b", "own_package", "own_package.c"} <= sys.modules.keys()
-    with pytest.raises(ModuleNotFoundError, match="own_probed"):
-        importlib.import_module("own_probed")
     code.permit("own_library.Net")  # installed, so that its code is not the user's
     with pytest.raises(ModuleNotFoundError, match="own_probed"):
         importlib.import_module("own_library").probe()
+    (code.folder / "own_library.py").write_text("raise RuntimeError('ran')\n")
+    code.permit("own_a.Net")
+    assert sys.path[-1] == str(code.folder)
+    importlib.import_module("own_a").late()
+    assert {"own_b", "own_package", "own_package.c"} <= sys.modules.keys()
+    assert {"own_a", "own_b"} <= code.digests().keys()
+    code.folder = code.folder.parent
+    assert sys.path[-1].endswith("site")
 
 
 def test_the_file_of_a_package_is_known_before_it_is_imported(code):
-    assert code.folder is not None
     assert code.file_of("own_probed") == str(code.folder / "own_probed.py")
     assert code.file_of("own_package") == str(code.folder / "own_package" / "__init__.py")
     assert code.file_of("nothing") == ""

@@ -32,6 +32,7 @@ from trainer.config.metric_mode import title_of
 from trainer.config.secrets import without_secrets
 from trainer.core.durable import make_folders, write_file_atomic, write_json
 from trainer.core.errors import Preempted, TrainError
+from trainer.core.own_code import OWN_CODE
 from trainer.core.run_folder import RunFolder, RunInUseError, hold, is_locked
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.features.sweeps.table import value_of
@@ -205,6 +206,7 @@ class SweepTask:
         overrides, faults = parse(lines)
         # Hydra may have changed the folder (`hydra.job.chdir`); paths were typed in the first.
         with chdir(record.runtime.cwd):
+            OWN_CODE.folder = Path.cwd()
             job = self.composer.check(overrides, faults)
         _write_overrides(job, folder / str(record.output_subdir))
         config, run = job.config, RunFolder(folder)
