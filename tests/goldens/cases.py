@@ -29,11 +29,13 @@ class Case:
 
     Attributes:
         exact: whether every recording has the same bits; not where a cut follows from timings.
+        fails: whether a command of it ends with another exit code than 0, which is what it shows.
     """
 
     name: str
     lines: tuple[Line, ...]
     exact: bool = True
+    fails: bool = False
 
 
 SHAPE = "model.width=32 model.num_heads=2 model.num_layers=2"
@@ -123,7 +125,7 @@ recipe: recipe=recipes/friend.yaml OWN steps=3
 resume: OWN FIXED steps=3 ; resume={run} steps=5
 resume-finished: OWN FIXED steps=2 ; resume={run}
 resume-auto: OWN FIXED steps=2 ; resume=auto steps=4
-resume-refused: OWN FIXED steps=2 ; resume={run} batch.global=8
+!resume-refused: OWN FIXED steps=2 ; resume={run} batch.global=8
 resume-other-cut: OWN FIXED steps=2 ; resume={run} accum.micro=2 steps=4
 ddp: OWN FIXED parallel=ddp parallel.ranks=2 steps=3
 ddp-3: OWN FIXED parallel=ddp parallel.ranks=3 steps=3
@@ -133,23 +135,23 @@ fsdp-immediate: SMALL FIXED parallel=fsdp parallel.ranks=2 sync=immediate
 ranks-auto: OWN FIXED parallel.ranks=2 steps=3
 ddp-then-fsdp: SMALL FIXED parallel=ddp parallel.ranks=2 ; resume={run} parallel=fsdp \
 parallel.ranks=2 steps=6
-unknown-key: batch.golbal=3 steps=x LOUD
-plus-key: +typo=1 LOUD
-unknown-option: model=gtp_tiny LOUD
-out-of-range: batch.global=0 optimizer.lr=-1 LOUD
-contradiction: accum=fixed batch.global=10 accum.micro=3 accum.steps=3 LOUD
-indivisible: parallel=hsdp parallel.ranks=3 parallel.shard=2 LOUD
-both-lengths: steps=3 epochs=1 LOUD
-no-run: evaluate run=outputs/none LOUD
-no-file: data=text data.path=missing.txt LOUD
-bad-json: data=text data.path=broken.jsonl LOUD
-no-recipe: recipe=nobody LOUD
-hostile-recipe: recipe=recipes/hostile.yaml LOUD
-missing-class: model._target_=mine.Missing LOUD
-wrong-argument: model._target_=mine.Net model.widht=3 LOUD
-raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt \
+!unknown-key: batch.golbal=3 steps=x LOUD
+!plus-key: +typo=1 LOUD
+!unknown-option: model=gtp_tiny LOUD
+!out-of-range: batch.global=0 optimizer.lr=-1 LOUD
+!contradiction: accum=fixed batch.global=10 accum.micro=3 accum.steps=3 LOUD
+!indivisible: parallel=hsdp parallel.ranks=3 parallel.shard=2 LOUD
+!both-lengths: steps=3 epochs=1 LOUD
+!no-run: evaluate run=outputs/none LOUD
+!no-file: data=text data.path=missing.txt LOUD
+!bad-json: data=text data.path=broken.jsonl LOUD
+!no-recipe: recipe=nobody LOUD
+!hostile-recipe: recipe=recipes/hostile.yaml LOUD
+!missing-class: model._target_=mine.Missing LOUD
+!wrong-argument: model._target_=mine.Net model.widht=3 LOUD
+!raising-data: model._target_=mine.Net data._target_=mine.Raising data.path=lines.txt \
 batch.global=16 FIXED steps=2
-not-finite: OWN FIXED optimizer=sgd optimizer.lr=1e30 clip_norm=null nonfinite.limit=2 steps=9
+!not-finite: OWN FIXED optimizer=sgd optimizer.lr=1e30 clip_norm=null nonfinite.limit=2 steps=9
 chat: CHAT log.generate=["the","a"] ; plan CHAT data.show=2
 chat-lora: CHAT adapter=lora adapter.r=2 ; export run={run} export.to=adapter ; \
 evaluate run={run} eval.predictions=true
@@ -165,27 +167,29 @@ data.sources={web:{path:corpus.jsonl,weight:2},chat:{path:chat.jsonl}}
 batchnorm: DIGITS
 batchnorm-pooled: DIGITS batchnorm=pooled batchnorm.precise=64 ; evaluate run={run}
 batchnorm-ghost: DIGITS batchnorm=ghost batchnorm.group=8 accum.micro=16
-batchnorm-micro: DIGITS batchnorm=micro ; verify run={run}
+!batchnorm-micro: DIGITS batchnorm=micro ; verify run={run}
 batchnorm-frozen: DIGITS batchnorm=frozen
 batchnorm-sync: DIGITS batchnorm=sync parallel=ddp parallel.ranks=2
-pictures: model=vit model.patch=4 PICTURES ; export run={run} export.to=weights
+pictures: model=vit model.patch_size=4 PICTURES ; export run={run} export.to=weights
 contrastive: TOWERS ; evaluate run={run}
 contrastive-ddp: TOWERS parallel=ddp parallel.ranks=2
 noise: OWN FIXED log.noise_scale=1 steps=4
+noise-ddp: OWN FIXED log.noise_scale=1 parallel=ddp parallel.ranks=2 steps=4
 noise-ramp: OWN FIXED batch=noise_ramp batch.max=64 batch.every=2 steps=6
-ramp: OWN FIXED batch=ramp batch.stages={0:8,32:16} steps=5
+ramp: MINE FIXED batch=ramp batch.stages={0:8,32:16} steps=5
 average: OWN FIXED ema.decay=0.9 steps=3 ; evaluate run={run} step=ema
 muon: SMALL FIXED optimizer=muon
 best: OWN FIXED eval.every=1 checkpoint.best=eval_loss steps=3 ; export run={run} step=best \
 export.to=weights
 sets: OWN FIXED eval.sets={more:{path:more.txt}} steps=3
 parameters: SMALL FIXED log.parameters=2
-page: OWN FIXED steps=3 ; report run={run}
-tensorboard: OWN FIXED logger=[tensorboard] steps=3
-sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
+page: OWN FIXED steps=3 ; report run={run} LOUD
+tensorboard: OWN FIXED logger=[tensorboard] steps=3 device=cpu precision=fp32 LOUD
+!sweep-with-mistake: -m batch.global=8,x steps=2 LOUD
 """
-"""Case by case, what is typed. `;` divides commands; every one is quiet unless it is LOUD; what is
-not the same bits in every recording begins with `~`."""
+"""Case by case, what is typed. `;` divides commands; every one is quiet unless it is LOUD. What is
+not the same bits in every recording begins with `~`, what does not end with exit code 0 with `!`.
+"""
 
 
 def line(text: str, launcher: tuple[str, ...] = (), number: int = 0) -> Line:
@@ -199,13 +203,14 @@ def case(row: str) -> Case:
     """Read a row of the table."""
     name, _, text = row.partition(": ")
     lines = tuple(line(each) for each in text.split(" ; "))
-    return Case(name.removeprefix("~"), lines, exact=not name.startswith("~"))
+    exact, fails = not name.startswith("~"), name.startswith("!")
+    return Case(name.lstrip("~!"), lines, exact=exact, fails=fails)
 
 
 def struck(name: str, text: str, number: int) -> Case:
     """Send a signal to a run, and go on with it."""
     lines = (line(text, number=number), line("resume={run} LOUD"))
-    return Case(name, lines, exact=False)
+    return Case(name, lines, exact=False, fails=True)
 
 
 SLOW = "OWN FIXED hooks=[mine.Slow] steps=12"

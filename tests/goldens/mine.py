@@ -186,7 +186,7 @@ class Towers(nn.Module):  # two embeddings of each sample
         self.query, self.document = nn.Linear(6, 4), nn.Linear(8, 4)
 
     def forward(self, query, document):
-        return self.query(query), self.document(document)
+        return {"query": self.query(query), "document": self.document(document)}
 
 
 class Couples:
