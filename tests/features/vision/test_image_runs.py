@@ -115,10 +115,12 @@ def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys
     whole, *others = cut_and_resumed("painting.Flip")  # the class by its bare name
     assert all(other == pytest.approx(whole, rel=1e-4) for other in others)
     assert whole != pytest.approx(losses("accum.micro=16"), rel=1e-2), "it changes what is learned"
-    # The control, which the start warns of: draws that go on from sample to sample.
-    whole, *others = cut_and_resumed("{_target_:painting.Flip,apart:true}")
+    # The control, which verify names: draws that go on from sample to sample.
+    apart = "{_target_:painting.Flip,apart:true}"
+    whole, *others = cut_and_resumed(apart)
     assert not any(other == pytest.approx(whole, rel=1e-3) for other in others)
-    assert "let `augment` draw with torch" in " ".join(capsys.readouterr().out.split())
+    shell(f"verify {line} data.augment=[{apart}] accum.micro=3 {' '.join(QUICK)}")
+    assert "generator that no seed governs" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
