@@ -1,6 +1,7 @@
 """What users bring that a plan has something to say about: objectives, strategies, heads, data."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from trainer.accumulate.base import Computed, GradientStrategy
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.micro_batch import Fields
 from trainer.objectives.base import Objective, Sums, logits_of
+from trainer.objectives.next_token import NextToken
 
 LATE = 8
 
@@ -198,6 +200,15 @@ class Mean(Squared):
     def sums(self, model: Any, fields: Fields) -> Sums:
         losses = super().sums(model, fields).losses
         return Sums(losses={name: loss / len(fields["labels"]) for name, loss in losses.items()})
+
+
+class MeanOfTokens(NextToken):
+    """Derives from a class that says that it sums, and divides as `Mean` does."""
+
+    def sums(self, model: Any, fields: Fields) -> Sums:
+        sums = super().sums(model, fields)
+        losses = {name: loss / len(fields["labels"]) for name, loss in sums.losses.items()}
+        return replace(sums, losses=losses)
 
 
 class Pairs(Objective):
