@@ -145,3 +145,9 @@ def test_few_of_hydras_private_names_are_used():
 def test_a_value_and_a_sample_pass_few_files():
     assert len(files_naming("global_batch")) <= 8, "from the config to the optimizer"
     assert len(files_of_a_sample()) <= 16, "in one step, from reading to loss"
+
+
+def test_no_run_is_a_part_of_the_project():
+    listed = ["git", "ls-files", "outputs"]
+    done = subprocess.run(listed, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["outputs/.gitignore"]
