@@ -45,6 +45,7 @@ class StepDivisors:
     weights: Divisors  # of every term in the global batch, by which metrics are divided
     whole: Divisors  # of sums over the whole global batch
     each: Sequence[Divisors]  # of this rank's micro-batches
+    num_samples: int  # of the micro-batches of all ranks
 
     def over(self, scale: float) -> StepDivisors:
         """Give divisors whose losses are `scale` times larger."""
@@ -52,7 +53,7 @@ class StepDivisors:
             {name: divisor / scale for name, divisor in part.items()}
             for part in (self.whole, *self.each)
         )
-        return StepDivisors(weights=self.weights, whole=whole, each=each)
+        return replace(self, whole=whole, each=each)
 
 
 Rows = Mapping[str, Tensor]

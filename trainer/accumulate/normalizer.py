@@ -35,7 +35,7 @@ def divisors(
     each = [whole] * len(micro_batches)
     if kind == "micro_batches":
         each = [{name: m.weights[name] * count for name in terms} for m in micro_batches]
-    return StepDivisors(weights=weights, whole=whole, each=each)
+    return StepDivisors(weights=weights, whole=whole, each=each, num_samples=int(samples))
 
 
 def reference_kind(kind: WeightUnit) -> WeightUnit:

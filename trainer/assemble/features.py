@@ -47,7 +47,7 @@ class StepShape:
 class Feature:
     """Adds to a run what the engine does not know of; every method may be left out.
 
-    The engine calls the methods in the order in which they stand here.
+    `docs/architecture.md` says when each is called.
     """
 
     accepts_cut: ClassVar[bool] = False

@@ -206,6 +206,11 @@ def _with_inner(
     return build(key, component_of(value, key, typed=owner.typed_target))
 
 
+def _made(target: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:  # noqa: ANN401 - whatever it makes
+    """Call what makes something; facts that it gives beside a model are noted on the model."""
+    return noted(target(*args, **arguments))
+
+
 def _call(
     target: Callable[..., Any],
     component: components.Component,
@@ -223,12 +228,12 @@ def _call(
             arguments[name] = value
     check_names(target, key, arguments)
     if is_partial:
-        return functools.partial(target, **arguments)
+        return functools.partial(_made, target, **arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
     refusals = (TypeError, ValueError, OSError) if component.typed_target else (Exception,)
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the constructor leaves
-            return noted(target(**arguments))
+            return _made(target, **arguments)
     except TrainError:
         raise
     except refusals as error:

@@ -12,7 +12,7 @@ from trainer.config.components import Component
 from trainer.config.run_config import to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
-from trainer.core.run_folder import RunFolder
+from trainer.core.run_folder import SWEEP_FILES, RunFolder
 from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
 from trainer.report.mirror import Mirror
@@ -20,8 +20,6 @@ from trainer.report.records import PlanRecord
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish
 from trainer.report.tracker import Tracker
-
-SWEEP_FILES = ("multirun.yaml", "search.yaml")  # beside the jobs: of a grid, of a search
 
 
 def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | None) -> Reporter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
@@ -127,7 +127,13 @@ def _known_ranks(view: Tree) -> int | None:
         return int(os.environ["WORLD_SIZE"])
     if _is_count(ranks):
         return int(ranks)
-    return 1 if view["device"] == "cpu" or mode == "none" else None
+    return 1 if view["device"] == "cpu" or mode == "none" or not _may_have_gpu() else None
+
+
+def _may_have_gpu() -> bool:
+    """Whether the system shows a device that torch might use, which is not asked yet."""
+    names = ("nvidia", "kfd", "dxg")
+    return any(device.name.startswith(names) for device in Path("/dev").iterdir())
 
 
 def _size_faults(view: Tree) -> Iterator[str]:

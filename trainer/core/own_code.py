@@ -25,6 +25,7 @@ class OwnCode:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._is_added = False  # whether it stands on `sys.path` because of a class
         # Modules, of any place, that targets name
         self._targets: set[str] = set()
 
@@ -35,9 +36,12 @@ class OwnCode:
 
     @folder.setter
     def folder(self, folder: Path) -> None:
-        # In a notebook another one may have been it.
-        sys.path[:] = [path for path in sys.path if path != str(self._folder)]
-        self._folder = folder
+        if folder == self._folder:
+            return
+        # In a notebook another one may have been it. An entry that Python or the user made stays.
+        if self._is_added and str(self._folder) in sys.path:
+            sys.path.remove(str(self._folder))
+        self._folder, self._is_added = folder, False
 
     def permit(self, target: str) -> None:
         """Let the module that a dotted name begins with come from the folder."""
@@ -45,9 +49,13 @@ class OwnCode:
         self._targets.add(target.rpartition(".")[0])
         invalidate_caches()
         root = target.partition(".")[0]
-        is_taken = root in sys.modules or _origin(PathFinder.find_spec(root)) is not None
+        file = getattr(sys.modules.get(root), "__file__", None)
+        is_own = file is not None and Path(file).is_relative_to(self.folder)
+        is_taken = root in sys.modules and not is_own
+        is_taken |= _origin(PathFinder.find_spec(root)) is not None
         if not is_taken and self._spec(root) is not None:
             sys.path.append(str(self.folder))
+            self._is_added = True
 
     def _spec(self, name: str) -> ModuleSpec | None:
         return PathFinder.find_spec(name, [str(self.folder)])
@@ -58,7 +66,9 @@ class OwnCode:
         It is not imported.
         """
         installed = PathFinder.find_spec(package)
-        spec = self._spec(package) if _origin(installed) is None else installed
+        spec = installed
+        if _origin(installed) is None:  # a folder of that name may lie anywhere on the path
+            spec = self._spec(package) or installed
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
         return next((os.path.realpath(place) for place in places if place), "")
 

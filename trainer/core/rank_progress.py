@@ -1,6 +1,6 @@
-"""Note what a rank is doing in memory that its supervisor reads, and what each phase has taken.
+"""Note what a rank is doing, and what each phase has taken.
 
-A supervisor reads it after a crash too. Writing takes about a microsecond and never waits.
+Its supervisor reads the former, after a crash too. Writing takes a microsecond and never waits.
 """
 
 from __future__ import annotations

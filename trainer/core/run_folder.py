@@ -34,6 +34,9 @@ UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 _handles: dict[Path, int] = {}
 """By run folder, the lock files that this process has locked."""
 
+# What was typed for a sweep, in its folder: of a grid, of a search
+SWEEP_FILES = GRID_FILE, SEARCH_FILE = "multirun.yaml", "search.yaml"
+
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
 

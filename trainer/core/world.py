@@ -57,7 +57,8 @@ class World:
     def max(self, values: Tensor) -> Tensor:
         """Take the largest over all ranks, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
+            with self.rank_progress.waiting():
+                dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def begin_sum(self, values: Tensor) -> Callable[[], Any]:
@@ -69,13 +70,18 @@ class World:
             return lambda: None
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
-        wait: Callable[[], Any] = work.wait
+
+        def wait() -> None:
+            with self.rank_progress.waiting():
+                work.wait()
+
         return wait
 
     def copy_from_main(self, values: Tensor) -> Tensor:
         """Overwrite a tensor by the main rank's, in place. Collective."""
         if self.size > 1:
-            dist.broadcast(values, 0)
+            with self.rank_progress.waiting():
+                dist.broadcast(values, 0)
         return values
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
@@ -140,7 +146,8 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
         if self.size > 1:
-            dist.barrier()
+            with self.rank_progress.waiting():
+                dist.barrier()
 
 
 def rng_key(*parts: int | str) -> int:

@@ -19,14 +19,14 @@ from trainer.core import signals
 from trainer.core.errors import DataError
 from trainer.core.format import plural
 from trainer.core.rows import Row, join_parts, row
-from trainer.core.run_folder import RunFolder
+from trainer.core.run_folder import GRID_FILE, RunFolder
 
 LONG_S = 1.0
 """Seconds of silence that need no explanation."""
 
 OTHER, RUNS = "other file", "run folder"
 """What may be passed over."""
-_OF_RUNS = frozenset({RunFolder.HYDRA, "multirun.yaml", "sweep.csv"})
+_OF_RUNS = frozenset({RunFolder.HYDRA, GRID_FILE, "sweep.csv"})
 """What a folder of a run, or of a sweep, has one of."""
 
 

@@ -37,6 +37,7 @@ RANK_POLL_S = 0.05  # how often to look
 LONGEST_POLL_S = 1.0  # on a busy machine; what takes longer is a job that was suspended
 GRACE_S = 1.0  # for others to notice that a rank failed before they are killed
 ORDERLY_S = 6.0  # for them where it gave a reason of its own, which they may share
+_OWN_PHASES = {"data", "compute", "evaluation"}
 
 
 def supervise(
@@ -105,7 +106,10 @@ def _attempt(
     if (error := verdict(watch.ended, place, timeout_s)) is None:
         return
     if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
-        error.is_own = True
+        # Most reasons that a rank gives all others give too; of its own are those of its samples.
+        (end,) = watch.ended.values()
+        is_shared = "error" in end.report and end.place.phase not in _OWN_PHASES
+        error.is_own = not is_shared or members[0].local_rank == 0
     raise error
 
 

@@ -52,6 +52,13 @@ class ModelFacts:
     # Writes into the folder of its weights what else it needs; inputs are made as folders say
     save_beside: Callable[[Path, Sequence[str]], object] | None = None
 
+    def filled(self, **found: Any) -> ModelFacts:  # noqa: ANN401 - of every field its own
+        """Add what was found; what whoever made the model stated counts before it."""
+        unstated = {
+            n for n, f in self.__dataclass_fields__.items() if getattr(self, n) == f.default
+        }
+        return replace(self, **{name: found[name] for name in found.keys() & unstated})
+
 
 FACTS = "model_facts"
 """Attribute of a module: what whoever made it knows. Parts of a model may have their own."""

@@ -312,7 +312,7 @@ class Replicated(Parallel):
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute the 2-norm of each tensor, in fp32 at least."""
     norms = list[Tensor]()
-    # `_foreach` takes tensors of one dtype at a time.
+    # The fast kernels take tensors of one dtype at a time.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))

@@ -119,8 +119,9 @@ class Sharded(Parallel):
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
         fsdp_calls.prepare_root(root)
-        for unit in self._groups:
-            unit.unshard()
+        with self.world.rank_progress.waiting():
+            for unit in self._groups:
+                unit.unshard()
         # FSDP2 makes them in the first gather, and goes on with the same objects.
         self._whole = self._whole or dict(self.module.named_parameters())
         for name, whole in self._trained().items():
@@ -193,9 +194,10 @@ class Sharded(Parallel):
                 _chunk(whole.grad, torch.unflatten(place, 1, self._shape(name)))
                 whole.grad = None
         total = torch.empty_like(flat[0])
-        reduce_scatter(total, flat.view(-1), group=self._sharing)
-        if self._copies is not None:
-            dist.all_reduce(total, group=self._copies)
+        with self.world.rank_progress.waiting():
+            reduce_scatter(total, flat.view(-1), group=self._sharing)
+            if self._copies is not None:
+                dist.all_reduce(total, group=self._copies)
         for name, piece in zip(names, torch.split(total, pieces), strict=True):
             shard: Any = self._shards[name]
             mine = piece.view(self._shape(name))[: shard.to_local().shape[0]]
@@ -238,7 +240,8 @@ class Sharded(Parallel):
 
     def sum_over_shards(self, totals: Tensor) -> Tensor:
         """See the base class; copies of the shards have the same."""
-        dist.all_reduce(totals, group=self._sharing)
+        with self.world.rank_progress.waiting():
+            dist.all_reduce(totals, group=self._sharing)
         return totals
 
     def scale_gradients(self, factor: Tensor) -> None:

@@ -68,9 +68,8 @@ class Overlap:
         """Send what was not sent, and wait for all. Collective."""
         while len(self._waits) < len(self._buckets):
             self._send()
-        with self._world.rank_progress.waiting():
-            for wait in self._waits:
-                wait()
+        for wait in self._waits:
+            wait()
         self._waits.clear()
         self.is_open = False
 

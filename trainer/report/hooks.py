@@ -57,7 +57,7 @@ class Hooks:
             self._ours |= values.keys()
         for name, method, takes_model in calls:
             try:
-                with preserve_generators():  # what a hook draws moves nothing of the run
+                with preserve_generators():  # of the host; what hooks draw moves none
                     returned = method(dict(values), *[self._module] * takes_model)
                 if isinstance(returned, Mapping):
                     found |= self._figures(name, returned, found)

@@ -98,9 +98,7 @@ def train_step(context: StepContext, batch: PlannedBatch, feed: Feed) -> StepRep
             num_tokens=batch.num_tokens,
             measured=agreed.measured,
         )
-        for part in context.parts:
-            part.see_gradient(gradient)
-        _update(context, batch.step, norm)
+        _update(context, gradient)
     else:
         _roll_back(context)
         halved = context.loss_scale is not None and context.loss_scale.shrink()
@@ -142,22 +140,23 @@ def _roll_back(context: StepContext) -> None:
     context.state.snapshot.restore()
 
 
-def _update(context: StepContext, step: int, norm: Tensor) -> None:
+def _update(context: StepContext, gradient: StepGradient) -> None:
     """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
     with no_replay(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
-        if context.model.clip_norm is not None:
-            context.parallel.scale_gradients(
-                torch.clamp(context.model.clip_norm / (norm + 1e-6), max=1.0)
-            )
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
         for part in context.parts:
-            part.after_update(step)
+            part.see_gradient(gradient)
+        if context.model.clip_norm is not None:
+            factor = context.model.clip_norm / (gradient.norm + 1e-6)
+            context.parallel.scale_gradients(torch.clamp(factor, max=1.0))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for part in context.parts:
+                part.after_update(gradient.step)
 
 
 def _cut_for_replay(

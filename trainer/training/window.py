@@ -52,7 +52,13 @@ def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
                 f"{', '.join(names)} and then {', '.join(context.terms)}: give every name each "
                 "time, 0 where none counts"
             )
-    return divisors(context.model.normalizer, context.terms, batch.micro_batches, context.world)
+    found = divisors(context.model.normalizer, context.terms, batch.micro_batches, context.world)
+    if found.num_samples != batch.plan.num_samples:
+        raise ConfigError(
+            f"batch: step {batch.step} has {batch.plan.num_samples} samples by the plan of this "
+            f"rank, and {found.num_samples} over all: `size` must give every rank the same"
+        )
+    return found
 
 
 def compute(

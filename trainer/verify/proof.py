@@ -231,6 +231,6 @@ def _asides(case: Case, errors: Errors, found: Found, culprits: NamedReasons) ->
         )
     if errors.cancelled:
         yield (
-            f"{first_of(errors.cancelled)}: gradient is (nearly) zero except for rounding; its "
-            "error is relative to the largest gradient"
+            f"{first_of(errors.cancelled)}: differs by no more than the rounding of larger "
+            "terms; its error is relative to the largest gradient"
         )

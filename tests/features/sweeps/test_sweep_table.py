@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,13 +56,19 @@ def test_jobs_that_were_evaluated_on_other_samples_are_said_not_to_compare(tmp_p
     assert [*_notes(rows, "loss")] == []
 
 
-def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(tmp_path):
+def test_a_sweep_that_auto_goes_on_with_is_the_one_whose_first_job_began_last(
+    tmp_path, monkeypatch
+):
     outputs, begun = tmp_path / "outputs", []
     for number in range(2):
         sweep = outputs / "multirun" / "today" / str(number)
         (sweep / "0" / ".hydra").mkdir(parents=True)
         RunFolder(sweep / "0").record_start()
-        typed = {"hydra": {"overrides": {"task": ["seed=1,2"]}}}
+        typed = {
+            "hydra": {"overrides": {"task": ["seed=1,2"]}, "runtime": {"cwd": str(Path.cwd())}}
+        }
         (sweep / "multirun.yaml").write_text(yaml.safe_dump(typed))
         begun.append(sweep)
     assert newest_sweep(outputs, ["seed=1,2"]) == begun[-1]
+    monkeypatch.chdir(outputs)
+    assert newest_sweep(outputs, ["seed=1,2"]) is None, "its paths were those of another folder"

@@ -41,8 +41,21 @@ def test_the_folder_stands_last_once_a_class_is_found_nowhere_else(code):
     importlib.import_module("own_a").late()
     assert {"own_b", "own_package", "own_package.c"} <= sys.modules.keys()
     assert {"own_a", "own_b"} <= code.digests().keys()
+    code.folder = Path(code.folder)  # the next command begins in the same
+    code.permit("own_a.Net")
+    assert sys.path.count(str(code.folder)) == 1
     code.folder = code.folder.parent
     assert sys.path[-1].endswith("site")
+    code.folder = code.folder / "here"
+    code.permit("own_a.Net")
+    assert sys.path[-1] == str(code.folder), "again, although its module is imported"
+
+
+def test_a_folder_that_python_searches_anyway_stays(code):
+    sys.path.insert(0, str(code.folder))
+    code.permit("own_a.Net")
+    code.folder = code.folder.parent
+    assert sys.path[0].endswith("here")
 
 
 def test_the_file_of_a_package_is_known_before_it_is_imported(code):
@@ -50,5 +63,7 @@ def test_the_file_of_a_package_is_known_before_it_is_imported(code):
     assert code.file_of("own_package") == str(code.folder / "own_package" / "__init__.py")
     assert code.file_of("nothing") == ""
     assert "own_probed" not in sys.modules
+    (code.folder.parent / "site" / "own_names").mkdir()
+    assert code.file_of("own_names") == str(code.folder.parent / "site" / "own_names")
     (code.folder / "own_library.py").write_text("")
     assert code.file_of("own_library") == str(code.folder.parent / "site" / "own_library.py")

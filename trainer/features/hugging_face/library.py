@@ -6,7 +6,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -114,8 +113,7 @@ class HuggingFace(ModelLibrary):
     def completed(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
         """See the base class."""
         task, source = task_of(module), facts.source
-        facts = replace(
-            facts,
+        facts = facts.filled(
             task=task,
             has_targets=task == "seq2seq_lm",
             new_head=() if task is not None and TASKS[task].of_body else facts.new,
@@ -124,12 +122,11 @@ class HuggingFace(ModelLibrary):
             attend_by_document=partial(attend_by_document, module),
         )
         if task is not None:
-            facts = replace(facts, objective=partial(_objective, module, facts.pooling))
+            facts = facts.filled(objective=partial(_objective, module, facts.pooling))
         if (save := getattr(module, "save_pretrained", None)) is None:
             return facts
         kind = _auto_class(module)
-        return replace(
-            facts,
+        return facts.filled(
             save=partial(save, max_shard_size=_ALL),
             save_beside=partial(_save_beside, module, facts.pooling),
             how_to_load=lambda folder: [

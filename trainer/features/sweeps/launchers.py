@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from trainer.cli.compose import Job
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.errors import ConfigError
+from trainer.core.run_folder import GRID_FILE, SEARCH_FILE
 from trainer.features.sweeps.jobs import Slots
 
 # Hydra names both by private modules.
@@ -36,7 +37,7 @@ _FOUND = "optimization_results.yaml"
 
 def typed_file(sweeper: str) -> str:
     """Name the file in a sweep's folder that says what was typed; each sweeper has its own."""
-    return "search.yaml" if sweeper == OPTUNA else "multirun.yaml"
+    return SEARCH_FILE if sweeper == OPTUNA else GRID_FILE
 
 
 def refuse_other_jobs(hydra: DictConfig) -> None:
@@ -113,7 +114,8 @@ def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: obje
                 # Of tables that Optuna 2 makes, the version is committed by SQLAlchemy 1 alone.
                 optuna.storages.RDBStorage(storage, engine_kwargs={"isolation_level": "AUTOCOMMIT"})
     make_folders(folder)
-    content: dict[str, Any] = {"hydra": {"overrides": {"task": [*lines]}}}
+    typed = {"overrides": {"task": [*lines]}, "runtime": {"cwd": str(Path.cwd())}}
+    content: dict[str, Any] = {"hydra": typed}
     write_file_atomic(folder / typed_file(OPTUNA), yaml.safe_dump(content).encode())
 
 

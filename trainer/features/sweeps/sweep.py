@@ -36,7 +36,7 @@ from trainer.config.recipes import ONLY_TYPED
 from trainer.config.run_config import READING
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.run_folder import UNREADABLE, RunFolder, hold
+from trainer.core.run_folder import GRID_FILE, UNREADABLE, RunFolder, hold
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
@@ -57,30 +57,31 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
     with composer.open(overrides) as hydra:
         sweep = prepare_sweep(overrides, [*faults, *wrong], composer)
         raise_on_interrupt()
-        try:
-            _start(sweep, composer, hydra)
-        except KeyboardInterrupt:
-            interrupted = True
-        except (TrainError, HydraException):
-            raise
-        except Exception as error:  # of a launcher or sweeper, which may be anybody's
-            failed = True
-            print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
-        finally:
-            codes = _exit_codes(sweep)
-            if sweep.command == "train":
-                table.report(sweep, Console())
+        durable.make_folders(sweep.folder)
+        with hold(sweep.folder):  # a sweep that another process runs is that one's to report
+            try:
+                _start(sweep, composer, hydra)
+            except KeyboardInterrupt:
+                interrupted = True
+            except (TrainError, HydraException):
+                raise
+            except Exception as error:  # of a launcher or sweeper, which may be anybody's
+                failed = True
+                print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
+            finally:
+                codes = _exit_codes(sweep)
+                if sweep.command == "train":
+                    table.report(sweep, Console())
     if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
         return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
     return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
 
 
 def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class
-    """Let Hydra start the jobs of a sweep, whose folder no other process may use meanwhile."""
+    """Let Hydra start the jobs of a sweep."""
     task = SweepTask(composer=composer, sweep=sweep, host=socket.gethostname(), pid=os.getpid())
     passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
-    durable.make_folders(sweep.folder)
-    with hold(sweep.folder), passing:
+    with passing:
         if not sweep.jobs:
             launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
         with env_override({**SAFE_PATH, **os.environ, **_AT_USR1}):
@@ -169,18 +170,21 @@ def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
     return found or Path(str(record.sweep.dir)).absolute()
 
 
-def newest_sweep(
-    outputs: Path, overrides: Sequence[str], record: str = "multirun.yaml"
-) -> Path | None:
+def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE) -> Path | None:
     """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
 
-    What is typed anew for every command does not count, nor does the order.
+    What is typed anew for every command does not count, nor does the order. The folder where it was
+    typed does: a path in its words is another one elsewhere.
     """
+    here = str(Path.cwd())
     found = dict[Path, tuple[float, str]]()
-    for path in outputs.glob(f"multirun/**/{record}"):
+    for path in outputs.glob(f"multirun/**/{file}"):
         with suppress(*UNREADABLE, KeyError, TypeError):
-            begun = [str(line) for line in durable.read_yaml(path)["hydra"]["overrides"]["task"]]
-            if _settings(begun) == _settings(overrides):  # a sweep is as old as its first job
+            record = durable.read_yaml(path)["hydra"]
+            begun = [str(line) for line in record["overrides"]["task"]]
+            is_from_here = record["runtime"]["cwd"] == here
+            if is_from_here and _settings(begun) == _settings(overrides):
+                # A sweep is as old as its first job.
                 jobs = [RunFolder(job).by_start() for job in path.parent.iterdir()]
                 found[path.parent] = min((job for job in jobs if job[0]), default=(0.0, str(path)))
     return max(found, key=found.__getitem__, default=None)

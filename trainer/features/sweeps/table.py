@@ -11,7 +11,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,9 +48,11 @@ def report(sweep: Sweep, console: Console) -> None:
     count = max([len(planned), *(number + 1 for number in found)])
     folders = [found.get(n, sweep.folder / str(n)) for n in range(count)]
     typed = [_overrides(each, planned[n : n + 1]) for n, each in enumerate(folders)]
-    # The keys that differ between jobs, in the order they were typed.
-    keys = list(dict.fromkeys(key for each in typed for key in each))
-    keys = [key for key in keys if len({each.get(key) for each in typed}) > 1]
+    # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
+    # its paths in full, so jobs are compared as they were planned, but where a search chose them.
+    compared = [_by_key(lines) for lines in planned] or typed
+    keys = list(dict.fromkeys(key for each in compared for key in each))
+    keys = [key for key in keys if len({each.get(key) for each in compared}) > 1]
     rows = [
         {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(folder)}
         for n, (each, folder) in enumerate(zip(typed, folders, strict=True))
@@ -103,8 +105,11 @@ def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict
 
 def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]:
     """Give what a job ran with, or is to run with, by dotted key."""
-    typed = RunFolder(folder).typed() or chain(*planned)
-    pairs = (line.lstrip("+").partition("=") for line in typed)
+    return _by_key(RunFolder(folder).typed() or chain(*planned))
+
+
+def _by_key(lines: Iterable[str]) -> dict[str, str]:
+    pairs = (line.lstrip("+").partition("=") for line in lines)
     return {key.replace("/", "."): value for key, _, value in pairs}
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, final
 
 from trainer.assemble.features import Feature
-from trainer.assemble.run import Run
+from trainer.assemble.run_plan import RunPlan
 from trainer.config.amounts import warmup_steps
 from trainer.core.format import loss, plural, rate
 
@@ -43,10 +43,11 @@ class EarlyWatch(Feature):
         self._began_at = 1
         self._silent_until = 0
 
-    def check(self, run: Run) -> None:
+    def planned(self, run_plan: RunPlan) -> EarlyWatch:
         """See the base class; the length of the warm-up is known by now."""
-        self._keeps_samples = run.config.log.samples
-        self._beginning = BEGINNING + warmup_steps(run.model.schedule.warmup, run.data.total_steps)
+        run = run_plan.run
+        warmup = warmup_steps(run.model.schedule.warmup, run.data.total_steps)
+        return EarlyWatch(warmup_steps=warmup, keeps_samples=run.config.log.samples)
 
     def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
         """See the base class."""
