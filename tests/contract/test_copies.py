@@ -61,7 +61,7 @@ MISTAKES = (
     "optimizer.betas=[1,2] optimizer.eps=-1 objective.z_loss=many",
     "model.norm=big model.positions=odd optimizer.groups=3 scheduler.floor=2 data.path=none.txt",
     "objective.class_weights=[-1] accum.steps=0 scheduler.reference_batch=0",
-    "objective.reduction=most deterministic=layout",
+    "objective.reduction=most objective.causal=often",
 )
 MISTAKES = (*MISTAKES, MISTAKES[0], MISTAKES[0])
 

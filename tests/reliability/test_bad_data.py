@@ -205,12 +205,7 @@ LABEL = (
         (f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
         nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
-        nightly("Broken data.kind=input_ids_16", f"sample 11 {TOKEN}"),
-        nightly(
-            "Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN
-        ),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
-        nightly("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
         nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
         nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
         ("Broken data.kind=labels_99", LABEL.format(99)),
@@ -372,15 +367,3 @@ def test_every_change_of_the_data_is_one_of_their_fingerprint(mutation, tmp_path
     assert Text(str(texts), max_length=40).fingerprint == before
     MUTATIONS[mutation](texts)
     assert Text(str(texts), max_length=40).fingerprint != before
-
-
-@pytest.mark.parametrize("mutation", ["one word"])
-def test_data_that_changed_are_refused_on_resume(mutation, tmp_path):
-    texts = corpus(tmp_path)
-    settings = settings_of(texts, "data.max_length=40")
-    assert lab.run(settings, tmp_path / "run", after_step=lab.stop_at(1)).code == 75
-    MUTATIONS[mutation](texts)
-    ended = lab.run(settings, tmp_path / "run", resume=True)
-    assert_one_line(ended, "data", "resume_allow=[data]")
-    allowed = settings.model_copy(update={"resume_allow": ("data",)})
-    assert lab.run(allowed, tmp_path / "run", resume=True).code == 0

@@ -135,7 +135,7 @@ def lie(body: dict[str, Any], chance: Random) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@counts(6, 1000)
+@counts(6, 300)
 def test_a_random_lie_never_crashes_a_run(count, tmp_path):
     """It goes on, is refused by code, or ends with 6 or 1 where moments were led astray."""
     settings, codes, run = lab.config(*SETTINGS), Counter[int](), tmp_path / "run"

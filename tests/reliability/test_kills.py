@@ -38,7 +38,7 @@ def is_work_lost(folder: Path, variant: tuple[str, ...]) -> bool:
     return done - max(intact_steps(folder / "checkpoints"), default=0) > every + in_flight
 
 
-@counts(1, 2000)
+@counts(1, 400)
 def test_a_run_that_is_killed_at_any_moment_ends_as_the_undisturbed_one(count, tmp_path):
     assert lab.run(lab.config(), tmp_path / "warm").code == 0, "the first run is slow"
     references, lasts = {}, {}
@@ -98,7 +98,7 @@ def moments(chance: Random) -> list[str | float]:
     ]
 
 
-@pytest.mark.parametrize("count", [nightly(30)])
+@pytest.mark.parametrize("count", [nightly(10)])
 def test_the_same_command_line_completes_a_run_that_was_killed(count, tmp_path):
     with lab.timed() as seconds:
         expected = finish(start(tmp_path / "undisturbed"))

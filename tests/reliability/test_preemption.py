@@ -61,7 +61,7 @@ def assert_ends_as(undisturbed: Path, settings: Any, folder: Path) -> None:
     lab.assert_same(lab.outcome(folder), lab.outcome(undisturbed), folder.name)
 
 
-@counts(2, 90)
+@counts(2, 30)
 def test_a_signal_at_any_time_saves_and_the_run_goes_on_exactly(count, tmp_path):
     settings = lab.config("data._target_=tests.reliability.toys.DrawnRows", "model.dropout=0.2")
     stopped = 0
@@ -226,7 +226,7 @@ def test_the_status_of_a_run_moves_at_checkpoints_and_evaluations(tmp_path):
     assert lab.status(tmp_path)["step"] == 7
 
 
-@pytest.mark.parametrize("count", [nightly(60)])
+@pytest.mark.parametrize("count", [nightly(12)])
 def test_a_signal_to_all_ranks_stops_them_at_the_same_step(count, tmp_path):
     settings = lab.config(
         *("model._target_=tests.reliability.rank_toys.Net", "model.dropout=0.2", "hooks=[]"),
@@ -254,12 +254,12 @@ def test_a_signal_to_all_ranks_stops_them_at_the_same_step(count, tmp_path):
 @pytest.mark.parametrize(
     ("strike", "number"),
     [
-        nightly("sleep@compute:3@1", signal.SIGTERM),
-        *(
-            nightly(f"sleep@{place}", number)
-            for place in ("start:0@1", "data:2@0", "reduce:3@0", "saving:2@0", "evaluation:3@1")
-            for number in SIGNALS
-        ),
+        nightly("sleep@start:0@1", signal.SIGTERM),
+        nightly("sleep@data:2@0", signal.SIGUSR1),
+        nightly("sleep@compute:3@1", signal.SIGINT),
+        nightly("sleep@reduce:3@0", signal.SIGTERM),
+        nightly("sleep@evaluation:3@1", signal.SIGUSR1),
+        nightly("sleep@saving:2@0", signal.SIGINT),
     ],
 )
 def test_a_second_signal_ends_all_ranks_at_once(strike, number, tmp_path):

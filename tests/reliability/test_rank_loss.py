@@ -31,11 +31,10 @@ PHASES = (
 )
 KINDS = ("SIGKILL", "exception", "exit")
 DEATHS = [
-    f"{KINDS[(number + turn) % 3]}@{phase}:{STEPS.get(phase, 3)}@{(number + 1 + turn) % 2}"
-    for turn in range(2)
+    f"{KINDS[number % 3]}@{phase}:{STEPS.get(phase, 3)}@{(number + 1) % 2}"
     for number, phase in enumerate(PHASES)
 ]
-"""Every phase twice, on each rank, in another way."""
+"""Every phase once; each way to die occurs twice on each rank."""
 CAUSES = {
     "SIGKILL": "killed by SIGKILL",
     "exception": "ArithmeticError: injected",
@@ -43,9 +42,8 @@ CAUSES = {
 }
 
 HANGS = (
-    *("SIGSTOP@compute:3@1", "sleep@compute:3@0", "skip@normalizer:3@1", "SIGSTOP@data:3@0"),
-    *("skip@reduce:3@0", "SIGSTOP@update:3@1", "SIGSTOP@agree:3@1", "skip@agree:3@1"),
-    *("SIGSTOP@reduce:3@1", "skip@report:3@0"),
+    *("SIGSTOP@compute:3@1", "sleep@compute:3@0", "skip@normalizer:3@1", "SIGSTOP@agree:3@1"),
+    *("skip@reduce:3@0", "SIGSTOP@update:3@1"),
 )
 TIME_LIMIT_S = 5.0
 SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
@@ -156,7 +154,7 @@ def speak_to(run: RankRun) -> set[str]:
     return {address for address, _ in seen}
 
 
-@counts(slow(1), 10)
+@counts(slow(1), 6)
 def test_a_run_that_loses_ranks_and_that_strangers_speak_to_ends_as_if_nothing_was(
     count, ranks, tmp_path
 ):

@@ -100,7 +100,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_the_undisturbed_one(name, is_
     chance = Random(f"{SEED} {name}")
     points = [sorted(chance.sample(steps, 2))]
     if is_full:
-        points = [*([stop] for stop in steps), list(steps), sorted(chance.sample(steps, 3))]
+        points = [list(steps), sorted(chance.sample(steps, 3))]
     for number, stops in enumerate(points):
         chain(name, stops, tmp_path / "undisturbed", tmp_path / f"run{number}")
     print(f"{name}: stopped at {points}")

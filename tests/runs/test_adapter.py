@@ -10,7 +10,7 @@ import transformers
 
 from tests.lib.cli_support import prepared
 from tests.lib.heads import Head, save_tokens
-from tests.lib.run_support import TOYS, curve, go, overrides, read_json, shell, state
+from tests.lib.run_support import curve, go, overrides, read_json, shell, state
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
 from trainer.cli.finished_run import FinishedRun
@@ -122,7 +122,6 @@ CLASSIFIER = (
     f"model=hf model.path=bert model.task=sequence_classification {DATA}=classes adapter=lora "
     "optimizer.lr=0.05 steps=3"
 )
-OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 steps=3"
 
 
 @pytest.mark.slow
@@ -131,8 +130,6 @@ OWN = f"model._target_={TOYS}.Net data._target_={TOYS}.Rows optimizer.lr=0.05 st
     [
         (GPT, "fsdp", 1e-5),
         pytest.param(GPT, "ddp", 1e-5, marks=pytest.mark.nightly),
-        pytest.param(OWN, "ddp", 1e-5, marks=pytest.mark.nightly),
-        pytest.param(OWN, "fsdp", 1e-5, marks=pytest.mark.nightly),
         pytest.param(CLASSIFIER, "fsdp", 1e-5, marks=pytest.mark.nightly),
         # Matrices of fp32 beside bf16.
         pytest.param(f"{LLAMA} model.dtype=bfloat16", "fsdp", 1e-2, marks=pytest.mark.nightly),

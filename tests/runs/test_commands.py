@@ -241,20 +241,6 @@ def test_a_plan_is_the_whole_arithmetic_and_starts_nothing(capsys):
     assert only_run() == run.folder
 
 
-def test_the_candidates_of_auto_are_a_table_with_one_mark(capsys):
-    _, plan = planned("accum=auto")
-    rows = plan["candidates"]
-    assert len(rows) > 1
-    (chosen,) = [row for row in rows if row["is_chosen"]]
-    assert chosen["max_tokens"] == plan["max_tokens"]
-    assert all(row["predicted_seconds"] > 0 for row in rows)
-    memory = [row["predicted_bytes"] for row in rows]
-    assert memory == sorted(memory)
-    text = screen_of(capsys)
-    assert "caps weighed" in text
-    assert text.count("<- chosen") == 1
-
-
 def test_training_does_not_move_the_generators_of_a_notebook():
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -17,8 +17,8 @@ from tests.lib.nightly import slow
 README = PAGES["README.md"].read_text()
 TYPED = {name: lines for name, path in PAGES.items() if (lines := lines_of(path.read_text()))}
 BY_DEFAULT = {
-    *("README.md", "docs/tutorials/fine-tune.md", "docs/tutorials/first-run.md"),
-    *("docs/tutorials/prove-a-step.md", "docs/tutorials/your-text.md"),
+    *("README.md", "docs/tutorials/first-run.md", "docs/tutorials/prove-a-step.md"),
+    "docs/tutorials/your-text.md",
 }
 """Pages whose commands run in every run of the tests; those of the others are `slow`."""
 

@@ -215,7 +215,8 @@ def reason_to_type(key: str) -> str | None:
 def _sends(key: str, value: object, target: object) -> bool:
     """Whether a value says where figures go, of the class that it is an argument of, if of one."""
     root, _, name = key.rpartition(".")
-    if target is None and trackers.may_name(root):  # else reading the options takes long
+    is_tracker = bool(root) and "." not in root and root not in trackers.OURS
+    if target is None and is_tracker:  # else reading the options takes long
         of = trackers.options(str(OptionFolders.own_folder or "") or None)
         target = of.get(root, {}).get("_target_")
     return trackers.sends(target, name, value)

@@ -17,19 +17,15 @@ from trainer.config.option_files import options_of
 TRACKER_GROUP = "logger"
 OPTIONS_FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
 
-_OURS = {key.partition(".")[0] for key in KEYS}
+OURS = {key.partition(".")[0] for key in KEYS}
+"""Sections that no tracker may have."""
 
 
 def options(own: str | None = None) -> dict[str, dict[str, Any]]:
     """Read the options by name; what they take from the environment is put in."""
     found = OmegaConf.create(options_of(OPTIONS_FOLDER, own))
     plain: dict[str, dict[str, Any]] = OmegaConf.to_container(found, resolve=True)  # type: ignore[assignment]
-    return {name: option for name, option in plain.items() if name not in _OURS}
-
-
-def may_name(section: str) -> bool:
-    """Whether a section may be one of a tracker: no other key has its name."""
-    return bool(section) and "." not in section and section not in _OURS
+    return {name: option for name, option in plain.items() if name not in OURS}
 
 
 def is_name(entry: object) -> bool:
@@ -44,15 +40,12 @@ def names_in(tree: Mapping[str, Any]) -> list[str]:
 
 
 def complete(
-    tree: dict[str, Any], own: str | None = None, typed: Collection[str] = ()
+    tree: dict[str, Any], known: Mapping[str, Mapping[str, Any]], typed: Collection[str] = ()
 ) -> Iterator[str]:
-    """Put defaults into the sections of listed trackers, and drop other sections, in place.
-
-    Keys of the others that are `typed` are faults, a line for each.
-    """
+    """Put defaults of `known` options into sections of those listed; drop the rest, in place."""
     if isinstance(tree.get(TRACKER_GROUP), str):
         tree[TRACKER_GROUP] = [tree[TRACKER_GROUP]]
-    known, listed = options(own), names_in(tree)
+    listed = names_in(tree)
     for name in dict.fromkeys(listed):
         option, section = known.get(name), tree.get(name, {})
         if listed.count(name) > 1:
@@ -63,7 +56,7 @@ def complete(
         elif not isinstance(section, Mapping):
             keys = ", ".join(key for key in option if key != "_target_")
             yield line(name, section, f"is a section, not a value; it has {keys}")
-            tree[name] = option
+            tree[name] = dict(option)
         else:
             tree[name] = {**option, **section}
             if (target := tree[name]["_target_"]) != option["_target_"]:

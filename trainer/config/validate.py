@@ -62,11 +62,12 @@ def validate(
     if odd := {path: each for path, each in sections.items() if not isinstance(each, Mapping)}:
         text = "takes an option or a mapping"
         raise ConfigError(*(messages.line(path, each, text) for path, each in odd.items()))
-    known, built_in = trackers.options(config_dir), trackers.options()
+    known = trackers.options(config_dir)
+    built_in = trackers.options() if config_dir else known
     typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
     composed = Composed(tree, base, named)
 
-    faults = [*trackers.complete(tree, config_dir, typed_keys)]
+    faults = [*trackers.complete(tree, known, typed_keys)]
     # One search of all values at once: of each, it would take most of the time of a start.
     environ = os.environ if leaked(tree, os.environ) else {}
     faults += [*composed.leaf_faults("", tree, environ), *composed.argument_faults()]
