@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import __version__
 from trainer.cli.overrides import (
-    TARGET,
     Classified,
     classify,
     dotted,
@@ -35,8 +34,8 @@ from trainer.cli.overrides import (
 )
 from trainer.cli.paths import absolute_paths, refuse_missing
 from trainer.cli.plugins import EXTRAS, load_plugins, switch_off_reports, without_plugins
-from trainer.cli.trust import consented_components, trust_faults
-from trainer.config import components, recipes
+from trainer.config import components, consent, recipes
+from trainer.config.consent import TARGET
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, lookup
 from trainer.config.option_files import OWN, data_dir
@@ -77,7 +76,7 @@ class Job:
 class Composer:
     """Hydra's composition over one search path. Enter `open` before use."""
 
-    own_folder: Path | None = None  # the user's `--config-dir`
+    own_folder: str | None = None  # the user's `--config-dir`
     # Options on the search path, while it is open
     groups: dict[str, list[str]] = field(default_factory=dict)
 
@@ -88,7 +87,7 @@ class Composer:
             OWN_CODE.folder = Path.cwd()
         except FileNotFoundError:
             raise ConfigError("the current folder was deleted; change to one that exists") from None
-        return cls(own_folder=expanded(own_folder).absolute() if own_folder else None)
+        return cls(str(expanded(own_folder).absolute()) if own_folder else None)
 
     @contextmanager
     def open(self, overrides: Iterable[Override] = ()) -> Iterator[Any]:
@@ -173,20 +172,21 @@ class Composer:
         typed = values_in(override for override in overrides if override not in replayed)
         try:
             full, examples = self._compose_with_examples(parts)
-            chosen = full.hydra.runtime.choices.get(recipes.RECIPE_GROUP)
+            runtime: Any = OmegaConf.to_container(full.hydra.runtime)
+            chosen = runtime["choices"].get(recipes.RECIPE_GROUP)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
             faults += _folder_faults(full, tree, keys)
-            faults += recipes.consent_faults(tree, examples, typed)
+            faults += consent.key_faults(tree, examples, typed, self.own_folder)
             config = validate(
                 tree,
                 examples,
-                typed_targets=consented_components(full, tree, typed, own_classes),
-                choices=dict(full.hydra.runtime.choices),
+                typed_targets=consent.consented_components(tree, typed, own_classes, runtime),
+                choices=runtime["choices"],
                 typed_keys=keys,
-                config_dir=None if self.own_folder is None else str(self.own_folder),
+                config_dir=self.own_folder,
             )
-            faults += trust_faults(config)
+            faults += consent.class_faults(config)
         except ConfigError as error:
             faults += error.faults
         if faults:

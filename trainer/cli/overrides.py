@@ -20,14 +20,13 @@ from hydra.errors import HydraException
 from trainer.cli.exit_messages import print_notes
 from trainer.config import recipes
 from trainer.config.components import COMPONENTS
+from trainer.config.consent import TARGET
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
 from trainer.config.option_files import OWN
 from trainer.config.validate import REFUSED_CLASSES, secret_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
-
-TARGET = "_target_"
 
 ConfigGroups = Mapping[str, Sequence[str]]
 """Names of the options of every config group, by dotted key (`accum.gradient`)."""

@@ -12,10 +12,10 @@ from hydra.core.override_parser.types import Override
 from trainer.cli.overrides import quote, read_override
 from trainer.cli.saved_runs import remedy_for
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
+from trainer.config.consent import refuse_odd_files
 from trainer.config.data_sets import sources
 from trainer.config.declared import declared
 from trainer.config.messages import clip, flat
-from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import DataError, NoCheckpointError
 from trainer.core.format import expanded

@@ -25,9 +25,9 @@ from trainer.cli.overrides import (
     without,
     word_of,
 )
+from trainer.config import consent
 from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
-from trainer.config.odd_files import refuse_odd_files
 from trainer.config.run_config import READING
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
@@ -145,7 +145,7 @@ def _find(
     else:
         run = None if word_of(overrides, _FOLDER) else saved_runs.newest(outputs, name)
     if run is not None:
-        refuse_odd_files(run.path)
+        consent.refuse_odd_files(run.path)
     return run
 
 
@@ -153,7 +153,7 @@ def _check_over(
     run: RunFolder, typed: Sequence[Override], composer: Composer, key: str | None = None
 ) -> Job:
     """Check a run's own overrides, with what is typed now on top, and the run under a key."""
-    saved = saved_runs.saved_overrides(run)
+    saved = saved_runs.saved_overrides(run, composer.own_folder)
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
         if word_of(typed, size) is not None and word_of(saved, size) is None:
             saved = without(saved, other)  # batch.global gives it
@@ -164,7 +164,7 @@ def _check_over(
     job = composer.check(
         [*merged, *([] if key is None else [read_override(f"{key}={quote(run)}")])],
         replayed=[override for override in merged if override not in typed],
-        own_classes=saved_runs.own_classes(run),
+        own_classes=consent.own_classes(run),
     )
     saved_runs.refuse_changes(run, job.config)
     return job

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from trainer.cli.argv import split_argv
 from trainer.cli.compose import Composer, plain_of
-from trainer.cli.overrides import TARGET, quote
+from trainer.cli.overrides import quote
 from trainer.config.components import COMPONENTS
+from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
 from trainer.config.option_files import options_of
 from trainer.core.errors import ConfigError

@@ -9,20 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.config import run_config, trackers
-from trainer.config.components import targets_in
+from trainer.config.consent import acting, refuse_odd_files
 from trainer.config.messages import clip
-from trainer.config.odd_files import refuse_odd_files
-from trainer.config.recipes import asked
 from trainer.config.validate import from_plain
-from trainer.core import consent, durable
+from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, shown_path
 from trainer.core.run_folder import UNREADABLE, RunFolder, runs_below
@@ -127,7 +123,7 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def saved_overrides(run: RunFolder) -> list[Override]:
+def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:
     """The overrides of a run, of its latest resumption if there was one, vetted.
 
     What only the command line may give, such as where metrics are sent, is left out.
@@ -149,31 +145,12 @@ def saved_overrides(run: RunFolder) -> list[Override]:
             faults.append(f"{line}: resolvers are not taken from a run; type it again")
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    pairs = [(o, None if o.is_delete() else o.value()) for o in overrides]
-    return [override for override, value in pairs if not any(asked(dotted(override), value))]
-
-
-def record_consent(run: Path, records: Path, config: run_config.RunConfig) -> None:
-    """Note that the user starts a run with a config, whose new files are in `records`."""
-    if config.packages:
-        consent.note_start(run, _digest(run, records), config.packages)
-
-
-def own_classes(run: RunFolder) -> frozenset[str]:
-    """List the classes of a run that this user made and nobody changed; else nothing."""
-    saved = run.config()
-    with suppress(ConfigError):
-        if consent.is_unchanged(run.path, _digest(run.path, run.path), from_plain(saved).packages):
-            return frozenset(t for key, value in saved.items() for _, t in targets_in(key, value))
-    return frozenset()
-
-
-def _digest(run: Path, records: Path) -> str:
-    """Hash what a run begins with: its config.yaml, and overrides, which may be the older ones."""
-    path = RunFolder(records).overrides_file
-    files = (records / RunFolder.CONFIG, path if path.exists() else RunFolder(run).overrides_file)
-    texts = (file.read_bytes() if file.is_file() else b"" for file in files)
-    return sha256(b"\0".join(texts)).hexdigest()
+    harmless = []
+    for override in overrides:
+        value = None if override.is_delete() else override.value()
+        if not any(acting(dotted(override), value, own_folder)):
+            harmless.append(override)
+    return harmless
 
 
 def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups) -> list[Override]:

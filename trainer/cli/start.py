@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
 from trainer.cli.exit_messages import print_crash, print_error, print_out
+from trainer.config import consent
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
 from trainer.core import durable
@@ -137,4 +138,4 @@ def write_config(config: RunConfig, folder: Path, run: Path) -> None:
         durable.write_file_atomic(path, content)
         if config.command == "train":
             RunFolder(run).record_start()
-            saved_runs.record_consent(run, folder, config)
+            consent.note_start(run, folder, config)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainer.cli.exit_messages import print_notes
 from trainer.cli.saved_runs import AUTO, remedy_for
+from trainer.config.consent import refuse_odd_files
 from trainer.config.messages import clip, did_you_mean
-from trainer.config.odd_files import refuse_odd_files
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path

@@ -1,9 +1,8 @@
-"""Find recipes, and refuse in them, and in configs, what only the command line may give.
+"""Find recipes, and refuse in them what would act while Hydra composes it.
 
 Hydra would instantiate what a recipe puts under `hydra:`, resolve what it writes as `${...:...}`,
 and load what it names in its defaults list; so every recipe is read here, and refused where it
-could do more than set values. What only the command line may give is refused in the composed
-config, whoever set it, for a run may also be a stranger's.
+could do more than set values. Which values are its user's to give is decided in `consent`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import InvalidVersion, Version
 
-from trainer.config import trackers
-from trainer.config.components import COMPONENTS, GROUPS, SENDS
-from trainer.config.messages import ancestors, clip, flat, lookup, show
+from trainer.config.components import COMPONENTS, GROUPS
+from trainer.config.consent import ONLY_TYPED
+from trainer.config.messages import clip, lookup
 from trainer.config.option_files import OWN, data_dir
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
@@ -38,22 +37,6 @@ FOLDERS_VARIABLE = "TRAIN_RECIPES"
 
 SIZE_LIMIT = 64 * 1024
 """Bytes. A recipe is a page of values; what is larger is none."""
-
-ONLY_TYPED: Mapping[str, str] = {
-    "hydra": "Hydra's own settings can start programs",
-    "trust": "it allows code to run",
-    "command": "it selects the command",
-    "resume": "it chooses a run",
-    "resume_allow": "it chooses what a resumed run may change",
-    "run": "it chooses a run",
-    "step": "it chooses a checkpoint",
-    "init": "it chooses weights to read",
-    "outputs": "it chooses where a run writes",
-    "export": "it chooses where weights are written",
-}
-"""Keys that neither a recipe nor a run folder gives, whole sections among them, with the reason."""
-
-_REMOTE_CODE = ("trust_remote_code", "attn_implementation", "experts_implementation")
 
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 _ENTRY = re.compile(r"(?:(?:override|optional) +)*/?(?!hydra(?:/|$))(\w+(?:/\w+)*)")
@@ -95,7 +78,7 @@ def locate(typed: str) -> str:
     return str(path)
 
 
-def register(own_folder: Path | None = None) -> None:
+def register(own_folder: str | None = None) -> None:
     """Make Hydra read recipes, the user's options, and `${or:a,b}` and `${unless:a,b}` in ours."""
     OptionFolders.own_folder = own_folder
     Plugins.instance().register(RecipeSource)
@@ -205,54 +188,6 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "defaults": [*others, *choices]} if choices else tree
 
 
-def reason_to_type(key: str) -> str | None:
-    """Say why a dotted key is the command line's alone, or None where it is not."""
-    if any(part.lstrip("_") in _REMOTE_CODE for part in key.split(".")):
-        return "it allows code from the network"
-    return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
-
-
-def _sends(key: str, value: object, target: object) -> bool:
-    """Whether a value says where figures go, of the class that it is an argument of, if of one."""
-    root, _, name = key.rpartition(".")
-    is_tracker = bool(root) and "." not in root and root not in trackers.OURS
-    if target is None and is_tracker:  # else reading the options takes long
-        of = trackers.options(str(OptionFolders.own_folder or "") or None)
-        target = of.get(root, {}).get("_target_")
-    return trackers.sends(target, name, value)
-
-
-def asked(key: str, value: object, target: object = None) -> Iterator[str]:
-    """Find keys that need consent, at any depth; what stays on this machine needs none."""
-    # An implementation of the hub's is written owner/name.
-    is_word = "implementation" in key and isinstance(value, str) and "/" not in value
-    if (reason_to_type(key) and not is_word) or _sends(key, value, target):
-        yield key
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from asked(f"{key}.{name}", inner, value.get("_target_"))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from asked(key, inner)
-
-
-def consent_faults(
-    tree: Mapping[str, Any], offered: Mapping[str, Any], typed: Collection[str]
-) -> Iterator[str]:
-    """Find what others give and only the user may, a line for each.
-
-    Values pass that are those of `offered`: the same options without a value of a recipe, a run or
-    the command line.
-    """
-    offers = flat(offered)
-    for key, value in flat(tree).items():
-        if key not in typed and not (key in offers and offers[key] == value):
-            for found in asked(key, value):
-                text = f"{found}={show(value)}: comes from a recipe or a run"
-                why = reason_to_type(found) or f"it {SENDS}"
-                yield clip(f"{text}; type it yourself: {why}")
-
-
 @final
 class RecipeSource(ConfigSource):
     """Shows Hydra the recipes of all folders as the options of one group."""
@@ -297,7 +232,7 @@ class RecipeSource(ConfigSource):
 class OptionFolders(SearchPathPlugin):
     """Puts recipes and the user's `--config-dir` on Hydra's search path."""
 
-    own_folder: ClassVar[Path | None] = None
+    own_folder: ClassVar[str | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainer.config import consent
 from trainer.config.run_config import RunConfig
 from trainer.config.secrets import without_secrets
 from trainer.config.trackers import sends
-from trainer.core import consent, durable, errors
+from trainer.core import durable, errors
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, hold
 from trainer.core.user_code import excerpt
@@ -81,7 +82,7 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
 
 def trusting(config: RunConfig, run: Path) -> list[str]:
     """Give what has to be typed for classes and options of one's own that a run folder names."""
-    folder, packages = config.config_dir, () if consent.is_recorded(run) else config.packages
+    folder, packages = config.config_dir, () if consent.is_noted(run) else config.packages
     flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
     return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
 

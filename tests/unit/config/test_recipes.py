@@ -6,7 +6,7 @@ import yaml
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import composed, options
 from trainer import __version__
-from trainer.config import recipes
+from trainer.config import consent, recipes
 from trainer.config.option_files import data_dir
 from trainer.config.validate import validate
 from trainer.core.errors import ConfigError
@@ -197,9 +197,9 @@ def test_what_only_its_user_may_set_is_asked_of_them():
     base, _ = options()
     for key, value in ASKED.items():
         tree = {**base, key: value}
-        (fault,) = recipes.consent_faults(tree, base, ())
+        (fault,) = consent.key_faults(tree, base, ())
         assert fault.startswith(f"{key}=")
         assert "type it yourself" in fault
-        assert list(recipes.consent_faults(tree, base, {key})) == []
+        assert list(consent.key_faults(tree, base, {key})) == []
     local = {**base, "wandb.mode": "disabled", "model.attn_implementation": "sdpa"}
-    assert list(recipes.consent_faults(local, base, ())) == []
+    assert list(consent.key_faults(local, base, ())) == []

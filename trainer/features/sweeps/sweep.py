@@ -30,9 +30,9 @@ from trainer.cli.overrides import (
     without,
     word_of,
 )
+from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
 from trainer.config.metric_mode import mode_of
-from trainer.config.recipes import ONLY_TYPED
 from trainer.config.run_config import READING
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
