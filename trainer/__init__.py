@@ -5,7 +5,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from trainer.cli.main import train
+    from trainer.cli.python_api import train
 
 __version__ = "0.1.0"
 __all__ = ["train"]
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> "Any":  # noqa: ANN401 - a module's attribute
         AttributeError: it offers no such thing.
     """
     if name == "train":
-        from trainer.cli.main import train  # noqa: PLC0415
+        from trainer.cli.python_api import train  # noqa: PLC0415
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

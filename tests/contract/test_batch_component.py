@@ -10,7 +10,7 @@ from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, sh
 from tests.lib.run_toys import Stop
 from tests.reliability.rank_work import on_ranks
 from trainer import train
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError
 
 RAMP = """

@@ -33,8 +33,8 @@ from tests.lib.run_support import (
 from tests.reliability.rank_work import run_as_rank
 from trainer.assemble import reporter as assemble_reporter
 from trainer.cli import saved_runs
-from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
+from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError
 
 HEADS, PAIRS = head_toys.__name__, pair_toys.__name__
@@ -395,7 +395,7 @@ def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
     assert list(Path("boards").glob("*/events*"))
     assert on(bare, "logger=[] steps=2").exit_code == 0
     old, new = (saved_runs.parse([each])[0] for each in ("wandb.project=p", "logger=[my.wandb]"))
-    assert saved_runs.merge(old, new, {}) == new
+    assert saved_runs.staying(old, new, {}) == []
     bare = go("logger=[] steps=1")
     assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
 

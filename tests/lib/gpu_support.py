@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lib.run_support import go, read_json
 from tests.lib.support import VOCABULARY, RaggedText
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core.world import World
 from trainer.models.gpt import GPT
 

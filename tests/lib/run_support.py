@@ -15,8 +15,8 @@ import torch
 from trainer import train
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import checkpoint_weights
-from trainer.cli.finished_run import FinishedRun
 from trainer.cli.main import run as run_line
+from trainer.cli.python_api import FinishedRun
 
 TOYS = "tests.lib.run_toys"
 

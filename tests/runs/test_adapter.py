@@ -13,7 +13,7 @@ from tests.lib.heads import Head, save_tokens
 from tests.lib.run_support import curve, go, overrides, read_json, shell, state
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError, NoCheckpointError
 
 pytestmark = pytest.mark.filterwarnings(

@@ -11,7 +11,7 @@ from tests.lib.run_support import TOYS, entries, go, only_run, overrides, read_j
 from tests.lib.run_toys import Net
 from tests.reliability.faults import FaultyDisk
 from trainer import train
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.run_folder import hold

@@ -10,7 +10,7 @@ import yaml
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.run_support import entries, go, read_json, shell
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 
 pytestmark = pytest.mark.usefixtures("texts")
 

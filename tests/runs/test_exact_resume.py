@@ -23,7 +23,7 @@ from tests.lib.run_support import (
     steps,
 )
 from tests.lib.run_toys import Stop
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError, DataError, TrainError
 
 

@@ -20,7 +20,7 @@ from tests.lib.run_support import (
 )
 from tests.lib.run_toys import Rows
 from tests.reliability.rank_work import on_ranks
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 
 OWN = f"{{_target_:{__name__}.Others,size:21}}"
 LINE = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.lib.run_support import TOYS, go, read_json, shell, state
 from tests.lib.run_toys import DoubleNet, Images, Rows, Vision
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 
 KINDS = ("plain", "striped", "dotted", "other")
 

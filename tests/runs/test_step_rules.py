@@ -8,7 +8,7 @@ import torch
 
 from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, curve, entries, go, only_run, read_json, state, steps
-from trainer.cli.finished_run import FinishedRun
+from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError, DataError
 
 LINE = "steps=8 eval.every=3 checkpoint.every=5 scheduler.warmup=3 checkpoint.keep=9"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 from trainer import __version__
 from trainer.cli import exit_messages
@@ -20,9 +19,6 @@ from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
-
-if TYPE_CHECKING:
-    from trainer.cli.finished_run import FinishedRun
 
 
 def main() -> None:
@@ -48,34 +44,6 @@ def run(argv: Sequence[str]) -> int:
         return exit_messages.print_error(ConfigError(clip(f"{type(error).__name__}: {error}")))
     except Exception as error:
         return exit_messages.print_crash(error)
-
-
-def train(
-    config: Mapping[str, Any] | Sequence[str] = (), *, config_dir: str | None = None
-) -> FinishedRun:
-    """Run from Python or a notebook what a command line runs.
-
-    Args:
-        config: a composed config, nested mappings of some settings, or a command and overrides
-            as they are typed: `train(["verify", "batch.global=64", "accum=budget"])`.
-        config_dir: a folder of options of one's own.
-
-    Returns:
-        Where the run is and how it ended: `result`, `metrics` as a DataFrame, the `report`.
-
-    Raises:
-        TrainError: what the command line would print; its `exit_code` is the command line's.
-    """
-    from trainer.cli.compose import Composer  # noqa: PLC0415
-    from trainer.cli.finished_run import FinishedRun  # noqa: PLC0415
-    from trainer.cli.prepare import prepare_run  # noqa: PLC0415
-    from trainer.cli.python_api import overrides_of  # noqa: PLC0415
-    from trainer.cli.start import start_job  # noqa: PLC0415
-
-    composer = Composer.of(config_dir)
-    job = prepare_run(overrides_of(config, composer), composer)
-    code = start_job(job, composer, is_python=True) if job.done is None else 0
-    return FinishedRun.of(job.config, job.folder, code)
 
 
 def _run(argv: Sequence[str]) -> int:

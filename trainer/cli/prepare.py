@@ -26,9 +26,8 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config import consent
-from trainer.config.components import EVAL_SETS
 from trainer.config.messages import clip
-from trainer.config.run_config import READING
+from trainer.config.run_config import READING, to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, step_of
@@ -39,16 +38,20 @@ _FOLDER = "hydra.run.dir"
 
 def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> Job:
     """Prepare one run from overrides as typed, of which some faults were found before."""
-    overrides, unread = parse(lines, is_typed=True)
-    swept = [override for override in overrides if override.is_sweep_override()]
-    faults = [*faults, *unread, *map(_needs_flag, swept)]
-    overrides = [override for override in overrides if override not in swept]
-    overrides = _without_checkpoints(overrides)
+    parsed, unread = parse(lines, is_typed=True)
+    faults, overrides = [*faults, *unread], list[Override]()
+    for override in parsed:
+        if override.is_sweep_override():
+            key, _, value = (override.input_line or "").partition("=")
+            remedy = f"several values are a sweep, which takes -m; as a list: {key}=[{value}]"
+            faults.append(clip(f"{key}={value}: {remedy}"))
+        else:
+            overrides.append(override)
     if {"run", "resume"} <= {*map(dotted, overrides)}:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
     with composer.open(overrides):
         try:
-            job = _prepare(overrides, composer)
+            job = _prepare(_without_checkpoints(overrides), composer)
         except TrainError as error:
             if faults:
                 raise ConfigError(*distinct([*faults, *str(error).split("\n")])) from error
@@ -69,12 +72,25 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     rest = without(overrides, key)
     run = _find(rest, word_of(overrides, key) or "", key, composer)
     if run is None:
-        return _begin_instead(composer.check(rest))
+        job = composer.check(rest)
+        name = job.config.name
+        called = f"named {name}"
+        if name is None:
+            called = "without a name"
+        there = f"no run {called} below {job.config.outputs} can be resumed"
+        if name is None:
+            there += " (type name= for one that has one)"
+        note = f"resume=auto: {there}; a new one begins\n"
+        return replace(_place(job, job.folder), note=job.note + note)  # it may hold records
     if key == "run" and command in READING:
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
-    if command in (None, "train") and word_of(rest, "step") not in (None, "last"):
-        return _fork(run, rest, composer)
+    step = word_of(rest, "step")
+    if command in (None, "train") and step not in (None, "last"):
+        number = saved_runs.checkpoint_of(run, step)
+        job = _check_over(run, rest, composer, "resume")
+        note = f"a new run from step {number} of {shown_path(run.path)}\n"
+        return replace(_place_new(job), forked=(run.path, number), note=job.note + note)
     goes_on = bool(run.steps())
     # The same command as before, with `resume=auto`, may name the weights the run began with.
     if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
@@ -82,12 +98,6 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     job = _check_over(run, rest, composer, "resume" if goes_on else None)
     # `plan` and `verify` look on a run as well, but from folders of their own.
     return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
-
-
-def _needs_flag(swept: Override) -> str:
-    key, _, value = (swept.input_line or "").partition("=")
-    remedy = f"several values are a sweep, which takes -m; as a list: {key}=[{value}]"
-    return clip(f"{key}={value}: {remedy}")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
@@ -100,24 +110,6 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
             found = [*without(found, key), *map(read_override, lines)]
     return found
-
-
-def _fork(run: RunFolder, overrides: Sequence[Override], composer: Composer) -> Job:
-    """Prepare a new run that goes on from one checkpoint of another."""
-    step = saved_runs.checkpoint_of(run, word_of(overrides, "step") or "")
-    job = _check_over(run, overrides, composer, "resume")
-    note = f"a new run from step {step} of {shown_path(run.path)}\n"
-    return replace(_place_new(job), forked=(run.path, step), note=job.note + note)
-
-
-def _begin_instead(job: Job) -> Job:
-    """Prepare a run that begins since `resume=auto` found none; its folder may hold records."""
-    name = job.config.name
-    called = "without a name" if name is None else f"named {name}"
-    hint = " (type name= for one that has one)" if name is None else ""
-    there = f"no run {called} below {job.config.outputs} can be resumed{hint}"
-    note = f"resume=auto: {there}; a new one begins\n"
-    return replace(_place(job, job.folder), note=job.note + note)
 
 
 def _find(
@@ -154,35 +146,37 @@ def _check_over(
 ) -> Job:
     """Check a run's own overrides, with what is typed now on top, and the run under a key."""
     saved = saved_runs.saved_overrides(run, composer.own_folder)
-    for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
-        if word_of(typed, size) is not None and word_of(saved, size) is None:
-            saved = without(saved, other)  # batch.global gives it
-    if word_of(typed, "data.holdout") == "all":  # of other data
-        sets = [key for key in map(dotted, saved) if key.startswith(EVAL_SETS)]
-        saved = without(saved, "eval.samples", "data.eval_path", *sets)
-    merged = saved_runs.merge(saved, typed, composer.groups)
-    job = composer.check(
-        [*merged, *([] if key is None else [read_override(f"{key}={quote(run)}")])],
-        replayed=[override for override in merged if override not in typed],
-        own_classes=consent.own_classes(run),
-    )
+    replayed = saved_runs.staying(saved, typed, composer.groups)
+    overrides = [*replayed, *typed]
+    if key is not None:
+        overrides.append(read_override(f"{key}={quote(run)}"))
+    own_classes = consent.own_classes(run)
+    job = composer.check(overrides, replayed=replayed, own_classes=own_classes)
     saved_runs.refuse_changes(run, job.config)
     return job
 
 
 def _go_on(run: RunFolder, job: Job) -> Job:
     """Prepare a training run that goes on in its folder, or begins again there."""
-    job = _place(job, run.path, RunFolder.RESUMED)
+    job, saved = _place(job, run.path, RunFolder.RESUMED), run.config()
     if not run.steps():
-        saved_runs.refuse_other_weights(run, job.config)
+        before, step = saved.get("init"), saved.get("step", "last")
+        # Neither a run folder nor a recipe may say which weights to read.
+        if before is not None and (job.config.init is None or job.config.step != step):
+            typed = f"init={before}" if step == "last" else f"init={before} step={step}"
+            fault = f"init: the saved run started from {before}; type {typed} again"
+            raise ConfigError(clip(fault))
         note = f"{shown_path(run.path)} has no checkpoint: it begins again, with its settings\n"
         return replace(job, note=job.note + note)
     if saved_runs.is_finished(run, job.config):
         clock = "steps" if job.config.total_epochs is None else "epochs"
         done = f"{run} is done after step {run.last_step()}; {clock}=N trains further"
         return replace(job, done=done)
-    if why := saved_runs.stopped(run, job.config):
-        return replace(job, done=f"{run} is done: {why}; stop.metric=null trains further")
+    stopped = run.record(RunFolder.RESULT).get("stopped")
+    is_completed = run.status().get("state") == saved_runs.COMPLETED
+    # With the same rule it would stop again, without a step.
+    if is_completed and stopped and to_plain(job.config)["stop"] == saved.get("stop"):
+        return replace(job, done=f"{run} is done: {stopped}; stop.metric=null trains further")
     return job
 
 

@@ -1,27 +1,111 @@
-"""Write Python objects as overrides, so that a run from a notebook is the run of a command line.
+"""Run from Python or a notebook what a command line runs.
 
-The overrides are what the run folder records; a run from Python is thus resumed and evaluated like
-any other.
+A config of Python objects is written as overrides, which are what the run folder records; a run
+from Python is thus resumed and evaluated like any other.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 from omegaconf import OmegaConf
 
 from trainer.cli.argv import split_argv
 from trainer.cli.compose import Composer, plain_of
 from trainer.cli.overrides import quote
+from trainer.cli.prepare import prepare_run
+from trainer.cli.start import start_job
 from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
 from trainer.config.option_files import options_of
+from trainer.config.run_config import RunConfig, evaluation_file
+from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
+from trainer.core.run_folder import RunFolder
+from trainer.report.journal import read
+from trainer.report.views import views
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """How a run from Python ended. A notebook shows its report."""
+
+    folder: Path
+    exit_code: int  # as of the command line
+    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
+
+    @classmethod
+    def of(cls, config: RunConfig, folder: Path, exit_code: int) -> FinishedRun:
+        """Read what a command wrote."""
+        files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
+        record = files.get(config.command)
+        if config.command == "evaluate":
+            record = evaluation_file(config)
+        result = {} if record is None else read_json(folder / record)
+        return cls(folder=folder, exit_code=exit_code, result=result)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """The lines of metrics.jsonl, a row for each step; evaluations are columns `eval_...`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise ConfigError("run.metrics: needs pandas: pip install pandas") from error
+        lines = read(self.folder / RunFolder.METRICS)
+        return pd.DataFrame(lines).groupby("step").first() if lines else pd.DataFrame()
+
+    @property
+    def report(self) -> Path | None:
+        """The page with curves, plan and config; None where the command writes none."""
+        files = (self.folder / view.file for view in views().values())
+        return next(filter(Path.is_file, files), None)
+
+    def _repr_html_(self) -> str | None:
+        """Show the report in a notebook."""
+        if self.report is None:
+            return None
+        page = html.escape(self.report.read_text(encoding="utf-8"))
+        style = "width:100%;height:720px;border:0"
+        how = f'title="report" sandbox="allow-scripts" style="{style}"'
+        return f'<iframe {how} srcdoc="{page}"></iframe>'
+
+
+def train(
+    config: Mapping[str, Any] | Sequence[str] = (), *, config_dir: str | None = None
+) -> FinishedRun:
+    """Run from Python or a notebook what a command line runs.
+
+    Args:
+        config: a composed config, nested mappings of some settings, or a command and overrides
+            as they are typed: `train(["verify", "batch.global=64", "accum=budget"])`.
+        config_dir: a folder of options of one's own.
+
+    Returns:
+        Where the run is and how it ended: `result`, `metrics` as a DataFrame, the `report`.
+
+    Raises:
+        TrainError: what the command line would print; its `exit_code` is the command line's.
+    """
+    composer = Composer.of(config_dir)
+    job = prepare_run(overrides_of(config, composer), composer)
+    code = start_job(job, composer, is_python=True) if job.done is None else 0
+    return FinishedRun.of(job.config, job.folder, code)
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:

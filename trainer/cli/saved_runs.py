@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.config import run_config, trackers
+from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
 from trainer.config.messages import clip
 from trainer.config.validate import from_plain
@@ -124,7 +125,7 @@ def _link(source: str, target: str) -> None:
 
 
 def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:
-    """The overrides of a run, of its latest resumption if there was one, vetted.
+    """Read the overrides of a run, of its latest resumption if there was one.
 
     What only the command line may give, such as where metrics are sent, is left out.
     """
@@ -138,38 +139,52 @@ def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:
         remedy = f"restore it, or begin a new run from these weights with init={run}"
         raise ConfigError(f"{path}: {what}; it holds a list of overrides, `[]` for none: {remedy}")
     overrides, faults = parse(lines)
-    for line, key in ((o.input_line or "", dotted(o)) for o in overrides):
+    harmless = []
+    for override in overrides:
+        key, line = dotted(override), override.input_line or ""
         if key.partition(".")[0] == "hydra":
             faults.append(f"{line}: settings of Hydra are not taken from a run; type it again")
         elif ":" in line.partition("${")[2]:
             faults.append(f"{line}: resolvers are not taken from a run; type it again")
+        elif not any(acting(key, override.value(), own_folder)):
+            harmless.append(override)
     if faults:
         raise ConfigError(*(clip(f"{path}: {fault}") for fault in faults))
-    harmless = []
-    for override in overrides:
-        value = None if override.is_delete() else override.value()
-        if not any(acting(dotted(override), value, own_folder)):
-            harmless.append(override)
     return harmless
 
 
-def merge(old: Sequence[Override], new: Sequence[Override], groups: ConfigGroups) -> list[Override]:
-    """Put what is typed now over what a run was started with.
+def staying(
+    saved: Sequence[Override], typed: Sequence[Override], groups: ConfigGroups
+) -> list[Override]:
+    """List the overrides of a run that nothing replaces which is typed now.
 
-    A new value replaces the old one of its key, a new option also the old values inside its
-    group (they were the old option's), and `steps` the old `epochs`, or the reverse.
+    A new value replaces the old one of its key, and a key that says the same in another unit. A new
+    option replaces also the old values inside its group: they were the old option's.
     """
-    before = {dotted(override): override.value() for override in old}
-    typed = {dotted(override): override.value() for override in new}
-    replaced = {*typed, *(_CLOCKS if _CLOCKS & typed.keys() else ())}
-    options = [key for key in typed if key in groups]
-    chosen = (*(f"{k}." for k in options if k not in before or typed[k] != before[k]),)
-    if trackers.TRACKER_GROUP in typed:  # settings of those that are listed no more
-        given = typed[trackers.TRACKER_GROUP]
-        listed = [*map(str, given)] if isinstance(given, list) else [str(given)]
-        chosen += (*(f"{name}." for name in trackers.options() if name not in listed),)
-    staying = [o for o in old if dotted(o) not in replaced and not dotted(o).startswith(chosen)]
-    return [*staying, *new]
+    before = {dotted(override): override.value() for override in saved}
+    now = {dotted(override): override.value() for override in typed}
+    gone, within = {*now}, list[str]()
+    if _CLOCKS & gone:
+        gone |= _CLOCKS
+    for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
+        if now.get(size) is not None and before.get(size) is None:
+            gone.add(other)  # batch.global gives it
+    if now.get("data.holdout") == "all":  # of other data
+        gone |= {"eval.samples", "data.eval_path"}
+        within.append(EVAL_SETS)
+    for key, value in now.items():
+        if key in groups and (key not in before or value != before[key]):
+            within.append(f"{key}.")
+    if trackers.TRACKER_GROUP in now:  # settings of those that are listed no more
+        listed = now[trackers.TRACKER_GROUP]
+        names = map(str, listed) if isinstance(listed, list) else [str(listed)]
+        within += [f"{name}." for name in trackers.options().keys() - {*names}]
+    found = []
+    for override in saved:
+        key = dotted(override)
+        if key not in gone and not key.startswith(tuple(within)):
+            found.append(override)
+    return found
 
 
 def is_finished(run: RunFolder, config: run_config.RunConfig) -> bool:
@@ -181,13 +196,6 @@ def is_finished(run: RunFolder, config: run_config.RunConfig) -> bool:
     saved = run.config()
     epochs = saved.get("epochs") or (saved.get("steps") is None)  # one epoch, where nothing is said
     return isinstance(epochs, int) and epochs >= config.total_epochs
-
-
-def stopped(run: RunFolder, config: run_config.RunConfig) -> str | None:
-    """Why a run ended before its last step, where it would do so again without a step."""
-    is_same = run_config.to_plain(config)["stop"] == run.config().get("stop")
-    ended = is_same and run.status().get("state") == COMPLETED
-    return run.record(RunFolder.RESULT).get("stopped") if ended else None
 
 
 def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
@@ -204,12 +212,3 @@ def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
         else run_config.step_faults
     )(config, old):
         raise ConfigError(*faults)
-
-
-def refuse_other_weights(run: RunFolder, config: run_config.RunConfig) -> None:
-    """Let a run begin again with the weights it was to begin with; its folder cannot name them."""
-    saved = run.config()
-    before, step = saved.get("init"), saved.get("step", "last")
-    if before is not None and (config.init is None or config.step != step):
-        typed = f"init={before}" if step == "last" else f"init={before} step={step}"
-        raise ConfigError(clip(f"init: the saved run started from {before}; type {typed} again"))
