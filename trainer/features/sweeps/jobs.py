@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 
 from trainer.cli import saved_runs
-from trainer.cli.compose import Composer, Job
+from trainer.cli.compose import Composer
 from trainer.cli.exit_messages import print_error, print_out
 from trainer.cli.overrides import dotted, parse, read_override
 from trainer.cli.start import must_stage, run_and_report, write_config
@@ -151,7 +151,9 @@ class SweepTask:
                 done.set()
         if os.getppid() != parent:
             os._exit(code)  # joblib's would wait for more jobs, its GPU's memory with it
-        if code == Preempted.exit_code and not self._is_over() and _is_requeued():
+        is_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+        is_heard = callable(signal.getsignal(signal.SIGUSR1))
+        if code == Preempted.exit_code and is_slurm and is_heard and not self._is_over():
             os.kill(os.getpid(), signal.SIGUSR1)  # submitit puts the job back into the queue
         return code
 
@@ -174,11 +176,14 @@ class SweepTask:
         """Run a job; print how it begins and ends, and note the latter for the table."""
         job, folder = record.job.num, Path(record.runtime.output_dir)
         lines = [str(each) for each in record.overrides.task]
+        common = set[str]()
+        for override in map(read_override, self.sweep.typed):
+            if not override.is_sweep_override():
+                common.add(dotted(override))
         number = f"{job} of {len(self.sweep.jobs)}" if self.sweep.jobs else job
-        typed = map(read_override, self.sweep.typed)
-        common = {dotted(each) for each in typed if not each.is_sweep_override()}
-        swept = (line.lstrip("+") for line in lines if dotted(read_override(line)) not in common)
-        print_out(f"job {number}: {' '.join(swept)}\n")
+        # A search may also choose what is not typed, but stands in its own settings.
+        own = [line.lstrip("+") for line in lines if dotted(read_override(line)) not in common]
+        print_out(f"job {number}: {' '.join(own)}\n")
         before = RunFolder(folder).record(RunFolder.END)
         if self.sweep.goes_on and not self.sweep.jobs and before.get("exit_code") not in _UNENDED:
             # The values of the jobs behind it were chosen by how it ended.
@@ -208,7 +213,10 @@ class SweepTask:
         with chdir(record.runtime.cwd):
             OWN_CODE.folder = Path.cwd()
             job = self.composer.check(overrides, faults)
-        _write_overrides(job, folder / str(record.output_subdir))
+        # Hydra's record gets paths in full, so that the job can go on alone from anywhere.
+        text = yaml.safe_dump([line.lstrip("+") for line in job.lines])
+        records = folder / str(record.output_subdir)
+        write_file_atomic(records / RunFolder.OVERRIDES, text.encode())
         config, run = job.config, RunFolder(folder)
         # Slurm may have put the job back into its queue.
         goes_on = self.sweep.goes_on or "SLURM_RESTART_COUNT" in os.environ
@@ -221,19 +229,6 @@ class SweepTask:
             write_config(config, records, folder)
             with env_override({BRIEF: "1"} if config.command == "train" else {}):
                 return run_and_report(config, folder)
-
-
-def _write_overrides(job: Job, records: Path) -> None:
-    """Put absolute paths into Hydra's record, so that the job can go on alone from anywhere."""
-    typed = [line.lstrip("+") for line in job.lines]
-    text = yaml.safe_dump(typed)
-    write_file_atomic(records / RunFolder.OVERRIDES, text.encode())
-
-
-def _is_requeued() -> bool:
-    """Whether submitit waits for a signal to put this job back into the queue of Slurm."""
-    by_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-    return by_slurm and callable(signal.getsignal(signal.SIGUSR1))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from trainer.cli.compose import Job
 from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.errors import ConfigError
-from trainer.core.run_folder import GRID_FILE, SEARCH_FILE
+from trainer.core.run_folder import SEARCH_FILE
 from trainer.features.sweeps.jobs import Slots
 
 # Hydra names both by private modules.
@@ -33,11 +33,6 @@ _SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 _REQUEUES = 1000  # of one job at its time limit
 _DIRECTION = "hydra.sweeper.direction"
 _FOUND = "optimization_results.yaml"
-
-
-def typed_file(sweeper: str) -> str:
-    """Name the file in a sweep's folder that says what was typed; each sweeper has its own."""
-    return SEARCH_FILE if sweeper == OPTUNA else GRID_FILE
 
 
 def refuse_other_jobs(hydra: DictConfig) -> None:
@@ -64,20 +59,22 @@ def slots_of(
         return None
     from trainer.report.records import num_cores  # noqa: PLC0415 - where it is needed
 
-    ranks = max(r if (r := job.config.parallel.ranks) != "auto" else 1 for job in jobs)
-    gpus = () if jobs[0].config.device == "cpu" else _gpus()
-    typed, cores = int(hydra.launcher.get("n_jobs", -1)), num_cores()
-    fitting = max(1, (len(gpus) or cores) // ranks)
-    count = typed if typed > 0 else min(fitting, fitting if most is None else most)
+    ranks = 1
+    for job in jobs:
+        if job.config.parallel.ranks != "auto":
+            ranks = max(ranks, job.config.parallel.ranks)
+    gpus = list[str]()
+    if jobs[0].config.device != "cpu":
+        from trainer.core import gpu  # noqa: PLC0415 - imports torch, once every job is checked
+
+        gpus = [str(number) for number in range(len(gpu.devices()))]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            gpus = visible.split(",")[: len(gpus)]
+    cores, count = num_cores(), int(hydra.launcher.get("n_jobs", -1))
+    if count <= 0:  # as many as fit
+        count = max(1, (len(gpus) or cores) // ranks)
+        count = count if most is None else min(count, most)
     return Slots(folder=folder, count=count, gpus=gpus, ranks=ranks, cores=cores)
-
-
-def _gpus() -> tuple[str, ...]:
-    from trainer.core import gpu  # noqa: PLC0415 - imports torch, once every job is checked
-
-    typed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(number) for number in range(len(gpu.devices()))]
-    return tuple(typed.split(",")[: len(names)] if typed else names)
 
 
 def settings_of(
@@ -116,7 +113,7 @@ def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: obje
     make_folders(folder)
     typed = {"overrides": {"task": [*lines]}, "runtime": {"cwd": str(Path.cwd())}}
     content: dict[str, Any] = {"hydra": typed}
-    write_file_atomic(folder / typed_file(OPTUNA), yaml.safe_dump(content).encode())
+    write_file_atomic(folder / SEARCH_FILE, yaml.safe_dump(content).encode())
 
 
 def tidy(folder: Path) -> None:

@@ -36,7 +36,7 @@ from trainer.config.metric_mode import mode_of
 from trainer.config.run_config import READING
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
-from trainer.core.run_folder import GRID_FILE, UNREADABLE, RunFolder, hold
+from trainer.core.run_folder import GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
 from trainer.core.signals import raise_on_interrupt
 from trainer.features.sweeps import launchers, table
 from trainer.features.sweeps.jobs import SAFE_PATH, STOP_FILE, Sweep, SweepTask, passing_signals_on
@@ -69,7 +69,12 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
                 failed = True
                 print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
             finally:
-                codes = _exit_codes(sweep)
+                folders = table.folders_of(sweep.folder)
+                codes = []  # 1 where a job did not end, whichever process was to run it
+                for number in range(len(sweep.jobs) or max(folders, default=0) + 1):
+                    folder = folders.get(number)
+                    ended = {} if folder is None else RunFolder(folder).record(RunFolder.END)
+                    codes.append(ended.get("exit_code", 1))
                 if sweep.command == "train":
                     table.report(sweep, Console())
     if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
@@ -99,8 +104,9 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     parts = classify(without(overrides, "resume"), composer.groups)
     hydra, typed = parse(parts.hydra)[0], parts.lines
     sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
+    is_search = sweeper != launchers.BASIC_SWEEPER
     # A search could have more combinations than anybody can check.
-    jobs = expand(typed) if sweeper == launchers.BASIC_SWEEPER else cover(typed)
+    jobs = cover(typed) if is_search else expand(typed)
     checked: list[Job] = []
     faults += parts.faults
     for each in jobs:
@@ -112,10 +118,14 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         raise ConfigError(*distinct(faults))
     first = checked[0]
     record = first.composed.hydra
-    folder = _folder_of(first, typed, goes_on=resume is not None)
-    slots = launchers.slots_of(
-        checked, record, folder, len(jobs) if sweeper == launchers.BASIC_SWEEPER else None
-    )
+    found = None
+    if resume is not None:
+        launchers.refuse_other_jobs(record)
+        file = SEARCH_FILE if sweeper == launchers.OPTUNA else GRID_FILE
+        found = newest_sweep(Path(first.config.outputs).absolute(), typed, file)
+    folder = found or Path(str(record.sweep.dir)).absolute()
+    most = None if is_search else len(jobs)
+    slots = launchers.slots_of(checked, record, folder, most)
     goes_on = resume is not None and folder.exists()
     own = [
         *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
@@ -128,7 +138,7 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     metric, mode = first.config.sweep.metric, first.config.sweep.mode
     return Sweep(
         command=first.config.command,
-        jobs=jobs if sweeper == launchers.BASIC_SWEEPER else (),
+        jobs=() if is_search else jobs,
         lines=(*own, *typed),
         folder=folder,
         goes_on=resume is not None,
@@ -160,44 +170,30 @@ def _each(line: str) -> list[str]:
     return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
 
 
-def _folder_of(first: Job, lines: Sequence[str], *, goes_on: bool) -> Path:
-    """Choose the folder of a sweep: the newest of the same words, or a new one."""
-    record, found = first.composed.hydra, None
-    if goes_on:
-        launchers.refuse_other_jobs(record)
-        outputs = Path(first.config.outputs).absolute()
-        found = newest_sweep(outputs, lines, launchers.typed_file(record.sweeper._target_))
-    return found or Path(str(record.sweep.dir)).absolute()
-
-
 def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE) -> Path | None:
     """The newest sweep folder below `outputs` that was started with the same overrides, or `None`.
 
     What is typed anew for every command does not count, nor does the order. The folder where it was
     typed does: a path in its words is another one elsewhere.
     """
-    here = str(Path.cwd())
+    here, wanted = str(Path.cwd()), _settings(overrides)
     found = dict[Path, tuple[float, str]]()
     for path in outputs.glob(f"multirun/**/{file}"):
         with suppress(*UNREADABLE, KeyError, TypeError):
             record = durable.read_yaml(path)["hydra"]
             begun = [str(line) for line in record["overrides"]["task"]]
-            is_from_here = record["runtime"]["cwd"] == here
-            if is_from_here and _settings(begun) == _settings(overrides):
-                # A sweep is as old as its first job.
-                jobs = [RunFolder(job).by_start() for job in path.parent.iterdir()]
-                found[path.parent] = min((job for job in jobs if job[0]), default=(0.0, str(path)))
+            if record["runtime"]["cwd"] == here and _settings(begun) == wanted:
+                # A sweep is as old as its first job; one without a job is older than all.
+                starts = [RunFolder(job).by_start() for job in path.parent.iterdir()]
+                begun_jobs = [start for start in starts if start[0]]
+                found[path.parent] = min(begun_jobs, default=(0.0, str(path)))
     return max(found, key=found.__getitem__, default=None)
 
 
 def _settings(lines: Iterable[str]) -> set[tuple[str, str]]:
-    pairs = {(dotted(override), right_side(override)) for override in parse(lines)[0]}
-    return {pair for pair in pairs if pair[0].partition(".")[0] not in ONLY_TYPED}
-
-
-def _exit_codes(sweep: Sweep) -> list[Any]:
-    """Read the exit code of every job, whichever process ran it; 1 where it did not end."""
-    found = table.folders_of(sweep.folder)
-    count = len(sweep.jobs) or max(found, default=0) + 1
-    ended = (RunFolder(found[n]).record(RunFolder.END) if n in found else {} for n in range(count))
-    return [each.get("exit_code", 1) for each in ended]
+    found = set()
+    for override in parse(lines)[0]:
+        key = dotted(override)
+        if key.partition(".")[0] not in ONLY_TYPED:
+            found.add((key, right_side(override)))
+    return found

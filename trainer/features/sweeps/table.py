@@ -44,21 +44,25 @@ def report(sweep: Sweep, console: Console) -> None:
 
     Where the sweep has no folder yet, nothing is written.
     """
-    found, planned = folders_of(sweep.folder), sweep.jobs
-    count = max([len(planned), *(number + 1 for number in found)])
-    folders = [found.get(n, sweep.folder / str(n)) for n in range(count)]
-    typed = [_overrides(each, planned[n : n + 1]) for n, each in enumerate(folders)]
+    found, planned = folders_of(sweep.folder), [*map(_by_key, sweep.jobs)]
+    folders, typed = list[Path](), list[dict[str, str]]()
+    for number in range(max([len(planned), *(each + 1 for each in found)])):
+        folder = found.get(number, sweep.folder / str(number))
+        lines = RunFolder(folder).typed()
+        folders.append(folder)
+        typed.append(_by_key(lines) if lines or number >= len(planned) else planned[number])
     # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
     # its paths in full, so jobs are compared as they were planned, but where a search chose them.
-    compared = [_by_key(lines) for lines in planned] or typed
-    keys = list(dict.fromkeys(key for each in compared for key in each))
-    keys = [key for key in keys if len({each.get(key) for each in compared}) > 1]
-    rows = [
-        {"job": n, **{key: each.get(key, "") for key in keys}, **_ended(folder)}
-        for n, (each, folder) in enumerate(zip(typed, folders, strict=True))
-    ]
-    # Jobs may have other metrics; what matters most comes first
-    names = dict.fromkeys(["job", *keys, sweep.metric, "state", *(n for row in rows for n in row)])
+    compared, keys = planned or typed, list[str]()
+    for key in dict.fromkeys(chain(*compared)):
+        if len({each.get(key) for each in compared}) > 1:
+            keys.append(key)
+    rows = list[dict[str, Any]]()
+    for number, (each, folder) in enumerate(zip(typed, folders, strict=True)):
+        values = {key: each.get(key, "") for key in keys}
+        rows.append({"job": number, **values, **_ended(folder)})
+    # Jobs may have other metrics; what matters most comes first.
+    names = dict.fromkeys(["rank", "job", *keys, sweep.metric, "state", *chain(*rows)])
     rows = _ranked([names | row for row in rows], sweep.metric, sweep.mode)
     if not rows:
         return
@@ -71,12 +75,12 @@ def report(sweep: Sweep, console: Console) -> None:
         writer.writeheader()
         writer.writerows(rows)
         write_file_atomic(sweep.folder / "sweep.csv", text.getvalue().encode())
-        is_drawn = _plot(sweep.folder, rows, keys, sweep.metric)
+        files = [*(view.file for view in views().values()), "sweep.csv"]
+        if _plot(sweep.folder, rows, keys, sweep.metric):
+            files.append("sweep.png")
         write_views(sweep.folder)
         if left_out:
             console.print(f"columns that do not fit, in sweep.csv: {', '.join(left_out)}")
-        files = [view.file for view in views().values()]
-        files += ["sweep.csv", *["sweep.png"] * is_drawn]
         console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
 
 
@@ -93,19 +97,16 @@ def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
         yield f"sweep.metric={metric}: no job has it; evaluations gave {', '.join(given) or 'none'}"
 
 
-def _ranked(rows: Sequence[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
+def _ranked(rows: list[dict[str, Any]], metric: str, mode: str) -> list[dict[str, Any]]:
     """Put the best job first; those that did not complete with the metric have no rank."""
 
     def key(row: Mapping[str, Any]) -> tuple[int, float]:
         return rank(row.get(metric), row["state"], is_max=mode == "max")
 
-    ordered = enumerate(sorted(rows, key=key), start=1)
-    return [{"rank": None if key(row)[0] else n, **row} for n, row in ordered]
-
-
-def _overrides(folder: Path, planned: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Give what a job ran with, or is to run with, by dotted key."""
-    return _by_key(RunFolder(folder).typed() or chain(*planned))
+    rows.sort(key=key)
+    for place, row in enumerate(rows, start=1):
+        row["rank"] = None if key(row)[0] else place
+    return rows
 
 
 def _by_key(lines: Iterable[str]) -> dict[str, str]:
@@ -131,15 +132,15 @@ def _print_table(
 ) -> list[str]:
     """Print as many columns as fit, and return the titles of the others."""
     columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
-    wide, num_needed = console.options.update_width(10_000), len(keys) + 4
-    fitting = (
-        n
-        for n in range(len(columns), num_needed, -1)
-        if console.measure(_table(rows, columns[:n], keys), options=wide).maximum <= console.width
-    )
-    # At least what tells jobs apart, and which is best; all in a file.
-    num_shown = next(fitting, num_needed) if console.is_terminal else len(columns)
-    width = None if console.is_terminal else wide.max_width
+    wide, num_shown = console.options.update_width(10_000), len(columns)
+    width: int | None = wide.max_width  # all in a file
+    if console.is_terminal:
+        width = None
+        # At least what tells jobs apart, and which is best.
+        for num_shown in range(len(columns), len(keys) + 3, -1):
+            table = _table(rows, columns[:num_shown], keys)
+            if console.measure(table, options=wide).maximum <= console.width:
+                break
     console.print(_table(rows, columns[:num_shown], keys), width=width, crop=console.is_terminal)
     return [*map(title_of, columns[num_shown:])]
 
@@ -191,16 +192,20 @@ def last_figures(folder: Path) -> dict[str, Any]:
 
     A job that did not come to its last step has those of its evaluations so far.
     """
-    result = RunFolder(folder).record(RunFolder.RESULT)
-    entries = () if result else stream(folder / RunFolder.METRICS)
-    so_far = {n: v for e in entries for n, v in e.items() if n.startswith("eval_")}
-    so_far.pop(EVAL_SECONDS, None)
-    metrics = result.get("metrics", so_far)
-    pairs = metrics.items() if isinstance(metrics, dict) else ()
-    named = {f"eval_{n.removeprefix('eval_')}": v for n, v in pairs if isinstance(v, int | float)}
-    figures = {"step": RunFolder(folder).status().get("step"), **result}
+    run = RunFolder(folder)
+    result = run.record(RunFolder.RESULT)
+    metrics = result.get("metrics", {})
+    if not result:
+        for entry in stream(folder / RunFolder.METRICS):
+            metrics |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+        metrics.pop(EVAL_SECONDS, None)
+    named = dict[str, Any]()
+    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        if isinstance(value, int | float):
+            named[f"eval_{name.removeprefix('eval_')}"] = value
+    figures = {**named, "step": run.status().get("step"), **result}
     names = dict.fromkeys(["step", "loss", "eval_loss", *named, "tokens_per_second", "seconds"])
-    return {name: (named | figures).get(name) for name in names}
+    return {name: figures.get(name) for name in names}
 
 
 def value_of(folder: Path, metric: str) -> float | None:
