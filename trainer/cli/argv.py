@@ -53,8 +53,8 @@ class CommandLine:
 
     command: str | None  # the command word, or `None` if none was typed
     flags: Mapping[str, str]  # Hydra's flags by their long names; the value is empty for a switch
-    overrides: tuple[str, ...]  # everything else, in order
-    faults: tuple[str, ...] = ()  # of flags that are none; the others may be checked all the same
+    overrides: Sequence[str]  # everything else, in order
+    faults: Sequence[str] = ()  # of flags that are none; the others may be checked all the same
 
     @property
     def lines(self) -> list[str]:
@@ -66,8 +66,7 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
     """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`."""
     faults, unknown = list[str](), list[str]()
     flags: dict[str, str] = {}
-    words: list[str] = []
-    overrides: list[str] = []
+    words, overrides = list[str](), list[str]()
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
@@ -92,9 +91,7 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
     if faults or (unknown and only_shows):
         raise ConfigError(*unknown, *faults)
     command = words[0] if words else None
-    return CommandLine(
-        command=command, flags=flags, overrides=tuple(overrides), faults=tuple(unknown)
-    )
+    return CommandLine(command=command, flags=flags, overrides=overrides, faults=unknown)
 
 
 def _typed_apart(token: str, waiting: list[str]) -> list[str]:
@@ -106,14 +103,10 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     words, after = [token], waiting[-1] if waiting else "--"
     name, equals, value = token.partition("=")
     is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
+    is_value = not _NO_VALUE.match(after) and after not in COMMAND_HELP
     if not equals and after.startswith("=") and token not in COMMAND_HELP:
         words += [waiting.pop() for _ in range(2 if after == "=" and len(waiting) > 1 else 1)]
-    elif (
-        not value
-        and (equals or is_flag)
-        and not _NO_VALUE.match(after)
-        and after not in COMMAND_HELP
-    ):
+    elif not value and (equals or is_flag) and is_value:
         words.append(waiting.pop())
     else:
         return []

@@ -141,10 +141,8 @@ class Composer:
         except (*_HYDRA_ERRORS, yaml.YAMLError, ConfigError, ValueError) as error:
             raise ConfigError(*explain(error)) from error
         except RecursionError:
-            recipe = next(
-                (line for line in lines if line.startswith(recipes.RECIPE_GROUP)), "recipe"
-            )
-            raise ConfigError(clip(f"{recipe}: extends itself, by its defaults")) from None
+            chosen = [line for line in lines if line.startswith(recipes.RECIPE_GROUP)]
+            raise ConfigError(clip(f"{chosen[0]}: extends itself, by its defaults")) from None
         if is_ours:
             full = deepcopy(_COMPOSED.setdefault((*lines,), full))
             with open_dict(full.hydra):
@@ -193,33 +191,32 @@ class Composer:
             raise ConfigError(*dict.fromkeys(_with_versions(faults, keys, chosen)))
         refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
-        for _, target in components.targets_in(
-            "hydra", OmegaConf.to_container(full.hydra, resolve=False)
-        ):
+        node = OmegaConf.to_container(full.hydra, resolve=False)
+        for _, target in components.targets_in("hydra", node):
             OWN_CODE.permit(target)
+        lines = (*parts.hydra, *parts.lines)
         if paths := absolute_paths(config):
             rest = [each for each in overrides if dotted(each) not in paths]
             job = self.check([*rest, *paths.values()], replayed=replayed, own_classes=own_classes)
-            return replace(job, typed=(*parts.hydra, *parts.lines))
+            return replace(job, typed=lines)
+        notes = other_versions(chosen, __version__, newer=True)
         return Job(
             config=config,
             composed=full,
-            lines=(*parts.hydra, *parts.lines),
-            typed=(*parts.hydra, *parts.lines),
+            lines=lines,
+            typed=lines,
             folder=Path(str(full.hydra.run.dir)).absolute(),
-            note="".join(
-                map("warning: {}\n".format, other_versions(chosen, __version__, newer=True))
-            ),
+            note="".join(f"warning: {note}\n" for note in notes),
         )
 
     def _compose_with_examples(self, parts: Classified) -> tuple[DictConfig, dict[str, Any]]:
         """Compose a config, and its options without any value, of a recipe or typed."""
         full = options = self.compose([*parts.hydra, *parts.choices])
         if any(line.startswith(f"{recipes.RECIPE_GROUP}=") for line in parts.choices):
-            choices = full.hydra.runtime.choices
-            chosen = [
-                f"{p}={choices[p]}" for p in choices if p.replace("/", ".") in components.GROUPS
-            ]
+            chosen = []
+            for group, option in full.hydra.runtime.choices.items():
+                if group.replace("/", ".") in components.GROUPS:
+                    chosen.append(f"{group}={option}")
             options = self.compose([*parts.hydra, *chosen])
         examples = plain_of(options)
         # Where an option was typed, the class goes that a recipe names in its place.
@@ -291,11 +288,12 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
 def plain_of(composed: DictConfig) -> dict[str, Any]:
     """A composed config as plain mappings, resolved, without Hydra's own node."""
     try:
-        pairs = ((str(key), value) for key, value in composed.items() if key != "hydra")
-        return {
-            k: OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
-            for k, v in pairs
-        }
+        plain = dict[str, Any]()
+        for key, value in composed.items():
+            if key != "hydra":
+                is_node = OmegaConf.is_config(value)
+                plain[str(key)] = OmegaConf.to_container(value, resolve=True) if is_node else value
+        return plain
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
 

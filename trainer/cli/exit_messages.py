@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.config.secrets import without_secrets
 from trainer.core.errors import Preempted, TrainError
-from trainer.core.format import at_words, lead_nowhere, printable_lines
+from trainer.core.format import at_words, printable_lines
 from trainer.core.run_folder import RunFolder
 from trainer.core.user_code import excerpt
 from trainer.launch.membership import global_rank
@@ -67,15 +67,6 @@ def piped() -> Iterator[None]:
         sys.stdout.flush()
     finally:
         signal.signal(signal.SIGPIPE, before)
-
-
-def flush_std_streams() -> None:
-    """Write what is left, or lead it nowhere, so that Python does not complain when it ends."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            lead_nowhere(stream)
 
 
 def _print(text: str) -> None:

@@ -17,6 +17,7 @@ from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
 from trainer.config.messages import clip
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
+from trainer.core.format import lead_nowhere
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
 
@@ -24,7 +25,11 @@ from trainer.launch.membership import global_rank
 def main() -> None:
     """Run the command line of this process, and exit."""
     code = run(sys.argv[1:])
-    exit_messages.flush_std_streams()
+    for stream in (sys.stdout, sys.stderr):  # else Python complains as it ends
+        try:
+            stream.flush()
+        except OSError:
+            lead_nowhere(stream)
     mirror = sys.modules.get("trainer.report.mirror")
     if mirror is not None and mirror.is_hanging():
         os._exit(code)

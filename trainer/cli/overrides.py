@@ -7,9 +7,9 @@ answers a number where an option's name is due with a traceback. Here each of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -35,7 +35,7 @@ _ARGUMENTS = tuple(f"{path}." for path in COMPONENTS)
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
 _HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")  # in quotes or not
 _PAIR = re.compile(r"[\w.*-]+:(?!//).+")  # of a mapping whose braces a shell has taken
-_WORD = re.compile(r""""([^"]*)"|'([^']*)'|([^\[\](),"']+)""")
+_WORD = re.compile(r""""[^"]*"|'[^']*'|[^\[\](),"']+""")
 
 
 @final
@@ -91,9 +91,8 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
     for key, same in typed.items():
         count = f"{key}: typed {len(same)} times"
         if same[1:] and all(_PAIR.fullmatch(right_side(each)) for each in same):
-            faults.append(
-                clip(f"{count}, as a shell reads braces; type '{key}={{...}}' with its quotes")
-            )
+            remedy = f"type '{key}={{...}}' with its quotes"
+            faults.append(clip(f"{count}, as a shell reads braces; {remedy}"))
         elif same[1:]:
             notes.append(clip(f"{count}; the last one counts"))
     print_notes(notes if is_typed else ())
@@ -107,27 +106,23 @@ def distinct(faults: Sequence[str]) -> list[str]:
 
 
 def _read_typed(line: str) -> Override:
-    def place(word: re.Match[str]) -> str:
-        name = word[1] or word[2] or word[3] or ""
-        path = recipes.locate(name)
-        return word[0] if path == name else quote(path)
-
-    def at_home(word: re.Match[str]) -> str:
-        name = word[0].strip(" '\"")
-        path = str(expanded(name))
-        return word[0] if path == name else quote(path)
-
     if "\0" in line:
         raise ConfigError(clip(f"{line}: holds a NUL character; leave it out"))
     key, equals, value = line.partition("=")
     if key.lstrip("+") == recipes.RECIPE_GROUP:
-        line = f"{key}{equals}{_WORD.sub(place, value)}"
+        line = f"{key}{equals}{_WORD.sub(partial(_in_full, recipes.locate), value)}"
     elif "~" in value:  # which a shell expands behind a blank alone
-        line = f"{key}{_HOME.sub(at_home, equals + value)}"
+        line = f"{key}{_HOME.sub(partial(_in_full, expanded), equals + value)}"
     try:
         return read_override(line)
     except HydraException:
         return read_override(_QUOTED_KEY.sub(r"\2:", line))
+
+
+def _in_full(to_path: Callable[[str], object], word: re.Match[str]) -> str:
+    name = word[0].strip(" '\"")
+    path = str(to_path(name))
+    return word[0] if path == name else quote(path)
 
 
 def dotted(override: Override) -> str:

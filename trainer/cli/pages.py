@@ -42,7 +42,7 @@ def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) ->
         print_out(completion(overrides, hydra))
 
 
-def show_page(word: str, settings: tuple[str, ...], own_folder: str | None) -> None:
+def show_page(word: str, settings: Sequence[str], own_folder: str | None) -> None:
     """Print the help, where a view of runs was written, or one of `PAGES`."""
     if word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
@@ -86,10 +86,8 @@ def _doctor() -> Iterator[str]:
     found = environment()
     hardware = found["hardware"]
     yield "versions"
-    for name, text in {
-        **found["versions"],
-        **{name: package_version(name) for name in REPORTED_PACKAGES},
-    }.items():
+    packages = {name: package_version(name) for name in REPORTED_PACKAGES}
+    for name, text in (found["versions"] | packages).items():
         yield f"  {name:<14}{text or 'not installed'}"
     yield "machine"
     yield f"  {'system':<14}{hardware['system']}"

@@ -52,10 +52,10 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         if all(isinstance(each, str) for each in texts):
             paths = [str(expanded(each).absolute()) if exists(each) else each for each in texts]
             line = ",".join(map(quote, paths))
+            if isinstance(value, list):
+                line = f"[{line}]"
             if paths != texts:
-                found[key] = read_override(
-                    f"++{key}={f'[{line}]' if isinstance(value, list) else line}"
-                )
+                found[key] = read_override(f"++{key}={line}")
     return found
 
 

@@ -40,6 +40,7 @@ SWITCHES: Mapping[str, str] = {
 """Environment variables that libraries read once, when they are imported."""
 
 _PACKAGE = "hydra_plugins"
+_BUILT_IN = {"basic", "none", "default", "disabled", "null"}  # options that need no plugin
 _NO_NAME = {"", "hydra", "launcher", "sweeper"}
 
 
@@ -49,12 +50,12 @@ def switch_off_reports() -> None:
         os.environ.setdefault(name, value)
 
 
-def without_plugins() -> Plugins:
-    """Give Hydra's registry; where it is made here, nothing that is installed is imported."""
+def without_plugins() -> None:
+    """Make Hydra's registry, if there is none yet; nothing that is installed is imported."""
     before = sys.modules.get(_PACKAGE)
     sys.modules[_PACKAGE] = None  # type: ignore[assignment] # how Python says: not to be found
     try:
-        return Plugins.instance()
+        Plugins.instance()
     finally:
         del sys.modules[_PACKAGE]
         if before is not None:
@@ -65,27 +66,25 @@ def load_plugins(overrides: Iterable[Override]) -> None:
     """Import and register the plugins that are named, or all where no package is called so."""
     for override in overrides:
         key, _, value = (override.input_line or "").lstrip("+").partition("=")
-        if key.startswith("hydra/") or (key.startswith("hydra.") and key.endswith("._target_")):
-            _load(key, value.strip("'\""))
-
-
-def _load(key: str, name: str) -> None:
-    if name in ("basic", "none", "default", "disabled", "null"):
-        return
-    try:
-        places = getattr(import_module(_PACKAGE), "__path__", ())
-        installed = [module.name for module in iter_modules(places)]
-    except ImportError:
-        installed = []
-    words = {*re.split(r"[\W_]+", name.lower())}
-    named = [each for each in installed if words & ({*each.split("_")} - _NO_NAME)]
-    if not named and name in EXTRAS.get(key, ()):
-        remedy = f"pip install 'step-trainer[{EXTRAS[key][name]}]'"
-        raise ConfigError(clip(f"{key}={name}: not installed; {remedy}"))
-    registry: Any = Plugins.instance()
-    for package in (f"{_PACKAGE}.{each}" for each in named or installed):
-        is_known = any(each.startswith(f"{package}.") for each in registry.class_name_to_class)
-        module = import_module(package)
-        if not is_known and hasattr(module, "__path__"):
-            for plugin in registry._scan_all_plugins([module])[0]:
-                registry.register(plugin)
+        is_option = key.startswith("hydra/")
+        is_class = key.startswith("hydra.") and key.endswith("._target_")
+        name = value.strip("'\"")
+        if not (is_option or is_class) or name in _BUILT_IN:
+            continue
+        try:
+            places = getattr(import_module(_PACKAGE), "__path__", ())
+            installed = [module.name for module in iter_modules(places)]
+        except ImportError:
+            installed = []
+        words = {*re.split(r"[\W_]+", name.lower())}
+        named = [each for each in installed if words & ({*each.split("_")} - _NO_NAME)]
+        if not named and name in EXTRAS.get(key, ()):
+            remedy = f"pip install 'step-trainer[{EXTRAS[key][name]}]'"
+            raise ConfigError(clip(f"{key}={name}: not installed; {remedy}"))
+        registry: Any = Plugins.instance()
+        for package in (f"{_PACKAGE}.{each}" for each in named or installed):
+            is_known = any(each.startswith(f"{package}.") for each in registry.class_name_to_class)
+            module = import_module(package)
+            if not is_known and hasattr(module, "__path__"):
+                for plugin in registry._scan_all_plugins([module])[0]:
+                    registry.register(plugin)

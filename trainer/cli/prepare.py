@@ -150,8 +150,7 @@ def _check_over(
     overrides = [*replayed, *typed]
     if key is not None:
         overrides.append(read_override(f"{key}={quote(run)}"))
-    own_classes = consent.own_classes(run)
-    job = composer.check(overrides, replayed=replayed, own_classes=own_classes)
+    job = composer.check(overrides, replayed=replayed, own_classes=consent.own_classes(run))
     saved_runs.refuse_changes(run, job.config)
     return job
 

@@ -50,10 +50,8 @@ class FinishedRun:
     def of(cls, config: RunConfig, folder: Path, exit_code: int) -> FinishedRun:
         """Read what a command wrote."""
         files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
-        record = files.get(config.command)
-        if config.command == "evaluate":
-            record = evaluation_file(config)
-        result = {} if record is None else read_json(folder / record)
+        file = (files | {"evaluate": evaluation_file(config)}).get(config.command)
+        result = {} if file is None else read_json(folder / file)
         return cls(folder=folder, exit_code=exit_code, result=result)
 
     @property
@@ -133,11 +131,10 @@ def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) 
     with composer.open():
         groups = composer.groups
         typed = {group: word for group in groups if isinstance(word := lookup(tree, group), str)}
-        lines = [
-            f"{group.replace('.', '/')}={quote(option)}"
-            for group, option in (chosen | typed).items()
-            if group in groups and isinstance(option, str)
-        ]
+        lines = []
+        for group, option in (chosen | typed).items():
+            if group in groups and isinstance(option, str):
+                lines.append(f"{group.replace('.', '/')}={quote(option)}")
         known = flat(plain_of(composer.compose(lines)))
     return [*lines, *_value_lines(tree, "", {*chosen, *typed}, known)]
 

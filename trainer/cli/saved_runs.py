@@ -206,9 +206,7 @@ def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
-    if faults := (
-        run_config.reading_faults
-        if config.command in run_config.READING
-        else run_config.step_faults
-    )(config, old):
+    is_read = config.command in run_config.READING
+    compare = run_config.reading_faults if is_read else run_config.step_faults
+    if faults := compare(config, old):
         raise ConfigError(*faults)

@@ -10,7 +10,7 @@ import yaml
 from hydra._internal.callbacks import Callbacks  # `Hydra.run` would compose once more, in 0.3 s
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
@@ -62,9 +62,6 @@ def _start(job: Job, composer: Composer, *, is_python: bool) -> int:
     config, folder, composed = job.config, job.folder, job.composed
     goes_on = job.makes_folder and must_stage(config, folder)
 
-    def task(_: DictConfig) -> int | Exception:
-        return _run(job, records, is_python=is_python)
-
     with (
         staged(folder) if goes_on else nullcontext(folder) as records,
         composer.open() as hydra,
@@ -78,7 +75,7 @@ def _start(job: Job, composer: Composer, *, is_python: bool) -> int:
         try:
             ended = run_job(
                 hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=callbacks),
-                task_function=task,
+                task_function=lambda _: _run(job, records, is_python=is_python),
                 config=composed,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,

@@ -57,9 +57,15 @@ def _listed(typed: str) -> list[str]:
 def _found(typed: str, outputs: Path) -> Path:
     """Find a run or a sweep; `auto` is the newest run, and a checkpoint is of its run."""
     if typed == AUTO:
-        return _newest(outputs)
+        runs = runs_below(outputs, RunFolder.METRICS)
+        newest = max(runs, key=RunFolder.by_start, default=None)
+        if newest is None:
+            raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
+        refuse_odd_files(newest.path)
+        return newest.path.absolute()
     path = expanded(typed).absolute()
-    path = path.parent.parent if path.parent.name == RunFolder.CHECKPOINTS else path
+    if path.parent.name == RunFolder.CHECKPOINTS:
+        path = path.parent.parent
     if not path.is_dir():
         fault, remedy = clip(f"run={typed}: no such folder"), remedy_for(typed, "run", outputs)
         raise NoCheckpointError(f"{fault}{remedy}")
@@ -67,11 +73,3 @@ def _found(typed: str, outputs: Path) -> Path:
     if not runs_in(path):
         raise NoCheckpointError(clip(f"run={typed}: neither a run nor a sweep"))
     return path
-
-
-def _newest(outputs: Path) -> Path:
-    newest = max(runs_below(outputs, RunFolder.METRICS), key=RunFolder.by_start, default=None)
-    if newest is None:
-        raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
-    refuse_odd_files(newest.path)
-    return newest.path.absolute()

@@ -194,12 +194,12 @@ def _note(run: Path, records: Path, config: RunConfig) -> str:
     overrides = RunFolder(records).overrides_file  # which may be the older ones
     if not overrides.exists():
         overrides = RunFolder(run).overrides_file
-    texts = []
-    for file in (records / RunFolder.CONFIG, overrides):
-        texts.append(file.read_bytes() if file.is_file() else b"")
-    digest = sha256(b"\0".join(texts)).hexdigest()
+    digest = sha256((records / RunFolder.CONFIG).read_bytes())
+    if overrides.is_file():
+        digest.update(b"\0" + overrides.read_bytes())
     files = {package: OWN_CODE.file_of(package) for package in config.packages}
-    return json.dumps({"run": os.path.realpath(run), "config": digest, "files": files})
+    found = {"run": os.path.realpath(run), "config": digest.hexdigest(), "files": files}
+    return json.dumps(found)
 
 
 def _notes() -> list[str]:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from packaging.version import InvalidVersion, Version
 
 from trainer.config.components import COMPONENTS, GROUPS
-from trainer.config.consent import ONLY_TYPED
+from trainer.config.consent import ONLY_TYPED, TARGET
 from trainer.config.messages import clip, lookup
 from trainer.config.option_files import OWN, data_dir
 from trainer.core.errors import ConfigError
@@ -45,10 +45,12 @@ _OPTION = re.compile(r"(?!hydra(?:/|$))(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*")
 
 def folders() -> list[Path]:
     """List the folders that recipes are looked for in, first one first."""
-    typed = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    own = (expanded(folder).absolute() for folder in typed if folder)
-    own = (folder for folder in own if os.path.isdir(folder))  # noqa: PTH112 - see `locate`
-    return [*own, data_dir("recipes")]
+    found = []
+    for typed in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep):
+        folder = expanded(typed).absolute()
+        if typed and os.path.isdir(folder):  # noqa: PTH112 - see `locate`
+            found.append(folder)
+    return [*found, data_dir("recipes")]
 
 
 def available() -> list[str]:
@@ -58,8 +60,10 @@ def available() -> list[str]:
 
 def path_of(name: str) -> Path | None:
     """Find the file of a recipe by its name or absolute path; None where there is none."""
-    paths = [folder / f"{name.removesuffix('.yaml')}.yaml" for folder in folders()]
-    return next((path for path in paths if path.is_file()), None)
+    for folder in folders():
+        if (path := folder / f"{name.removesuffix('.yaml')}.yaml").is_file():
+            return path
+    return None
 
 
 def locate(typed: str) -> str:
@@ -118,12 +122,16 @@ def about(path: Path) -> dict[str, str]:
         defaults = read_recipe(path).get("defaults", [])
     except ConfigError as error:
         return {"fault": error.faults[0]}
-    # As it is typed: 0.10 is a version, and no number; an empty file is None
+    # As it is typed: 0.10 is a version, and no number. An empty file is None.
     tree = yaml.BaseLoader(path.read_text(encoding="utf-8")).get_single_data() or {}
-    pairs = meta.items() if isinstance(meta := tree.get("meta"), dict) else ()
-    meta_lines = {str(key): clip(str(value)) for key, value in pairs} or {"purpose": "not said"}
-    bases = ", ".join(each for each in defaults if isinstance(each, str) and each != "_self_")
-    return meta_lines | ({"extends": bases} if bases else {})
+    meta = tree.get("meta")
+    found = {"purpose": "not said"}
+    if isinstance(meta, dict) and meta:
+        found = {str(key): clip(str(value)) for key, value in meta.items()}
+    bases = [each for each in defaults if isinstance(each, str) and each != "_self_"]
+    if bases:
+        found["extends"] = ", ".join(bases)
+    return found
 
 
 def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:
@@ -176,16 +184,18 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
         if isinstance(section, str):
             chosen[group.replace(".", "/")] = section
             del (tree[parents[0]] if parents else tree)[name]
-        elif group in COMPONENTS and isinstance(section, Mapping) and "_target_" in section:
+        elif group in COMPONENTS and isinstance(section, Mapping) and TARGET in section:
             chosen[group.replace(".", "/")] = OWN
-    choices = [{f"override /{group}": option} for group, option in chosen.items()]
-
-    def is_replaced(item: object) -> bool:
+    if not chosen:
+        return tree
+    defaults = []
+    for item in tree.get("defaults", []):
         entries = map(str, item if isinstance(item, Mapping) else ())
-        return any((match := _ENTRY.fullmatch(entry)) and match[1] in chosen for entry in entries)
-
-    others = [item for item in tree.get("defaults", []) if not is_replaced(item)]
-    return {**tree, "defaults": [*others, *choices]} if choices else tree
+        groups = {match[1] for match in map(_ENTRY.fullmatch, entries) if match}
+        if groups.isdisjoint(chosen):
+            defaults.append(item)
+    choices = [{f"override /{group}": option} for group, option in chosen.items()]
+    return {**tree, "defaults": [*defaults, *choices]}
 
 
 @final

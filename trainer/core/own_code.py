@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import final
 
-_INSTALLED = {"site-packages", "dist-packages"}
+INSTALLED = {"site-packages", "dist-packages"}
 
 
 @final
@@ -77,7 +77,7 @@ class OwnCode:
         found = {}
         for name, module in [*sys.modules.items()]:
             path = Path(getattr(module, "__file__", None) or os.sep)
-            is_here = path.is_relative_to(self.folder) and _INSTALLED.isdisjoint(path.parts)
+            is_here = path.is_relative_to(self.folder) and INSTALLED.isdisjoint(path.parts)
             if name in self._targets or (is_here and str(self.folder) in sys.path):
                 with suppress(OSError):
                     found[name] = digest([path])

@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.core.own_code import INSTALLED
+
 _PROGRAM = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<frozen ")
-_INSTALLED = {"site-packages", "dist-packages"}
 _MOST_CAUSES = 3
 _MOST_SHAPES = 6
 
@@ -65,7 +66,7 @@ def _last_frame(error: BaseException) -> tuple[FrameType, int] | None:
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith(_PROGRAM) and _INSTALLED.isdisjoint(Path(file).parts):
+        if not file.startswith(_PROGRAM) and INSTALLED.isdisjoint(Path(file).parts):
             found = frame, line
     return found
 

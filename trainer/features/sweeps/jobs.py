@@ -152,8 +152,8 @@ class SweepTask:
         if os.getppid() != parent:
             os._exit(code)  # joblib's would wait for more jobs, its GPU's memory with it
         is_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-        is_heard = callable(signal.getsignal(signal.SIGUSR1))
-        if code == Preempted.exit_code and is_slurm and is_heard and not self._is_over():
+        has_handler = callable(signal.getsignal(signal.SIGUSR1))
+        if code == Preempted.exit_code and is_slurm and has_handler and not self._is_over():
             os.kill(os.getpid(), signal.SIGUSR1)  # submitit puts the job back into the queue
         return code
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig
@@ -32,7 +30,7 @@ OPTUNA = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
 _SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 _REQUEUES = 1000  # of one job at its time limit
 _DIRECTION = "hydra.sweeper.direction"
-_FOUND = "optimization_results.yaml"
+FOUND = "optimization_results.yaml"
 
 
 def refuse_other_jobs(hydra: DictConfig) -> None:
@@ -112,12 +110,4 @@ def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: obje
                 optuna.storages.RDBStorage(storage, engine_kwargs={"isolation_level": "AUTOCOMMIT"})
     make_folders(folder)
     typed = {"overrides": {"task": [*lines]}, "runtime": {"cwd": str(Path.cwd())}}
-    content: dict[str, Any] = {"hydra": typed}
-    write_file_atomic(folder / SEARCH_FILE, yaml.safe_dump(content).encode())
-
-
-def tidy(folder: Path) -> None:
-    """Name keys in what Optuna found as they are typed, without `++`."""
-    if (path := folder / _FOUND).is_file():
-        found = re.sub(r"^(\s*)\+\+", r"\1", path.read_text(), flags=re.MULTILINE)
-        write_file_atomic(path, found.encode())
+    write_file_atomic(folder / SEARCH_FILE, yaml.safe_dump({"hydra": typed}).encode())

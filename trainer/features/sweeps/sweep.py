@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -91,7 +92,10 @@ def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN40
             launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
         with env_override({**SAFE_PATH, **os.environ, **_AT_USR1}):
             hydra.multirun(CONFIG_NAME, task, [*sweep.lines])
-        launchers.tidy(sweep.folder)
+        if (found := sweep.folder / launchers.FOUND).is_file():
+            # Keys as they are typed, without `++`.
+            text = re.sub(r"^(\s*)\+\+", r"\1", found.read_text(), flags=re.MULTILINE)
+            durable.write_file_atomic(found, text.encode())
 
 
 def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Composer) -> Sweep:

@@ -150,9 +150,8 @@ def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequen
     for name in shown:
         title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
         justify: Literal["left", "right"] = "left" if name == "state" else "right"
-        table.add_column(
-            title, justify=justify, overflow="fold", no_wrap=name not in keys, min_width=4
-        )
+        no_wrap = name not in keys
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=no_wrap, min_width=4)
     for row in rows:
         cells = ("-" if (cell := row[name]) is None else cell for name in shown)
         table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")
