@@ -31,17 +31,10 @@ def encode(
 ) -> Json:
     """Turn a state into JSON, moving its tensors out; one that occurs twice is stored once.
 
-    Args:
-        value: tensors, numbers, strings, `None`, and lists, tuples and mappings of them.
-        name: where the value stands; its tensors are named below it, joined by dots.
-        tensors: receives the tensors, uncopied.
-        known: by identity, tensors that occurred, with their names; none at first. They are kept,
-            since the identity of one that is gone may be another's.
-
-    Raises:
-        TypeError: something else occurs; the text says where.
-        ValueError: two tensors would share a name.
+    A state is tensors, numbers, strings, None, and lists, tuples and mappings of them; `TypeError`
+    says where something else occurs. Uncopied tensors go into `tensors`, named below `name`.
     """
+    # Those that occurred, by identity. They are kept, since that of one gone may be another's.
     known = {} if known is None else known
     if isinstance(value, Tensor):
         if id(value) not in known:
@@ -63,8 +56,7 @@ def encode(
 def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any state
     """Undo `encode`; `read` gives what to put in for a tensor, by its name.
 
-    Raises:
-        ValueError: the tree is not one that `encode` returns.
+    `ValueError` where the tree is not one that `encode` returns.
     """
     if isinstance(tree, list):
         return [decode(item, read) for item in tree]

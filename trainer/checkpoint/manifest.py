@@ -92,11 +92,6 @@ def parse_manifest(data: bytes) -> Manifest:
         raise DamagedError(f"{RunFolder.MANIFEST} has a missing or invalid field") from error
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether a folder is one of a checkpoint."""
-    return (folder / RunFolder.MANIFEST).is_file()
-
-
 def verify_folder(
     folder: Path, step: int | None = None, *, rank: int = 0, num_ranks: int = 1
 ) -> Manifest:
@@ -129,11 +124,13 @@ def _list_files(folder: Path) -> dict[str, int]:
     """List the files of a checkpoint with their sizes; a link, folder or device is damage."""
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise DamagedError("it is not a folder")
-    found = {entry.name: entry.lstat() for entry in folder.iterdir()}
-    for name, status in found.items():
+    found = dict[str, int]()
+    for entry in folder.iterdir():
+        status = entry.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{name!r:.80} is not a plain file")
-    return {name: status.st_size for name, status in found.items()}
+            raise DamagedError(f"{entry.name!r:.80} is not a plain file")
+        found[entry.name] = status.st_size
+    return found
 
 
 def _to_text(body: dict[str, Any]) -> bytes:

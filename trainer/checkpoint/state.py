@@ -44,10 +44,9 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str,
     """
     tensors: dict[str, Tensor] = {}
     # `encode` fills in the tensors.
-    states = {
-        name: {"version": part.version, "state": encode(part.state(), name, tensors)}
-        for name, part in parts.items()
-    }
+    states = dict[str, Any]()
+    for name, part in parts.items():
+        states[name] = {"version": part.version, "state": encode(part.state(), name, tensors)}
     for name, tensor in tensors.items():
         if is_sharded(tensor) and rows_of(tensor) is None:  # an optimizer's own way; collective
             tensors[name] = tensor.full_tensor().cpu()
@@ -134,7 +133,9 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     bad = set[str]()
     for norms in largest.values():
         are_finite = torch.stack([*norms.values()]).isfinite().tolist()
-        bad.update(name for name, is_finite in zip(norms, are_finite, strict=True) if not is_finite)
+        for name, is_finite in zip(norms, are_finite, strict=True):
+            if not is_finite:
+                bad.add(name)
     return [name for name in tensors if name in bad]
 
 
@@ -176,7 +177,8 @@ class OptimizerPart(Stateful):
         parameters, groups = self._named(), read_whole(state["groups"])
         live, own_class = self._groups([*parameters]), type(self._optimizer).__qualname__
         # By name, so that the order in which a model lists its parameters does not matter.
-        own, theirs = ([sorted(group["params"]) for group in each] for each in (live, groups))
+        own = [sorted(group["params"]) for group in live]
+        theirs = [sorted(group["params"]) for group in groups]
         if state["class"] != own_class or not (self._keeps_settings or own == theirs):
             raise NoCheckpointError(
                 f"its optimizer ({state['class']}) and groups are not this run's ({own_class}): "
@@ -185,11 +187,9 @@ class OptimizerPart(Stateful):
         settings = self._optimizer.state_dict()["param_groups"]
         if not self._keeps_settings:
             # What is saved counts, but for how this machine computes it: fused or not.
-            pairs = zip(settings, groups, strict=True)
-            settings = [
-                {**own, **g, **{k: own[k] for k in _EXECUTION if k in own}} for own, g in pairs
-            ]
-        frozen_since = {name for names in theirs for name in names} - parameters.keys()
+            for group, saved in zip(settings, groups, strict=True):
+                group.update(saved | {key: group[key] for key in _EXECUTION if key in group})
+        frozen_since = set[str]().union(*theirs) - parameters.keys()
         states = {
             name: _read_all(values, parameters.get(name))
             for name, values in state["state"].items()
@@ -234,7 +234,6 @@ class OptimizerPart(Stateful):
         return {name: each for name, each in self._named().items() if id(each) in copies}
 
     def _groups(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """List the groups with the names of their parameters."""
         return [
             {**group, "params": [names[index] for index in group["params"]]}
             for group in self._optimizer.state_dict()["param_groups"]
@@ -284,7 +283,10 @@ class GeneratorsPart(Stateful):
         name, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["cpu"].clone())
-        gpu.set_generators(state["cuda"])
+        # A run that had no GPU must not start the driver here; another may have had more of them.
+        devices = gpu.devices() if state["cuda"] else []
+        for words, device in zip(state["cuda"], devices, strict=False):
+            gpu.backend().set_rng_state(words.clone(), device)
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

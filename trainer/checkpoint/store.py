@@ -108,9 +108,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """List the steps that have a checkpoint, intact or not, ascending."""
-        names = self.folder.iterdir() if self.folder.is_dir() else ()
-        found = (step_of(path) for path in names)
-        return sorted(step for step in found if step is not None)
+        found = list[int]()
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if (step := step_of(path)) is not None:
+                found.append(step)
+        return sorted(found)
 
     @property
     def best(self) -> int | None:
@@ -137,12 +139,10 @@ class CheckpointStore:
         """
         unfinished = self.folder / world.on_main(lambda: self._begin(step))
         try:
-            written = world.on_all(lambda: self._write(step, unfinished, files))
-            manifest = Manifest(
-                step=step,
-                files={name: each for part in written for name, each in part.items()},
-                parts=dict(parts),
-            )
+            listed = dict[str, Any]()
+            for written in world.on_all(lambda: self._write(step, unfinished, files)):
+                listed |= written
+            manifest = Manifest(step=step, files=listed, parts=dict(parts))
             world.on_main(lambda: self._commit(unfinished, manifest))
         except (SaveError, TypeError, ValueError):
             if world.is_main:
@@ -184,7 +184,6 @@ class CheckpointStore:
         raise NoCheckpointError(f"no intact checkpoint: {why}: start a new run, or restore a copy")
 
     def _begin(self, step: int) -> str:
-        """Make the folder that is written into."""
         name = f"{durable.UNFINISHED}{self.path(step).name}-{uuid.uuid4().hex}"
         with durable.as_save_error(self.path(step)):
             durable.make_folders(self.folder)
@@ -196,13 +195,14 @@ class CheckpointStore:
         self, step: int, unfinished: Path, files: tensor_files.FileTensors
     ) -> dict[str, Any]:
         """Write one rank's files; gives size and digest of each, by its name."""
-        # Asked of the file system beforehand, for a message with what is missing.
-        needed = sum(each.nbytes for tensors in files.values() for each in tensors.values())
+        needed, written = 0, dict[str, Any]()
+        for tensors in files.values():
+            needed += sum(tensor.nbytes for tensor in tensors.values())
         with durable.as_save_error(self.path(step), needed):
-            written = {
-                file: tensor_files.write_tensors(unfinished / file, files[file]) for file in files
-            }
-        return {file: {"size": size, "sha256": digest} for file, (size, digest) in written.items()}
+            for file, tensors in files.items():
+                size, digest = tensor_files.write_tensors(unfinished / file, tensors)
+                written[file] = {"size": size, "sha256": digest}
+        return written
 
     def _commit(self, unfinished: Path, manifest: Manifest) -> None:
         """Give a checkpoint that all ranks have written its name, and prune older ones."""
@@ -214,7 +214,6 @@ class CheckpointStore:
         self._prune()
 
     def _read(self, step: int, world: World) -> tuple[Loaded | None, tuple[str, str] | None]:
-        """Open a checkpoint, or say what is wrong with it."""
         try:
             return open_checkpoint(self.path(step), step, world), None
         except (DamagedError, OtherFormatError, OSError) as error:
@@ -223,8 +222,10 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Delete all but the best and the `keep` newest intact ones; damaged ones do not count."""
+        if self._keep is None:
+            return
         num_intact, best = 0, self.best
-        for step in reversed(self.steps() if self._keep is not None else []):
+        for step in reversed(self.steps()):
             try:
                 if num_intact == self._keep:
                     if step != best:

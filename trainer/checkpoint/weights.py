@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.average import AVERAGE, WeightAverage
 from trainer.checkpoint.codec import read_whole
-from trainer.checkpoint.manifest import DamagedError, OtherFormatError, has_manifest
+from trainer.checkpoint.manifest import DamagedError, OtherFormatError
 from trainer.checkpoint.state import plain_name, state_of
 from trainer.checkpoint.store import MODEL, CheckpointStore, Loaded, open_checkpoint
 from trainer.checkpoint.tensor_files import StoredTensor, open_tensors, write_tensors
@@ -30,8 +30,9 @@ from trainer.config.messages import clip, first_of
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError, SaveError
 from trainer.core.format import shown_path
+from trainer.core.run_folder import RunFolder
 from trainer.core.stateful import State, Stateful
-from trainer.core.tensors import bits_of, fill, in_main_memory, is_sharded
+from trainer.core.tensors import bits_of, dtype_name, fill, in_main_memory, whole_of
 from trainer.core.world import World
 
 WEIGHTS_FILE = "model.safetensors"
@@ -92,14 +93,16 @@ class StoredWeights:
             name = first.setdefault(id(tensor), alias)
             if name != alias and (one := found.get(name) or found.get(alias)):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
-        given = {}  # what the constructor gave, and is not stored
+        compared, here = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in expected.items():
-            is_given = name in self.frozen or (self.is_adapter and not tensor.requires_grad)
-            if is_given and name not in found:
-                given[name] = tensor
-        faults = _differences(found, {n: t for n, t in expected.items() if n not in given})
-        # What is drawn on the meta device is drawn by the same class and seed.
-        here = {n: t for n, t in given.items() if n in self.frozen and not t.is_meta}
+            is_frozen = name in self.frozen  # as the constructor gave it, and not stored
+            is_given = is_frozen or (self.is_adapter and not tensor.requires_grad)
+            if name in found or not is_given:
+                compared[name] = tensor
+            # What is drawn on the meta device is drawn by the same class and seed.
+            elif is_frozen and not tensor.is_meta:
+                here[name] = tensor
+        faults = _differences(found, compared)
         if changed := [n for n, digest in digests_of(here).items() if digest != self.frozen[n]]:
             faults.append(
                 f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
@@ -116,14 +119,17 @@ class StoredWeights:
             if self.is_resumed:
                 remedy = "resume with the model that was trained, or use init= to take over weights"
             raise NoCheckpointError(f"{self.source}: does not fit the model: {fault}: {remedy}")
+        unread, here = dict[str, StoredTensor](), dict[str, Any]()
         for name, stored in found.items():
-            if not state[name].is_meta:
+            if state[name].is_meta:
+                unread[name] = stored
+            else:
                 fill(state[name], stored)
+                here[name] = state[name]
         others = {n: self.others[plain_name(n)] for n in state if plain_name(n) in self.others}
         # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
-        here = {name: state[name] for name in found if not state[name].is_meta}
         model.load_state_dict(here | others, strict=False)
-        return {name: stored for name, stored in found.items() if state[name].is_meta}
+        return unread
 
 
 @final
@@ -145,11 +151,10 @@ class ModelPart(Stateful):
         Frozen parameters are not stored where the constructor gives them again: it drew them, or
         loaded them itself. Those that came by `init=` are.
         """
-        frozen = {
-            plain_name(name): parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad
-        }
+        frozen = dict[str, Tensor]()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                frozen[plain_name(name)] = parameter
         if stored is None or stored.is_adapter:
             return cls(module, digests_of(frozen))
         return cls(module, {name: stored.frozen[name] for name in frozen if name in stored.frozen})
@@ -160,8 +165,11 @@ class ModelPart(Stateful):
         found = {plain_name(name): value for name, value in state.items()}
         # Something else than the optimizer may write to them, as to a teacher's weights.
         now = digests_of({name: found[name] for name in self._frozen})
-        frozen = {name: digest for name, digest in self._frozen.items() if now[name] == digest}
-        found = {name: value for name, value in found.items() if name not in frozen}
+        frozen = dict[str, str]()
+        for name, digest in self._frozen.items():
+            if now[name] == digest:
+                frozen[name] = digest
+                del found[name]
         return {**found, FROZEN: frozen} if frozen else found
 
     def load(self, state: State) -> None:
@@ -171,8 +179,7 @@ class ModelPart(Stateful):
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Hash the values of tensors, with SHA-256. Collective where one is in shards."""
-    whole = (t.full_tensor() if is_sharded(t) else t for t in tensors.values())
-    found = in_main_memory(whole)
+    found = in_main_memory(map(whole_of, tensors.values()))
     digests = (hashlib.sha256(bits_of(tensor).numpy().data).hexdigest() for tensor in found)
     return dict(zip(tensors, digests, strict=True))
 
@@ -239,9 +246,8 @@ def _open(path: Path, world: World) -> StoredWeights:
     """List the weights in a checkpoint, an exported folder or a file, by plain name."""
     shown = f"init={shown_path(path)}"
     try:
-        if has_manifest(path):
-            loaded = open_checkpoint(path, world=world)
-            return _begun_with(loaded)
+        if (path / RunFolder.MANIFEST).is_file():
+            return _begun_with(open_checkpoint(path, world=world))
         files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]
         if (path / INDEX_FILE).is_file() and not files:
             index = json.loads((path / INDEX_FILE).read_bytes())["weight_map"]
@@ -275,22 +281,17 @@ def _with_prefix(
 
 
 def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Say how stored tensors differ from a model's in names, shapes and dtypes."""
-    wrong = [
-        f"{name} ({_kind(found[name])} in the checkpoint, {_kind(tensor)} in the model)"
-        for name, tensor in expected.items()
-        if name in found and _kind(found[name]) != _kind(tensor)
-    ]
-    differing = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys()),
-        "different": wrong,
-    }
+    wrong = list[str]()
+    for name, tensor in expected.items():
+        if name in found and (stored := _kind(found[name])) != _kind(tensor):
+            wrong.append(f"{name} ({stored} in the checkpoint, {_kind(tensor)} in the model)")
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+    differing = {"missing": sorted(missing), "unexpected": sorted(unexpected), "different": wrong}
     return [f"{what} {first_of([*map(clip, names)])}" for what, names in differing.items() if names]
 
 
 def _kind(tensor: Tensor | StoredTensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def export(

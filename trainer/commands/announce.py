@@ -33,7 +33,8 @@ def announce(
     reporter.start(rows, plan, remarks, config.name or "")
     _name_weights(opened, run, saved.stored)
     whole = BUILT_WHOLE * (run.is_sharded and run.model.weights is None)
-    for line in filter(None, (*run.model.setup.reasons, whole, _growth(opened, saved.terms))):
+    setup = run.model.setup
+    for line in filter(None, (setup.why_mode, setup.why, whole, _growth(opened, saved.terms))):
         reporter.line(line)
 
 

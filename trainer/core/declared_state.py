@@ -53,9 +53,11 @@ def undo_other_state(*roots: object) -> list[Callable[[], object]]:
 
 def undo_numbers(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
     """Remember the numbers among the attributes of modules; gives what puts them back."""
-    own = [vars(part) for part in modules]
-    numbers = [{n: v for n, v in each.items() if type(v) in _NUMBERS} for each in own]
-    return [partial(each.update, known) for each, known in zip(own, numbers, strict=True)]
+    undo: list[Callable[[], object]] = []
+    for part in modules:
+        numbers = {name: value for name, value in vars(part).items() if type(value) in _NUMBERS}
+        undo.append(partial(vars(part).update, numbers))
+    return undo
 
 
 def _undo_extra(module: nn.Module) -> Callable[[], object]:
@@ -103,19 +105,20 @@ class EarlierState:
 
 def _cloned(buffers: Sequence[_Buffers]) -> list[_Buffers]:
     """Clone the buffers of modules, one that several of them share once."""
-    tensors = {id(b): b for each in buffers for b in each.values() if b is not None}
-    clones = {key: _clone(tensor) for key, tensor in tensors.items()}
-    return [
-        {name: None if b is None else clones[id(b)] for name, b in each.items()} for each in buffers
-    ]
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    """Clone a tensor; both share memory until either is written, through `.data` or a kernel too.
-
-    So constants, such as a mask in every block, take no more. Versions would miss such writes.
-    """
-    try:
-        return tensor._lazy_clone()
-    except RuntimeError:  # its memory is NumPy's or a file's, or a subclass lacks the operator
-        return tensor.clone()
+    clones: dict[int, Tensor] = {}
+    copies = list[_Buffers]()
+    for each in buffers:
+        mine: _Buffers = dict(each)
+        for name, tensor in each.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in clones:
+                # Both share memory until either is written, through `.data` or a kernel too. So
+                # constants, such as a mask in every block, take no more.
+                try:
+                    clones[id(tensor)] = tensor._lazy_clone()
+                except RuntimeError:  # NumPy's memory, a file's, or a subclass without it
+                    clones[id(tensor)] = tensor.clone()
+            mine[name] = clones[id(tensor)]
+        copies.append(mine)
+    return copies

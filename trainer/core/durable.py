@@ -289,7 +289,7 @@ def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveErr
     why = error.strerror or str(error) or type(error).__name__
     if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return SaveError(f"{path}: could not be written: {why}")
-    folder = next((each for each in path.parents if each.is_dir()), Path("/"))
+    folder = next(each for each in path.absolute().parents if each.is_dir())
     room = f"{shown_size(shutil.disk_usage(folder).free)} free"
     need = "" if needed is None else f"needs {shown_size(needed)}, "
     return SaveError(

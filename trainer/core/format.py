@@ -44,7 +44,6 @@ def size(num_bytes: float | None) -> str:
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    """Write a number in the first unit that leaves it below 1000."""
     scaled, power = float(value), 0
     while abs(scaled) >= ROUNDS_TO_1000 and power < len(units) - 1:
         scaled, power = scaled / base, power + 1
@@ -139,8 +138,8 @@ def shown_path(path: Path) -> str:
 
 def named_means(means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Put the name of each part before those of its figures; the run's own part has none."""
-    return {
-        f"{part}_{name}".removeprefix("_"): value
-        for part, metrics in means.items()
-        for name, value in metrics.items()
-    }
+    named = dict[str, float]()
+    for part, metrics in means.items():
+        for name, value in metrics.items():
+            named[f"{part}_{name}".removeprefix("_")] = value
+    return named

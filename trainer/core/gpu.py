@@ -5,7 +5,6 @@ Nothing else names CUDA, so that a test can let another device stand for it by `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -71,12 +70,6 @@ def generator_states() -> list[Tensor]:
     """Read the random generators of all GPUs; none where this process has touched none."""
     found = backend()  # asking for states would start the driver
     return list(found.get_rng_state_all()) if found.is_initialized() else []
-
-
-def set_generators(states: Sequence[Tensor]) -> None:
-    """Put random generators back, of as many GPUs as there are."""
-    for state, device in zip(states, devices() if states else (), strict=False):
-        backend().set_rng_state(state.clone(), device)
 
 
 def has_fast_bf16(device: torch.device) -> bool:

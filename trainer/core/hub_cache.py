@@ -36,7 +36,7 @@ def weights_path(typed: str) -> Path:
         return path
     main = path / "refs" / "main"
     named = snapshots / main.read_text().strip() if main.is_file() else None
-    return named or next(iter(sorted(snapshots.iterdir())), path)
+    return named or min(snapshots.iterdir(), default=path)
 
 
 def read_cache_without_network(typed: str) -> None:

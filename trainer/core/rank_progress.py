@@ -90,8 +90,8 @@ class RankProgress:
 
     def write(self, place: RankPosition) -> None:
         """Note where the rank is; `since` becomes now."""
-        at = place.step, _PHASES.index(place.phase), place.micro_batch, place.waits, place.is_first
-        self._write(*at)
+        phase = _PHASES.index(place.phase)
+        self._write(place.step, phase, place.micro_batch, place.waits, place.is_first)
 
     def next_micro_batch(self) -> None:
         """Note that the rank begins the next micro-batch."""
@@ -159,8 +159,11 @@ class PhaseTimes:
     def _add_up(self) -> None:
         while self._passing:
             phase, before, after = self._passing[0]
-            seconds = _between(before, after)
-            if seconds is None:
+            if isinstance(after, float):
+                seconds = after - before
+            elif after.query():
+                seconds = before.elapsed_time(after) / 1e3
+            else:  # the device has not come there yet
                 return
             self._passing.popleft()
             if phase == "data":
@@ -172,10 +175,3 @@ class PhaseTimes:
             spent["seconds"] += seconds
             spent["times"] += 1
             spent["least"] = min(spent["least"], seconds)
-
-
-def _between(before: Mark, after: Mark) -> float | None:
-    """Give the seconds between two marks; None while the later one lies ahead."""
-    if isinstance(after, float):
-        return after - float(before)
-    return before.elapsed_time(after) / 1e3 if after.query() else None

@@ -261,21 +261,17 @@ def _lock(handle: int, run: Path) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > ends:
+                holder = "another process"
+                with suppress(ValueError, KeyError, TypeError):  # a stranger may have written it
+                    found = json.loads(os.pread(handle, 4096, 0))
+                    holder = f"process {int(found['pid'])} on {str(found['host'])!r:.80}"
                 remedy = "wait for it, stop it, or start another run"
-                raise RunInUseError(f"{run}: in use by {_holder(handle)}: {remedy}") from error
+                raise RunInUseError(f"{run}: in use by {holder}: {remedy}") from error
         time.sleep(0.01)
 
 
-def _holder(handle: int) -> str:
-    try:
-        holder = json.loads(os.pread(handle, 4096, 0))
-        return f"process {int(holder['pid'])} on {str(holder['host'])!r:.80}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
-
-
 def _close_in_child() -> None:
-    """A forked child (a loader worker) that outlives its parent must not keep the run."""
+    # A loader's worker that outlives its parent must not keep the run.
     for handle in _handles.values():
         os.close(handle)
     _handles.clear()

@@ -72,10 +72,17 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if not flag.is_set:
-            flag.is_set = True
-            if ends_at_second:
-                _end_at_next()
+        if flag.is_set:
+            return
+        flag.is_set = True
+        if not ends_at_second:
+            return
+        if sys.stderr.isatty():
+            # Not through the stream, which may be in the midst of writing.
+            os.write(sys.stderr.fileno(), STOPPING)
+        time.sleep(TOGETHER_S)
+        for each in caught():
+            signal.signal(each, signal.SIG_DFL)
 
     before = {each: signal.signal(each, on_signal) for each in caught()}
     _listening.append(flag)
@@ -95,16 +102,6 @@ def ignore_further() -> None:
     if _listening and threading.current_thread() is threading.main_thread():
         for each in caught():
             signal.signal(each, signal.SIG_IGN)
-
-
-def _end_at_next() -> None:
-    """Let the next signal end the process, and tell whoever sits before it."""
-    if sys.stderr.isatty():
-        # Not through the stream, which may be in the midst of writing.
-        os.write(sys.stderr.fileno(), STOPPING)
-    time.sleep(TOGETHER_S)
-    for each in caught():
-        signal.signal(each, signal.SIG_DFL)
 
 
 def raise_on_interrupt() -> None:

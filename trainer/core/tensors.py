@@ -99,6 +99,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, gathered where it is in shards. Collective there."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs of real ones, others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def rows_of(tensor: DTensor) -> RowRange | None:
     """Compute which rows this rank holds; None where the ranks hold something else than rows."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - see above

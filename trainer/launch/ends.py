@@ -40,15 +40,13 @@ class Ended:
     code: int  # of its process; negative for the signal that killed it
     report: Mapping[str, Any]  # what `describe_end` made of its end, empty where it left none
     at: float  # in seconds since the epoch; clocks differ by less than time limits
-    place: RankPosition  # where it was
-    since: float  # when it came there, in seconds since the epoch
+    place: RankPosition  # where it was; one supervisor's ranks have one machine's clock
     is_killed: bool = False  # since it did not go on, or another one had ended
 
     @classmethod
     def now(cls, rank: int, place: RankPosition, report: Mapping[str, Any]) -> Ended:
         """Describe the end of a rank of this machine at this moment."""
-        at, passed_s = time.time(), time.monotonic() - place.since
-        return cls(rank, report.get("code", 1), report, at, place, at - passed_s)
+        return cls(rank, report.get("code", 1), report, time.time(), place)
 
     @property
     def has_failed(self) -> bool:
@@ -61,17 +59,10 @@ class Ended:
 class Records:
     """A folder in which ranks find what to run, and leave their progress and ends."""
 
+    JOB = "job.json"  # what to run, as `_attempt` in supervise.py writes it
+    RUN = "run"  # a link to the first rank's run folder, which a launcher's others learn from it
+
     folder: Path
-
-    @property
-    def job(self) -> Path:
-        """What to run, as `_attempt` in supervise.py writes it."""
-        return self.folder / "job.json"
-
-    @property
-    def run(self) -> Path:
-        """A link to the first rank's run folder, which a launcher's other ranks learn from it."""
-        return self.folder / "run"
 
     def rank_progress(self, rank: int) -> Path:
         """Name the file in which a rank notes its place."""
@@ -157,7 +148,6 @@ def _order(end: Ended) -> int:
 
 
 def _name(end: Ended) -> str:
-    """Say how a rank failed."""
     if "crash" in end.report:
         what = "failed in a collective" if end.place.waits else "failed"
         return f"rank {end.rank} {what} at {end.place}: {end.report['crash']}"
@@ -169,11 +159,14 @@ def _name(end: Ended) -> str:
 
 def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
-    end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.since))
+    end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.place.since))
     stacks = RunFolder(folder).traceback(end.rank)
     where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
-    key = f"ten times {key} in the first step" if end.place.is_first else key
-    waited = f"for {limit_s:g} s ({key})" if limit_s != float("inf") else "in time"
+    if end.place.is_first:
+        key = f"ten times {key} in the first step"
+    waited = "in time"
+    if limit_s != float("inf"):
+        waited = f"for {limit_s:g} s ({key})"
     what = "waited for other ranks" if end.place.waits else "did not answer"
     return f"rank {end.rank} {what} {waited}, at {end.place}{where}"

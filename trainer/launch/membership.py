@@ -43,14 +43,8 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
     None where this process is to start its own ranks, if any.
     """
     names = _names(environment)
-    try:
-        return _membership(environment, names) if names[0] in environment else None
-    except ConfigError as error:
-        error.is_own = True  # every rank prints it, since its environment is its own
-        raise
-
-
-def _membership(environment: Mapping[str, str], names: tuple[str, ...]) -> Membership | None:
+    if names[0] not in environment:
+        return None
     written = {name: environment[name] for name in (*names, START_TIMEOUT) if name in environment}
     try:
         rank, size = int(written[names[0]]), int(written.get(names[1], "1"))
@@ -64,7 +58,7 @@ def _membership(environment: Mapping[str, str], names: tuple[str, ...]) -> Membe
         is_valid = False
     if not is_valid:
         listed = " ".join(f"{name}={value}" for name, value in written.items())
-        raise ConfigError(
+        raise _fault(
             f"{listed} in the environment: invalid; required: 0 <= {names[0]} < {names[1]}, 0 <= "
             f"{names[2]} < {names[3]}, and the others positive"
         )
@@ -104,17 +98,22 @@ def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) -> str:
-    """Find where the ranks connect: MASTER_ADDR and MASTER_PORT, or the first node of Slurm."""
     if {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         port = environment["MASTER_PORT"]
         if not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError(f"MASTER_PORT={port!r} in the environment: not a port (1 to 65535)")
+            raise _fault(f"MASTER_PORT={port!r} in the environment: not a port (1 to 65535)")
         return f"{environment['MASTER_ADDR']}:{port}"
     listed = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     job = environment.get("SLURM_JOB_ID", "")
     if names is not _SRUN or not listed or not job.isdecimal():
-        raise ConfigError(
+        raise _fault(
             f"{names[1]}={size}: set MASTER_ADDR and MASTER_PORT as well, or the ranks cannot meet"
         )
     # A port that two jobs on one node seldom share.
     return f"{first_host(listed)}:{20000 + int(job) % 10000}"
+
+
+def _fault(text: str) -> ConfigError:
+    error = ConfigError(text)
+    error.is_own = True  # every rank prints it, since its environment is its own
+    return error

@@ -39,7 +39,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 def main(arguments: list[str]) -> NoReturn:
     """Run as one rank, and exit."""
     records, rank = Records(Path(arguments[0])), int(arguments[1])
-    job = json.loads(records.job.read_bytes())
+    job = json.loads((records.folder / Records.JOB).read_bytes())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != job["supervisor"]:
@@ -85,7 +85,7 @@ def _work(
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(RunFolder(folder).rank_log(config.command, member.rank))
-                    records.run.symlink_to(folder)
+                    (records.folder / Records.RUN).symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
                 is_trial = member.is_ours and config.command == "verify"
                 work = verify_sync if is_trial else run_rank

@@ -44,8 +44,9 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     """Resolve `device`; `ConfigError` where there is no GPU for this rank."""
     # Weights are exported in main memory, also where the run had a GPU and this machine has none.
     is_export, is_planned = config.command == "export", config.command == "plan"
-    is_gpu = config.device in {"auto", "cuda"} and not is_export
-    found = len(gpu.devices()) if is_gpu else 0
+    found = 0
+    if config.device in {"auto", "cuda"} and not is_export:
+        found = len(gpu.devices())
     if not found:
         # A plan for a machine that is not here computes nothing: shapes run fake.
         is_fake = is_planned and config.accum.params.get("memory", True)
@@ -169,6 +170,7 @@ def _open_store(member: Membership) -> Store:
             return PrefixStore(attempt, store)
         if time.monotonic() > limit:
             expected = range(member.size) if attempt else ()
+            # Where nobody else is late, the first rank did not open or close an attempt.
             late = [r for r in expected if not store.check([f"{attempt}/{r}"])] or [0]
             raise RankFailedError(
                 f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not connect to "
@@ -201,8 +203,16 @@ def _connect(member: Membership, limit: float) -> Store:
     host, port = host.strip("[]"), int(written)
     is_server = member.rank == 0 and not member.is_hosted
     try:
-        if not is_server:
-            _wait_for_server(host, port, limit)
+        # PyTorch's own attempts to connect would fill the screen.
+        while not is_server:
+            check()
+            try:
+                socket.create_connection((host, port), timeout=_CONNECT_S).close()
+                break
+            except OSError:
+                if time.monotonic() > limit:
+                    raise
+            time.sleep(_POLL_S)
         wait = timedelta(seconds=member.start_timeout_s or 0)
         store = TCPStore(host, port, member.size, is_server, wait, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
@@ -216,18 +226,6 @@ def _connect(member: Membership, limit: float) -> Store:
         ) from error
     store.set_timeout(LONG_TIMEOUT)
     return store
-
-
-def _wait_for_server(host: str, port: int, limit: float) -> None:
-    """Wait until somebody listens; PyTorch's own attempts to connect fill the screen."""
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=_CONNECT_S).close()
-        except OSError:
-            if time.monotonic() > limit:
-                raise
-        check()
-        time.sleep(_POLL_S)
 
 
 def _prepare(config: RunConfig, local_rank: int = 0) -> World:

@@ -14,6 +14,7 @@ from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.signals import StopFlag, stop_signals
 from trainer.launch.membership import Membership, membership
+from trainer.launch.supervise import supervise
 
 SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
 # By which PyTorch's allocator of GPU memory is set; the later names are older
@@ -31,13 +32,15 @@ def run(config: RunConfig, folder: Path) -> int:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel chosen by its time
     with listening(config) as stop:
         if members := _members(config):
-            from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
-
             return supervise(config, folder, members, stop)
         from trainer.launch.session import local_ranks, run_single  # noqa: PLC0415 - imports torch
 
         if config.command == "verify" and local_ranks(config) > 1:
-            _verify_sync(config, folder, stop)
+            # Two ranks on the CPU compare what they reduce; `NotExactError` where it is wrong.
+            copies = {"shard": 1, "replicate": 2} if config.parallel.mode == "hsdp" else {}
+            parallel = config.parallel.model_copy(update={"ranks": 2, **copies})
+            two = config.model_copy(update={"device": "cpu", "parallel": parallel})
+            supervise(two, folder, _all_ranks(2), stop)
         return run_single(config, folder, stop)
 
 
@@ -64,17 +67,6 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
     return stop_signals() if config.command == "train" else nullcontext(StopFlag())
 
 
-def _verify_sync(config: RunConfig, folder: Path, stop: StopFlag) -> None:
-    """Have two ranks on the CPU compare what they reduce; `NotExactError` where it is wrong."""
-    from trainer.launch.supervise import supervise  # noqa: PLC0415 - only where used
-
-    copies = {"shard": 1, "replicate": 2} if config.parallel.mode == "hsdp" else {}
-    parallel = config.parallel.model_copy(update={"ranks": 2, **copies})
-    two = config.model_copy(update={"device": "cpu", "parallel": parallel})
-    places = [Membership(rank=r, size=2, local_rank=r, local_size=2) for r in range(2)]
-    supervise(two, folder, places, stop)
-
-
 def _members(config: RunConfig) -> list[Membership]:
     """List the ranks that this process starts: its place in a launcher's job, or all of the run."""
     ranks, joined = config.parallel.ranks, membership()
@@ -97,5 +89,8 @@ def _members(config: RunConfig) -> list[Membership]:
         ranks = local_ranks(config)
     if ranks > 1 and config.parallel.mode == "none":
         raise ConfigError(f"parallel.ranks={ranks}: parallel=none is one rank; use parallel=ddp")
-    places = range(ranks) if ranks > 1 or restarts else ()
-    return [Membership(rank=r, size=ranks, local_rank=r, local_size=ranks) for r in places]
+    return _all_ranks(ranks) if ranks > 1 or restarts else []
+
+
+def _all_ranks(size: int) -> list[Membership]:
+    return [Membership(rank=r, size=size, local_rank=r, local_size=size) for r in range(size)]

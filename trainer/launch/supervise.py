@@ -88,7 +88,7 @@ def _attempt(
             "supervisor": os.getpid(),
             "members": {each.rank: asdict(each) for each in members},
         }
-        records.job.write_text(json.dumps(job))
+        (records.folder / Records.JOB).write_text(json.dumps(job))
         timeout_s = config.parallel.timeout_s
         unbegun = f"{signals.UNBEGUN}: go on with: {to_go_on(config, folder)}"
         watch = Watch(records=records, timeout_s=timeout_s, unbegun=unbegun, stop=stop)
@@ -98,7 +98,8 @@ def _attempt(
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
-            place = records.run.resolve() if records.run.is_symlink() else folder
+            link = records.folder / Records.RUN
+            place = link.resolve() if link.is_symlink() else folder
             watch.end(place)
             for member in members:
                 if log := RunFolder(place).rank_log(config.command, member.rank):
@@ -152,11 +153,8 @@ def start_rank(records: Records, member: Membership) -> Child:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Child(
-        rank=member.rank,
-        process=process,
-        rank_progress=RankProgress(records.rank_progress(member.rank)),
-    )
+    progress = RankProgress(records.rank_progress(member.rank))
+    return Child(rank=member.rank, process=process, rank_progress=progress)
 
 
 @final
@@ -164,10 +162,10 @@ def start_rank(records: Records, member: Membership) -> Child:
 class Watch:
     """Waits for the ranks of one supervisor, and ends them all when one ended badly."""
 
-    records: Records  # what they leave
+    records: Records
     timeout_s: float  # `parallel.timeout_s`
     unbegun: str  # what to say of a run that a signal ended before its first step
-    stop: signals.StopFlag  # whether a signal asked to stop
+    stop: signals.StopFlag
     children: list[Child] = field(default_factory=list)  # the ranks; filled as they start
     ended: dict[int, Ended] = field(default_factory=dict)  # those that ended
     # Seconds for which this process ran. All limits are by this clock: while a job is suspended
@@ -195,7 +193,6 @@ class Watch:
             self.ran_s += min(time.monotonic() - began, LONGEST_POLL_S)
 
     def _is_overdue(self, child: Child, place: RankPosition) -> bool:
-        """Tell whether a rank has been at its place for longer than it may."""
         since, came_at = self.came_at.get(child.rank, (None, 0.0))
         if since != place.since:
             came_at = self.ran_s

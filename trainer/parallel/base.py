@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.tensors import gradient_dtype
+from trainer.core.tensors import as_real, gradient_dtype
 from trainer.core.world import World
 from trainer.parallel.overlap import Overlap
 from trainer.parallel.sync import Deferred, Reduction, SyncPolicy, reduction_of
@@ -85,8 +85,7 @@ class Parallel(ABC):
     def reduce(self, used: Sequence[bool]) -> None:
         """Sum the gradients over all ranks, and end the step's window. Collective.
 
-        Args:
-            used: which parameters have a gradient on any rank; that of the others stays None.
+        `used` are parameters that have a gradient on any rank; that of the others stays None.
         """
 
     def begin(self, sync: SyncPolicy) -> None:
@@ -96,7 +95,6 @@ class Parallel(ABC):
         self._open()
 
     def _open(self) -> None:
-        """Bring here what the first micro-batch of a step needs."""
         self.gather()
 
     @property
@@ -114,13 +112,9 @@ class Parallel(ABC):
         return self._sync.lockstep and self.world.size > 1
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Wrap the forward and backward of one micro-batch. Collective in lockstep.
+        """Wrap the forward and backward of one micro-batch, the last of this rank's step or not.
 
-        Args:
-            is_last: whether it is the last one of this rank's step.
-
-        Raises:
-            ConfigError: the policy gives no answer that it may.
+        Collective in lockstep. `ConfigError` where the policy gives no answer that it may.
         """
         self.world.rank_progress.next_micro_batch()
         reduction = reduction_of(self._sync, self._index, is_last=is_last)
@@ -195,7 +189,7 @@ class Replicated(Parallel):
                     self._stage(bucket, slot)
 
     def _open(self) -> None:
-        """See the base class: what overlaps has all buckets at once, in place of gradients."""
+        # What overlaps has all buckets at once, in place of gradients.
         if self._sync.overlaps and self.world.size > 1:
             # Backward reaches the last parameters first.
             reverse = [*buckets(self.parameters[::-1], self.bucket_bytes)]
@@ -288,7 +282,7 @@ class Replicated(Parallel):
 
     @contextmanager
     def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
-        """See the base class; a copy is whole, so that within it nothing is to be sent."""
+        # A copy is whole, so that within it nothing is to be sent.
         if self._overlap is not None:
             self._overlap.is_last = is_last
         yield
@@ -333,8 +327,9 @@ def norm_in_double(grads: Sequence[Tensor]) -> Tensor:
 
     Piece by piece, since a copy of the whole in fp64 takes 15 times as long.
     """
-    real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads)
-    pieces = [piece for grad in real for piece in torch.split(grad.reshape(-1), NORM_PIECE)]
+    pieces = list[Tensor]()
+    for grad in grads:
+        pieces += torch.split(as_real(grad).reshape(-1), NORM_PIECE)
     norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm

@@ -105,7 +105,6 @@ def close_object(_: object, __: object, output: object) -> object:
 
 
 def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:
-    """Name the block that one micro-batch uses otherwise than another."""
     raise ConfigError(
         f"sync: {who} reaches {mine} where {others} reaches {theirs}: a model that skips or "
         "repeats blocks depending on its input needs sync=deferred"

@@ -21,7 +21,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.core.tensors import gradient_dtype
+from trainer.core.tensors import as_real, gradient_dtype
 from trainer.core.world import World
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Reduction
@@ -86,11 +86,6 @@ def _scaled(values: Tensor, bins: Tensor) -> Tensor:
     return values * half * half
 
 
-def _real(values: Tensor) -> Tensor:
-    """Give complex numbers as pairs of real ones, others as they are."""
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-
-
 @final
 @dataclass(eq=False, repr=False)
 class Ordered(Parallel):
@@ -106,7 +101,7 @@ class Ordered(Parallel):
     def gather(self) -> None:
         """Set the integer sums to zero."""
         if not self._sums:
-            self._sums = [_BinnedSum(_real(p.detach())) for p in self.parameters]
+            self._sums = [_BinnedSum(as_real(p.detach())) for p in self.parameters]
         self.drop_gradients()
 
     def used(self) -> Sequence[bool]:
@@ -126,7 +121,7 @@ class Ordered(Parallel):
             if flag:
                 total.reduce(self.world)
                 parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
-                _real(parameter.grad).copy_(total.value() * fault)
+                as_real(parameter.grad).copy_(total.value() * fault)
 
     def drop_gradients(self) -> None:
         """See the base class."""
@@ -137,7 +132,7 @@ class Ordered(Parallel):
 
     @contextmanager
     def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
-        """See the base class: whatever the policy, the gradient joins this rank's integers."""
+        # Whatever the policy, the gradient joins this rank's integers.
         yield
         self._add_gradients()
 
@@ -145,7 +140,7 @@ class Ordered(Parallel):
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 continue
-            values = _real(parameter.grad)
+            values = as_real(parameter.grad)
             is_finite = values.isfinite()
             self._wrong += (~is_finite).any()
             self._sums[index].add(torch.where(is_finite, values, 0.0))

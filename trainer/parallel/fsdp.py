@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.core.tensors import fill, gradient_dtype
+from trainer.core.tensors import fill, gradient_dtype, local_part, whole_of
 from trainer.core.world import World
 from trainer.models.first_weights import FirstWeights
 from trainer.parallel import fsdp_calls
@@ -57,8 +57,10 @@ class Sharded(Parallel):
         weights: FirstWeights | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wide = {n: d for n, p in module.named_parameters() if (d := gradient_dtype(p)) != p.dtype}
+        wide = dict[str, torch.dtype]()
         for name, parameter in module.named_parameters():
+            if gradient_dtype(parameter) != parameter.dtype:
+                wide[name] = gradient_dtype(parameter)
             if parameter.dim() == 0:
                 raise ConfigError(
                     f"parallel=fsdp: {name} is a scalar: give it the shape (1,), or parallel=ddp"
@@ -94,7 +96,7 @@ class Sharded(Parallel):
         self._root: FSDPModule = module
 
     def _open(self) -> None:
-        """See the base class: in lockstep each block gathers for itself, where it is used."""
+        # In lockstep each block gathers for itself, where it is used.
         if not self._in_lockstep:
             self.gather()
             return
@@ -211,10 +213,8 @@ class Sharded(Parallel):
 
     @contextmanager
     def _computing(self, reduction: Reduction, *, is_last: bool) -> Iterator[None]:
-        """See the base class: in lockstep a block's parameters leave once it has used them.
-
-        What is not reduced FSDP2 keeps, and adds to what it reduces next.
-        """
+        # In lockstep a block's parameters leave once it has used them. What is not reduced FSDP2
+        # keeps, and adds to what it reduces next.
         if not self._in_lockstep:
             yield
             return
@@ -233,10 +233,9 @@ class Sharded(Parallel):
     def gradient_norm(self) -> Tensor:
         """See the base class."""
         if self.world.device.type == "cpu":
-            here = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
+            here = [local_part(gradient) for gradient in self.gradients()]
             return self.sum_over_shards(norm_in_double(here).square()).sqrt()
-        norm = super().gradient_norm()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole_of(super().gradient_norm())
 
     def sum_over_shards(self, totals: Tensor) -> Tensor:
         """See the base class; copies of the shards have the same."""
@@ -246,8 +245,7 @@ class Sharded(Parallel):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """See the base class."""
-        grads = [g.to_local() if isinstance(g, DTensor) else g for g in self.gradients()]
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_([local_part(gradient) for gradient in self.gradients()], factor)
 
     def drop_gradients(self) -> None:
         """See the base class."""
@@ -304,10 +302,10 @@ def _give_memory(module: nn.Module, device: torch.device, weights: FirstWeights 
         if weights is not None:
             fill(shard, weights[name])
         real[id(meta)] = nn.Parameter(shard, meta.requires_grad)
-    if real:
-        # Assigned under all of their names, so that tied ones stay tied.
-        named = module.named_parameters(remove_duplicate=False)
-        state = {name: real[id(meta)] for name, meta in named if id(meta) in real}
+    # Assigned under all of their names, so that tied ones stay tied.
+    named = module.named_parameters(remove_duplicate=False)
+    state = {name: real[id(meta)] for name, meta in named if id(meta) in real}
+    if state:
         module.load_state_dict(state, strict=False, assign=True)
 
 

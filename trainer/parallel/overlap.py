@@ -33,14 +33,14 @@ class Overlap:
         world: World,
     ) -> None:
         self._world, self._parameters, self._buckets = world, parameters, buckets
-        self._flats = [
-            torch.zeros(sum(map(Tensor.numel, b)), dtype=gradient_dtype(b[0]), device=world.device)
-            for b in buckets
-        ]
+        self._flats = list[Tensor]()
         self._views: dict[nn.Parameter, Tensor] = {}
-        for bucket, flat in zip(buckets, self._flats, strict=True):
-            pieces = torch.split(flat, [p.numel() for p in bucket])
-            self._views |= {p: f.view(p.shape) for p, f in zip(bucket, pieces, strict=True)}
+        for bucket in buckets:
+            sizes, dtype = [p.numel() for p in bucket], gradient_dtype(bucket[0])
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
+            self._flats.append(flat)
+            for parameter, piece in zip(bucket, torch.split(flat, sizes), strict=True):
+                self._views[parameter] = piece.view(parameter.shape)
         self._place = {p: place for place, bucket in enumerate(buckets) for p in bucket}
         self._has_gradient = set[nn.Parameter]()
         self._left = list[set[nn.Parameter]]()  # of each bucket, what backward is yet to reach
@@ -90,7 +90,6 @@ class Overlap:
             self._send()
 
     def _send(self) -> None:
-        """Begin to sum the next bucket."""
         place = len(self._waits)
         for parameter in self._buckets[place]:
             view = self._views[parameter]

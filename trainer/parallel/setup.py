@@ -58,11 +58,6 @@ class ParallelSetup(Described):
     why: str | None = None  # a line that says what `sync=auto` is; None where it was not asked
     why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
 
-    @property
-    def reasons(self) -> tuple[str | None, str | None]:
-        """What `parallel=auto` and `sync=auto` weighed."""
-        return self.why_mode, self.why
-
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
         sync = self.why or f"{self.sync.name}, parallel {self.mode}"
@@ -87,11 +82,11 @@ class ParallelSetup(Described):
         )
         if not self.is_open:
             return replace(self, rows=rows)
-        words = [
-            f"{row.policy} sends {size(row.sent)} per step"
-            + ("" if row.fits else f", and its {size(row.unsharded_bytes)} of gradients do not fit")
-            for row in sorted(rows, key=lambda row: row.policy != self.sync.name)
-        ]
+        words = list[str]()
+        for each in sorted(rows, key=lambda row: row.policy != self.sync.name):
+            words.append(f"{each.policy} sends {size(each.sent)} per step")
+            if not each.fits:
+                words[-1] += f", and its {size(each.unsharded_bytes)} of gradients do not fit"
         why = f"sync=auto takes {self.sync.name}{' as before' * self.is_begun}: {'; '.join(words)}"
         return replace(self, rows=rows, why=why)
 

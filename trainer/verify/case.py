@@ -26,6 +26,7 @@ from trainer.parallel.base import Replicated
 from trainer.plan.cut import IntArray
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
+from trainer.training.window import Outcome, exchange
 from trainer.verify.comparison import Errors, Gradient, compared
 
 NARROWING: Mapping[Any, torch.dtype] = {
@@ -40,7 +41,6 @@ CONSTANTS = dict.fromkeys(HALVES, 0.5) | {"bernoulli": 1.0, "bernoulli_": 1.0}
 
 
 def _first(pool: Any, size: Any = None, **_: Any) -> Any:  # noqa: ANN401 - as NumPy has it
-    """Choose the first of a pool."""
     values = np.arange(pool) if np.ndim(pool) == 0 else np.asarray(pool)
     return values[0] if size is None else np.resize(values, size)
 
@@ -105,7 +105,6 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
 
 @contextmanager
 def _constant_draws() -> Iterator[None]:
-    """Make what PyTorch and NumPy draw constant."""
     functions = vars(np.random)
     before = {name: functions[name] for name in NUMPY_CONSTANTS}
     functions.update(NUMPY_CONSTANTS)
@@ -298,10 +297,10 @@ class Case:
         kind: WeightUnit | None = None,
         strategy: GradientStrategy | None = None,
     ) -> Gradient:
-        """Compute a gradient on the model itself."""
         context, cast = self.context, [self.cast(m) for m in micro_batches]
         found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
-        self._walk(context, strategy or context.model.strategy, cast, found)
+        num_samples = len({i for m in cast for i in m.positions})
+        walk(context, strategy or context.model.strategy, cast, found, num_samples)
         # Tensors that modules hold and have not registered, but for computed ones.
         for name, part in self.module.named_modules():
             for key, value in vars(part).items():
@@ -310,20 +309,21 @@ class Case:
         named = self.module.named_parameters()
         return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
-    def _walk(
-        self,
-        context: StepContext,
-        strategy: GradientStrategy,
-        micro_batches: Sequence[MicroBatch],
-        divisors: StepDivisors,
-    ) -> None:
-        """Run all passes of a step, whose samples are all here."""
-        own = (context.parallel, context.model.objective, micro_batches)
-        num_samples = len({i for m in micro_batches for i in m.positions})
-        rows: Rows = {}
-        context.state.snapshot.take()
-        for each in strategy.passes:
-            context.state.snapshot.restore()
-            is_last = each is strategy
-            found = each.walk(*own, divisors, rows, is_last=is_last)
-            rows = at_positions(found.rows, micro_batches, num_samples)
+
+def walk(
+    context: StepContext,
+    strategy: GradientStrategy,
+    micro_batches: Sequence[MicroBatch],
+    divisors: StepDivisors,
+    num_samples: int,
+) -> None:
+    """Run all passes of a step over this rank's share of its samples. Collective."""
+    own = (context.parallel, context.model.objective, micro_batches)
+    rows: Rows = {}
+    context.state.snapshot.take()
+    for each in strategy.passes:
+        is_last = each is strategy
+        found = each.walk(*own, divisors, rows, is_last=is_last)
+        if not is_last:
+            mine = at_positions(found.rows, micro_batches, num_samples)
+            rows = exchange(context, Outcome(None, (), rows=mine))

@@ -70,7 +70,12 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
     lost = LOST[dtype] * largest
     by_name, cancelled = dict[str, float](), list[str]()
     for name in sorted(found.keys() | expected.keys()):
-        distance, size = _distance(found.get(name), expected.get(name)), sizes.get(name, 0.0)
+        ours, theirs, size = found.get(name), expected.get(name), sizes.get(name, 0.0)
+        if ours is not None and theirs is not None:
+            wide = torch.promote_types(theirs.dtype, torch.float64)
+            distance = _largest(ours.to(wide) - theirs.to(wide))
+        else:  # what only one side has is compared with zeros
+            distance = size if ours is None else _largest(ours)
         by_name[name] = _ratio(distance, size)
         if by_name[name] <= EXACT[dtype]:
             continue
@@ -83,16 +88,10 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
     return Errors(by_name=by_name, limit=EXACT[dtype], cancelled=tuple(cancelled))
 
 
-def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    """Give the largest absolute difference; what only one side has is compared with zeros."""
-    if found is None or expected is None:
-        return max(_largest(each) for each in (found, expected) if each is not None)
-    wide = torch.promote_types(expected.dtype, torch.float64)
-    return _largest(found.to(wide) - expected.to(wide))
-
-
 def _ratio(distance: float, size: float) -> float:
-    error = distance / size if size else math.inf if distance else 0.0
+    if not size:
+        return math.inf if distance else 0.0
+    error = distance / size
     return error if math.isfinite(error) else math.inf
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from trainer.accumulate.normalizer import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
-from trainer.core.tensors import dtype_name, gradient_dtype
+from trainer.core.tensors import bits_of, dtype_name, gradient_dtype
+from trainer.models.recompute import recompute_nothing, recomputes
 from trainer.training.context import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import Errors, Gradient
@@ -29,12 +30,17 @@ LOUD = (
 MAX_TRACED = 8  # micro-batches that are taken apart
 # Errors that a model which loses digits on the way may have by rounding alone
 AMPLIFIED = {torch.float64: 1e-7, torch.float32: 1e-2}
+RUNS_AGAIN = Reason(
+    "comes out otherwise as its forward runs again in backward (activation_checkpointing): make "
+    "what it writes a buffer (register_buffer), or type activation_checkpointing=false"
+)
 
 
 def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
     dtypes = {gradient_dtype(p) for p in module.parameters() if p.requires_grad}
-    return next((dtype_name(dtype) for dtype in LOW if dtype in dtypes), None)
+    low = [dtype_name(dtype) for dtype in LOW if dtype in dtypes]
+    return low[0] if low else None
 
 
 def diagnose(
@@ -72,7 +78,7 @@ def diagnose(
         drawing = _drawing(case, found, errors)
     if errors.is_exact:
         return [*culprits, *drawing, *found.sums], errors
-    if hidden := _not_finite(planned, expected) or _amplified(case, errors):
+    if hidden := _unproven(case, errors, planned, expected):
         return [*culprits, *hidden, *found.sums, *drawing], errors
     named = [*found.modules, *found.sums]
     if not (named or found.loud):
@@ -95,24 +101,18 @@ def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
         outcome = f", so it depends on the micro-batches: the step is {off}; set its rate to 0, or "
         outcome += "accept it"
     verdict: Verdict = "exact_without_dropout" if errors.is_exact else "not_proven"
-    modules = dict(case.module.named_modules())
     reasons = dict.fromkeys(found.loud, Reason(f"{draws}{LOUD}", "not_proven"))
     reasons |= dict.fromkeys(found.quiet, Reason(f"{draws}{outcome}", verdict))
     outside = reasons.pop(OUTSIDE, None)
     first = [(case.objective_name, outside)] if outside else []
-    return [*first, *name_reasons(modules, reasons)]
+    return [*first, *name_reasons(dict(case.module.named_modules()), reasons)]
 
 
-def _not_finite(*gradients: Gradient) -> NamedReasons:
-    """Tell whether none of the gradients is finite."""
-    if any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
-        return []
-    text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
-    return [("gradient", Reason(text, "not_proven"))]
-
-
-def _amplified(case: Case, errors: Errors) -> NamedReasons:
-    """Tell whether the error is so small that rounding alone may be the reason."""
+def _unproven(case: Case, errors: Errors, *gradients: Gradient) -> NamedReasons:
+    """Tell whether no gradient is finite, or the error may be due to rounding alone."""
+    if not any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
+        text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
+        return [("gradient", Reason(text, "not_proven"))]
     most = AMPLIFIED[case.limit_dtype]
     if errors.largest > most:
         return []
@@ -129,8 +129,9 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReas
     """Take the step's own micro-batches apart: a few samples may be too few to show a coupling."""
     ends = np.cumsum([len(m.ids) for m in case.batch.micro_batches if m.ids])
     slots, size = np.split(case.positions, ends[:-1]), case.batch.plan.group_size
-    pieces = [(case.positions, slots)] if traces_whole else []
-    pieces += [(slot, np.split(slot, range(size, len(slot), size))) for slot in slots[:MAX_TRACED]]
+    pieces = [(slot, np.split(slot, range(size, len(slot), size))) for slot in slots[:MAX_TRACED]]
+    if traces_whole:
+        pieces = [(case.positions, slots), *pieces]
     for positions, parts in pieces:
         with AllocationGuard():  # what does not fit is passed over
             ways = {"its micro-batch": [case.load(part) for part in parts]}
@@ -145,3 +146,34 @@ def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReas
         "state outside of buffers"
     )
     return [(name.rpartition(".")[0] or name, reason)]
+
+
+def check_recomputed(
+    case: Case, errors: Errors, rest: Errors
+) -> tuple[Errors, Errors, NamedReasons]:
+    """Compare gradients and buffers, in the same cut; where they differ, name modules.
+
+    Errors so found, of gradients or buffers, take the place of those that are given.
+    """
+    if not recomputes(case.module):
+        return errors, rest, []
+    plain = case.written(recompute_nothing)
+    found = _errors(case, case.written(), plain)
+    # What differs from run to run, such as ungoverned draws, is not due to recomputation.
+    if found.is_exact or not _errors(case, case.written(recompute_nothing), plain).is_exact:
+        return errors, rest, []
+    wrong = [n for n, error in found.by_name.items() if error > found.limit]
+    names = [n for n, _ in case.module.named_buffers() if n in wrong]
+    if not names:  # the last module with another gradient: backward begins there
+        names = [n for n, _ in case.module.named_parameters() if n in wrong][-1:]
+    owners = dict.fromkeys(n.rpartition(".")[0] or n for n in names)
+    return found, found, [(owner, RUNS_AGAIN) for owner in owners]
+
+
+def _errors(case: Case, found: Gradient, plain: Gradient) -> Errors:
+    # Equal bits are left out: between two infinities, as in a mask, there is no difference.
+    ours, theirs = dict(found), dict(plain)
+    for name in found.keys() & plain.keys():
+        if torch.equal(bits_of(found[name]), bits_of(plain[name])):
+            del ours[name], theirs[name]
+    return case.errors(ours, theirs)

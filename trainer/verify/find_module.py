@@ -109,9 +109,8 @@ def examine(case: Case) -> tuple[Case, Found]:
             constant = replace(case, holds_draws=bool(drawn))
             if drawn:
                 always = record_trace(case, whole, off=drawn).drawn
-                together, apart = (
-                    record_trace(constant, m).drawn for m in (whole, ways[NEIGHBOURS][0])
-                )
+                together = record_trace(constant, whole).drawn
+                apart = record_trace(constant, ways[NEIGHBOURS][0]).drawn
                 # Draws left over are equal too where generators end equally: for every size.
                 loud = [n for n in drawn if n in always or together.get(n) != apart.get(n)]
             quiet = [name for name in drawn if name not in loud]
@@ -219,9 +218,12 @@ def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) 
     # It can be exact for one cut: a mean over micro-batches of one size, say.
     remedy = REMEDY_OF_MODEL if case.context.model.objective.is_of_model else REMEDY
     for term, loss in trace.losses.items():
-        # A group without a loss term may leave it out.
-        apart = {way: [float(each.get(term, 0.0)) for each in ways[way]] for way in ways}
-        wrong = [way for way, each in apart.items() if not _adds_up(loss, each)]
+        apart, wrong = dict[str, list[float]](), list[str]()
+        for way, losses in ways.items():
+            # A group without a loss term may leave it out.
+            apart[way] = [float(each.get(term, 0.0)) for each in losses]
+            if not _adds_up(loss, apart[way]):
+                wrong.append(way)
         if wrong == [PADDING] and len(ways) > 1:
             text = (
                 f"`{term}` changes with padding: {sum(apart[PADDING]):.6g} without, "
@@ -243,7 +245,6 @@ def _weight_faults(case: Case, trace: Trace, parts: Sequence[MicroBatch]) -> Fau
 
 
 def _no_sum(what: str, together: Tensor | float, apart: Sequence[float], remedy: str) -> Reason:
-    """Say that what several samples give is not the sum of what groups of them give."""
     return Reason(
         f"{what} is not a sum: the same samples give {float(together):.6g} together, but "
         f"{sum(apart):.6g} in {len(apart)} groups; {remedy}"

@@ -7,7 +7,7 @@ that runs in float32 only is compared in float32, where a limit of 1e-4 tells le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -22,9 +22,8 @@ from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext
 from trainer.verify.case import Case, copied
 from trainer.verify.comparison import EXACT, Errors, Gradient
-from trainer.verify.diagnose import LOW, diagnose, low_precision
+from trainer.verify.diagnose import LOW, check_recomputed, diagnose, low_precision
 from trainer.verify.find_module import Faults, Found, NamedReasons, Reason, examine
-from trainer.verify.recomputed import check_recomputed
 from trainer.verify.report import Verdict, VerifyReport
 from trainer.verify.trace import OUTSIDE
 
@@ -84,32 +83,21 @@ def _verify(
     culprits = [*moved, *culprits]
     notes += [*why, *_asides(case, errors, found, culprits)]
     culprits = [*culprits, *uncopied]
-    return _report(case, errors, rest, culprits, len(planned.keys() | expected.keys()), notes)
-
-
-def _report(
-    case: Case,
-    errors: Errors,
-    rest: Errors,
-    culprits: NamedReasons,
-    num_parameters: int,
-    notes: Sequence[str],
-) -> VerifyReport:
-    """Lead culprits to a verdict; `rest` are the errors that are left without random draws."""
     verdicts = {reason.verdict for _, reason in culprits}
     verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
+    has_draws = verdict == "exact_without_dropout"  # `rest` are the errors without them
     return VerifyReport(
         verdict=verdict,
-        error_without_draws=rest.largest if verdict == "exact_without_dropout" else None,
+        error_without_draws=rest.largest if has_draws else None,
         max_relative_error=errors.largest,
         reference=case.reference,
         dtype=dtype_name(case.limit_dtype),
         worst=tuple(errors.worst[:MAX_WORST]),
         culprits=tuple((name, reason.text) for name, reason in culprits),
-        num_parameters=num_parameters,
+        num_parameters=len(planned.keys() | expected.keys()),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
-        limit=rest.limit if verdict == "exact_without_dropout" else errors.limit,
+        limit=rest.limit if has_draws else errors.limit,
         notes=tuple(notes),
     )
 
@@ -169,8 +157,10 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
 def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     """Compute the best reference that the model runs on and the memory holds."""
     num_samples, refusal, least = case.num_samples, "", case.batch.plan.group_size
-    sizes = [least * 2**power for power in range(num_samples.bit_length())]
-    sizes = [size for size in sizes if size < num_samples]
+    sizes, size = list[int](), least
+    while size < num_samples:
+        sizes.append(size)
+        size *= 2
     for size in [num_samples, *sizes] if whole_first else [*sizes, num_samples]:
         sized = replace(case, size=size)
         try:

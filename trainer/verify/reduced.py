@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.accumulate.base import Rows, at_positions
 from trainer.accumulate.normalizer import divisors
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import MicroBatch
+from trainer.core.tensors import as_real, whole_of
 from trainer.core.world import World, rng_key
 from trainer.objectives.base import ModelCall
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import StepContext, StepState
-from trainer.training.window import Outcome, exchange
-from trainer.verify.case import Case, copied
+from trainer.verify.case import Case, copied, walk
 from trainer.verify.comparison import EXACT, Gradient
 
 UNITS = 12  # samples, or groups of them, that are taken of a step, two in a micro-batch
@@ -101,27 +100,13 @@ def _reduced(
         state = StepState.of(parallel, context.model.objective, world)
         context = replace(context, parallel=parallel, state=state, world=world)
         parts = divisors(context.model.normalizer, context.terms, cast, world)
-        rows: Rows = {}
         parallel.begin(context.model.setup.sync)
-        context.state.snapshot.take()
-        for each in context.model.strategy.passes:
-            is_last = each is context.model.strategy
-            own = (parallel, context.model.objective, cast)
-            given = each.walk(*own, parts, rows, is_last=is_last).rows
-            if not is_last:
-                mine_there = at_positions(given, cast, num_samples)
-                rows = exchange(context, Outcome(None, (), rows=mine_there))
+        walk(context, context.model.strategy, cast, parts, num_samples)
         used = [count > 0 for count in world.sum_numbers([float(u) for u in parallel.used()])]
         parallel.make_room()
         parallel.reduce(used)
         grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        return {name: _whole(grad) for name, grad in grads.items()}
-
-
-def _whole(grad: Any) -> Tensor:  # noqa: ANN401 - a DTensor, of which this module knows nothing
-    """Gather what is in shards."""
-    whole: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return whole.detach()
+        return {name: whole_of(grad).detach() for name, grad in grads.items()}
 
 
 def _project(gradient: Gradient) -> Tensor:
@@ -129,6 +114,6 @@ def _project(gradient: Gradient) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for name, grad in gradient.items():
         draw = torch.Generator().manual_seed(rng_key(name))
-        real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+        real = as_real(grad)
         total += real.double().flatten() @ torch.randn(real.numel(), generator=draw).double()
     return total

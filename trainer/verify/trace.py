@@ -54,13 +54,12 @@ class SampleShare(NamedTuple):
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[SampleShare]:
     """Place micro-batches that hold, in order, the samples of a larger one."""
     sizes = [m.num_positions if packed else len(m.ids) for m in parts]
-    total, positions = sum(sizes), whole.num_positions
-    return [
-        SampleShare(
-            sum(sizes[:i]), size, total, part.num_positions // max(1, size), positions // total
-        )
-        for i, (size, part) in enumerate(zip(sizes, parts, strict=True))
-    ]
+    total, start, places = sum(sizes), 0, list[SampleShare]()
+    for size, part in zip(sizes, parts, strict=True):
+        length, total_length = part.num_positions // max(1, size), whole.num_positions // total
+        places.append(SampleShare(start, size, total, length, total_length))
+        start += size
+    return places
 
 
 def align(whole: Tensor, part: Tensor, share: SampleShare) -> tuple[Tensor, Tensor] | None:
@@ -80,13 +79,6 @@ def align(whole: Tensor, part: Tensor, share: SampleShare) -> tuple[Tensor, Tens
         return None
     rows = whole.view(total, total_length, *whole.shape[1:])
     return _crop(rows.narrow(0, start, size), part.view(size, length, *part.shape[1:]))
-
-
-def is_cut_elsewhere(whole: Tensor, part: Tensor, share: SampleShare) -> bool:
-    """Whether `align` cuts a dimension that is not the tokens': what it cuts may be no padding."""
-    sizes = zip(whole.shape, part.shape, strict=False)
-    known = {(share.total, share.size), (share.total_length, share.length)}
-    return any(pair not in known for pair in sizes if pair[0] != pair[1])
 
 
 def _crop(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,11 +224,11 @@ def record_trace(case: Case, micro_batch: MicroBatch, off: Collection[str] = ())
 def compare(case: Case, trace: Trace, part: MicroBatch, share: SampleShare) -> Difference:
     """Run some of the samples of a trace as a micro-batch of their own, and compare."""
     whole, comparer = trace.micro_batch, _CallComparer(trace, share)
-    fields = [
-        name
-        for name in sorted(whole.fields.keys() & part.fields.keys())
-        if (pair := align(whole.fields[name], part.fields[name], share)) and not close(*pair)
-    ]
+    fields = list[str]()
+    for name in sorted(whole.fields.keys() & part.fields.keys()):
+        pair = align(whole.fields[name], part.fields[name], share)
+        if pair is not None and not close(*pair):
+            fields.append(name)
     with case.running() as run, torch.no_grad():
         try:
             with _watching(run.module, comparer):
@@ -287,7 +279,6 @@ def _detached(sums: Sums) -> Losses:
 
 @contextmanager
 def _watching(module: nn.Module, watcher: _CallRecorder | _CallComparer) -> Iterator[None]:
-    """Let a watcher see every call of every module."""
     counts, handles = Counter[str](), []
 
     def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
@@ -364,15 +355,16 @@ class _CallComparer:
     def enter(self, key: CallKey, taken: Tensors) -> None:
         """Compare what a module takes with what it took in the trace."""
         self.running.append(key[0])
-        call = self._trace.calls.get(key)
-        agrees = call is not None and not any(
-            call.inputs.wrong(taken, self._share, judges_all=True)
-        )
-        known = call.inputs.values if call is not None else {}
-        is_cut = any(
-            is_cut_elsewhere(v, taken[n], self._share) for n, v in known.items() if n in taken
-        )
-        self._agreeing.append((call if agrees else None, is_cut))
+        call, share, is_cut = self._trace.calls.get(key), self._share, False
+        if call is not None:
+            known = {(share.total, share.size), (share.total_length, share.length)}
+            for path in call.inputs.values.keys() & taken.keys():
+                sizes = zip(call.inputs.values[path].shape, taken[path].shape, strict=False)
+                # What `align` cuts of a dimension that is not the tokens' may be no padding.
+                is_cut |= any(one != other and (one, other) not in known for one, other in sizes)
+            if any(call.inputs.wrong(taken, share, judges_all=True)):
+                call = None
+        self._agreeing.append((call, is_cut))
 
     def leave(self, given: Tensors) -> None:
         """Blame a module that took the same and gave something else, and put that right."""

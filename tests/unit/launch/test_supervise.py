@@ -113,7 +113,7 @@ def test_time_in_which_the_whole_job_was_suspended_is_no_silence_of_a_rank(
 
 
 def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
-    end = Ended(1, -signal.SIGABRT, {}, 1.0, RankPosition(step=2, phase="reduce"), 0.0)
+    end = Ended(1, -signal.SIGABRT, {}, 1.0, RankPosition(step=2, phase="reduce"))
     text = str(verdict({1: end}, tmp_path, 600))
     assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
@@ -147,14 +147,14 @@ TORN = {"error": "DataError", "text": "record 7 is torn", "code": 3}
 )
 def test_a_supervisor_of_one_rank_says_how_it_ended(report, place, says, tmp_path):
     at = RankPosition(step=2, phase=place[0], waits=place[1])
-    end = Ended(1, 1, report, 1.0, at, 0.0, is_killed=not report)
+    end = Ended(1, 1, report, 1.0, at, is_killed=not report)
     assert str(verdict({1: end}, tmp_path, 600)).startswith(says)
 
 
 COMPUTES, WAITS = RankPosition(2, "compute"), RankPosition(2, "agree", waits=True)
-KILLED = Ended(1, -signal.SIGKILL, {}, 9.0, COMPUTES, 0.0)
-SAID = Ended(1, 3, TORN, 9.0, COMPUTES, 0.0)
-FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES, 0.0)
+KILLED = Ended(1, -signal.SIGKILL, {}, 9.0, COMPUTES)
+SAID = Ended(1, 3, TORN, 9.0, COMPUTES)
+FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES)
 
 
 @pytest.mark.parametrize("first", [KILLED, SAID, FAILED], ids=["killed", "said", "failed"])
@@ -162,7 +162,7 @@ FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES, 0.0)
 def test_the_rank_that_others_follow_is_named_wherever_their_collective_fails(
     first, place, tmp_path
 ):
-    followers = {r: Ended(r, 1, PEER, 6.0, place, 0.0) for r in (0, 2)}
+    followers = {r: Ended(r, 1, PEER, 6.0, place) for r in (0, 2)}
     assert str(verdict({**followers, 1: first}, tmp_path, 600)).startswith("rank 1")
 
 
