@@ -12,6 +12,7 @@ from tests.lib.cli_support import prepared
 from tests.lib.run_support import curve, read_json, shell, state
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
+from trainer.assemble.module import look_up_transforms
 from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError
 
@@ -183,6 +184,12 @@ def test_an_adapter_of_a_user_s_own_is_an_option_in_two_files(runs, capsys):
     assert "from_pretrained" not in shown
     with pytest.raises(ConfigError, match=r"export\.merge=true: LowRank has no method `merge`"):
         train(["export", *read, "export.to=own_merged", "export.merge=true"])
+
+
+def test_a_function_says_whether_it_draws_on_the_meta_device():
+    for name, draws in (("fresh_head", True), ("zero_head", False)):
+        line = [*LINE, "init=weights", f"transforms=[own_transforms.{name}]"]
+        assert look_up_transforms(prepared(" ".join(line)).config)[1] is draws
 
 
 @pytest.mark.nightly

@@ -137,12 +137,10 @@ def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
             transforms.append(construct(entry, key, ModelTransform, config.trust))
         else:
             bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
-            transforms.append(construct(bound, key, partial, config.trust))
-    return transforms, all(map(_draws_on_meta, transforms))
-
-
-def _draws_on_meta(transform: Transform) -> bool:
-    return bool(getattr(getattr(transform, "func", transform), "draws_on_meta", False))
+            made = construct(bound, key, partial, config.trust)
+            vars(made)["draws_on_meta"] = getattr(kind, "draws_on_meta", False)
+            transforms.append(made)
+    return transforms, all(getattr(each, "draws_on_meta", False) for each in transforms)
 
 
 def _construct(
@@ -172,7 +170,7 @@ def _construct(
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
     module = _transformed(config, transforms, module)
     # A model may have what a transform cannot do there, such as a head that is copied.
-    if has_first and not all(map(_draws_on_meta, transforms)):
+    if has_first and not all(getattr(each, "draws_on_meta", False) for each in transforms):
         raise _NeedsValues
     named = module.named_parameters(remove_duplicate=False)
     for name, parameter in ((n, p) for n, p in named if id(p) in values):
