@@ -63,7 +63,7 @@ def step(world: World, mode: str, sync: str, is_wide: bool) -> tuple[Arrays, Arr
 
 CASES = [
     slow(2, "ddp", "deferred"),
-    (2, "ddp", "overlapped"),
+    slow(2, "ddp", "overlapped"),
     nightly(2, "ddp", "immediate"),
     slow(2, "fsdp", "deferred"),
     (2, "fsdp", "immediate"),

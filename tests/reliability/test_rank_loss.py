@@ -183,6 +183,7 @@ def test_a_run_that_loses_ranks_and_that_strangers_speak_to_ends_as_if_nothing_w
         run.assert_none_left(about)
 
 
+@pytest.mark.slow
 def test_one_rank_alone_is_started_again_too(tmp_path):
     alone = ("parallel.ranks=1", "parallel.max_restarts=1")
     run = RankRun(tmp_path / "run", *alone, STRIKES="SIGKILL@update:6@0")

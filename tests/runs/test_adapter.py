@@ -96,6 +96,7 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_model_with_equal_log
     assert read_json(Path("first/adapter_config.json"))["base_model_name_or_path"].endswith("llama")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_not_with_another_rank(made):
     line = f"{LLAMA} scheduler=constant adapter.lora_dropout=0.1"
     early, whole = go(f"{line} steps=2"), go(line)

@@ -119,6 +119,7 @@ def test_code_names_pages_that_are_there():
     assert [pair for pair in named if not (CHECKOUT / pair[1]).is_file()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path, monkeypatch):
     from mkdocs.commands.build import build  # noqa: PLC0415 - a second

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import shell, small_library
 from trainer.core.durable import read_json
 from trainer.models.transform import ModelTransform
@@ -58,13 +58,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"lr": 5e-5, **LOADED},
             "as the head is new (classifier.bias, ...)",
         ),
-        (
+        slow(
             f"model=hf model.path=gpt transforms=[{__name__}.Doubled]",
             {"lr": 2e-4, **LOADED},
             "as Doubled is an adapter",
         ),
         ("model=hf model.config=gpt", {"lr": 3e-4, **DRAWN}, "as the weights are drawn"),
-        (
+        slow(
             "model=hf model.path=gpt optimizer.lr=0.5 'optimizer.betas=[0,0]'",
             {"weight_decay": 0.01},
             "",

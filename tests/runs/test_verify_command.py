@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import go, only_run, overrides, read_json, state
 from trainer.cli.main import run as run_line
 from trainer.verify.proof import verify
@@ -30,7 +30,7 @@ NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout 
     [
         (f"{BY_TOKENS} {FROZEN} batch.normalizer=samples", []),
         nightly(PACKED, []),
-        (f"{PACKED} compile=true", [COMPILED]),
+        slow(f"{PACKED} compile=true", [COMPILED]),
         ("accum.micro=8", ["the plan is one micro-batch"]),
         ("precision=bf16", [ROUNDED]),
         nightly("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),

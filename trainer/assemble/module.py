@@ -137,10 +137,14 @@ def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
             transforms.append(construct(entry, key, ModelTransform, config.trust))
         else:
             bound = entry.model_copy(update={"params": {**entry.params, "_partial_": True}})
-            made = construct(bound, key, partial, config.trust)
-            vars(made)["draws_on_meta"] = getattr(kind, "draws_on_meta", False)
-            transforms.append(made)
-    return transforms, all(getattr(each, "draws_on_meta", False) for each in transforms)
+            transforms.append(construct(bound, key, partial, config.trust))
+    return transforms, all(map(_draws_on_meta, transforms))
+
+
+def _draws_on_meta(transform: Transform) -> bool:
+    if isinstance(transform, partial):  # of what calls the function, which is its first argument
+        transform = transform.args[0]
+    return bool(getattr(transform, "draws_on_meta", False))
 
 
 def _construct(
@@ -168,9 +172,13 @@ def _construct(
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}
-    module = _transformed(config, transforms, module)
+    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
+        module = transform(module)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
+    refuse_lazy(module)
     # A model may have what a transform cannot do there, such as a head that is copied.
-    if has_first and not all(getattr(each, "draws_on_meta", False) for each in transforms):
+    if has_first and not all(map(_draws_on_meta, transforms)):
         raise _NeedsValues
     named = module.named_parameters(remove_duplicate=False)
     for name, parameter in ((n, p) for n, p in named if id(p) in values):
@@ -185,17 +193,6 @@ def _construct(
             stored = _adopted(stored, module, transforms[-1])
         unread |= stored.fill(module)
     return module
-
-
-def _transformed(
-    config: RunConfig, transforms: Sequence[Transform], module: nn.Module
-) -> nn.Module:
-    """Apply what changes a model, in order."""
-    for (key, entry), transform in zip(config.model_transforms.items(), transforms, strict=True):
-        module = transform(module)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
-    return refuse_lazy(module)
 
 
 def _adopted(stored: StoredWeights, module: nn.Module, adapter: Transform) -> StoredWeights:

@@ -10,6 +10,7 @@ from trainer.report.mirror import close_all
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its libraries
 
 
+@pytest.mark.slow  # seconds of migrations; a run with all trackers is in test_resumed.py
 def test_an_experiment_that_another_job_creates_in_the_meantime_is_taken(tmp_path, monkeypatch):
     from mlflow import MlflowClient  # noqa: PLC0415 - seconds
 

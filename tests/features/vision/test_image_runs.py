@@ -9,7 +9,7 @@ import transformers
 import yaml
 from PIL import Image
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.picture_toys import draw_pictures, save_vit
 from tests.lib.run_support import TOYS, curve, read_json, shell
 from tests.lib.run_toys import Stop
@@ -78,12 +78,13 @@ def test_digits_are_learned_by_a_small_resnet(line):
 @pytest.mark.parametrize(
     "line",
     [
-        "data=digits model._target_=painting.Net batch.global=512",
-        "data._target_=painting.Rings model=vit model.num_classes=2 model.depth=1 batch.global=32",
+        "data=digits model._target_=painting.Net",
+        slow("data._target_=painting.Rings model=vit model.num_classes=2 model.depth=1"),
     ],
 )
 def test_models_and_images_of_one_s_own_meet_the_built_in_ones_whatever_their_names(line):
-    run = train([*line.split(), "optimizer.lr=2e-2", "steps=12", *QUICK])
+    size = 512 if "digits" in line else 32
+    run = train([*line.split(), f"batch.global={size}", "optimizer.lr=2e-2", "steps=12", *QUICK])
     assert run.result["metrics"]["accuracy"] > 0.8
 
 
@@ -124,7 +125,7 @@ def test_augmented_pictures_are_the_same_for_every_cut_and_after_a_resume(capsys
 
 
 @pytest.mark.parametrize(
-    "data", ["data=images data.path=pictures data.size=32", "data._target_=painting.Rings"]
+    "data", ["data=images data.path=pictures data.size=32", slow("data._target_=painting.Rings")]
 )
 def test_a_plan_draws_images_and_names_the_picture(data, capsys):
     draw_pictures(Path("pictures"))

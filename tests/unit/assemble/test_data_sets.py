@@ -60,10 +60,8 @@ def write(path: Path) -> str:
 FACTORIES: dict[str, dict[str, object]] = {
     "datasets.load_dataset": {"path": "json", "data_files": "tok.jsonl", "split": "train"},
     "datasets.load_dataset ": {"path": "json", "data_files": "tok.jsonl"},
-    "datasets.Dataset.from_json": {"path_or_paths": "tok.jsonl"},
     "datasets.Dataset.from_parquet": {"path_or_paths": "tok.parquet"},
     "datasets.load_from_disk": {"dataset_path": "disk"},
-    "datasets.Dataset.load_from_disk": {"dataset_path": "disk"},
     "datasets.DatasetDict.from_json": {"path_or_paths": {"train": "tok.jsonl"}},
 }
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.core.errors import Preempted
+from tests.reliability import lab
+from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.rank_progress import RankPosition, RankProgress
 from trainer.core.signals import StopFlag
 from trainer.core.world import World
 from trainer.launch import supervise
 from trainer.launch.ends import STACKS_SIGNAL, Ended, Records, verdict
+from trainer.launch.membership import Membership
 from trainer.launch.supervise import UNBEGUN_S, Child, Watch
 
 SLEEPS = "sleep 600"
@@ -164,6 +166,26 @@ def test_the_rank_that_others_follow_is_named_wherever_their_collective_fails(
 ):
     followers = {r: Ended(r, 1, PEER, 6.0, place) for r in (0, 2)}
     assert str(verdict({**followers, 1: first}, tmp_path, 600)).startswith("rank 1")
+
+
+def test_a_run_whose_rank_failed_begins_or_goes_on_as_often_as_is_allowed(
+    tmp_path, monkeypatch, capsys
+):
+    saved, begun = iter([0, 4, 4]), []
+
+    def fail(config, *_):
+        begun.append(config.resume)
+        raise RankFailedError("rank 1 failed")
+
+    monkeypatch.setattr(supervise, "_attempt", fail)
+    monkeypatch.setattr(supervise, "saved_step", lambda _: next(saved))
+    member = Membership(rank=0, size=2, local_rank=0, local_size=2)
+    with pytest.raises(RankFailedError):
+        supervise.supervise(lab.config("parallel.max_restarts=2"), tmp_path, [member], StopFlag())
+    assert begun == [None, None, str(tmp_path)], "from its checkpoint, once there is one"
+    again = "train: rank 1 failed; starting again after step"
+    shown = [f"{again} 0 (1 of 2 restarts)", f"{again} 4 (2 of 2 restarts)"]
+    assert capsys.readouterr().err.splitlines()[:2] == shown
 
 
 def test_stacks_are_of_ranks_that_gave_no_reason_and_make_no_folder_that_was_taken_back(
