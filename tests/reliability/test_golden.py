@@ -28,7 +28,7 @@ from tests.reliability import lab
 from tests.reliability.rank_work import run_as_rank
 from tests.reliability.support import cases, replay
 from tests.reliability.test_hostile_checkpoints import sign
-from trainer.assemble import resumption
+from trainer.assemble import saved
 from trainer.checkpoint.manifest import FORMAT_VERSION
 from trainer.checkpoint.store import CheckpointStore
 from trainer.core.world import World
@@ -57,7 +57,7 @@ def expected(folder: Path) -> dict[str, object]:
 
 def trained(world: World, run: Path) -> None:
     """Train on ranks that hold shards, so that tensors lie in slices."""
-    resumption.environment = dict  # what a machine is called belongs to no golden file
+    saved.environment = dict  # what a machine is called belongs to no golden file
     ended = run_as_rank(world, (*SETTINGS, "parallel=fsdp"), run, {"stop_after": 2})
     assert ended["code"] == 75, ended
 

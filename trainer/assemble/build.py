@@ -5,21 +5,24 @@ Config is turned into objects here, and nothing below this room sees it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from trainer.assemble.data_sets import arguments_from_data, open_data, with_fine_tuning_batch
 from trainer.assemble.layout import find_layout
 from trainer.assemble.loaders import held_out_loader, open_loader
 from trainer.assemble.model import make_model
 from trainer.assemble.run import Run
-from trainer.assemble.saved import Saved, Terms
+from trainer.assemble.saved import Saved, check_terms
 from trainer.assemble.typed import TypedParts, batch_sizes
+from trainer.checkpoint.weights import load_step
 from trainer.config.run_config import RunConfig
-from trainer.core.coupling import Coupling
+from trainer.core.errors import Preempted
+from trainer.core.signals import UNBEGUN
 from trainer.core.world import World
-from trainer.data.source import DataSource
-from trainer.plan.cut import Cut
 from trainer.plan.order import Order
+from trainer.training.consistency import check_consistency
 from trainer.training.data import Data
 
 
@@ -33,29 +36,49 @@ def assemble(
     """
     saved = saved or Saved()
     typed = TypedParts.of(config)
-    config, source, data = _read_data(config, world, typed, saved.terms)
+
+    # The data. The config gets the size of the steps by their number, where nobody typed it.
+    label_names = saved.terms.given.get("label_names")
+    source = open_data(config, world, typed.tokenizer, label_names)
+    lengths, sizes = source.train.lengths, batch_sizes(config)
+    if sizes.is_constant:
+        recorded, compares = saved.terms.contract, typed.compares_samples
+        config = with_fine_tuning_batch(config, len(lengths), recorded, compares=compares)
+        sizes = batch_sizes(config)
+    batch = config.batch
+    order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
+    total_steps = config.steps or order.num_steps(config.total_epochs or 1)
+    loader = open_loader(config, world, source.train)
+    data = Data(order=order, lengths=lengths, loader=loader, total_steps=total_steps)
+
+    # The model, which may take its vocabulary from the data.
     given = arguments_from_data(config, data.train, saved.terms.given)
     model, chosen, chosen_optimizer = make_model(
         config, world, typed, data, given, saved, with_values=with_values
     )
     typed.tokenizer.refuse_unused()
 
-    # What data and model together ask of every cut, those of evaluations too.
+    # What both together ask of every cut, those of evaluations too.
     with model.trial_values(world):
-        layout, example = find_layout(config, world, data.loader, model)
+        layout, example = find_layout(config, world, loader, model)
     in_lockstep = world.size > 1 and (model.setup.sync.lockstep or model.coupling.joins_ranks)
     layout = replace(layout, lockstep=in_lockstep, group_size=model.coupling.size)
     held_out = {
-        name: held_out_loader(config, name, view, data.loader, layout, model.module)
+        name: held_out_loader(config, name, view, loader, layout, model.module)
         for name, view in source.held_out.items()
     }
+    cut = typed.cut
+    is_whole = batch.unit == "samples" and world.size == 1
+    is_whole &= (config.accum.params.get("micro") or 0) >= sizes.largest
+    if is_whole and model.coupling.fixes_cut:
+        cut = cut.in_order or cut  # a bound of the size of the step leaves that whole
     return Run(
         config=config,
         world=world,
         data=replace(data, held_out=held_out),
         model=model,
         features=typed.features,
-        cut=_whole(typed.cut, data.order, config, world, model.coupling),
+        cut=cut,
         layout=layout,
         example=example,
         split=source.split,
@@ -66,34 +89,34 @@ def assemble(
     )
 
 
-def _read_data(
-    config: RunConfig, world: World, typed: TypedParts, terms: Terms
-) -> tuple[RunConfig, DataSource, Data]:
-    """Open what is trained on, in its order, and what is held out. Collective.
+def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Run:
+    """Build the same run on all ranks, unless a signal ends the reading of its data. Collective."""
+    built: list[Run] = []
+    with suppress(Preempted):
+        built.append(assemble(config, world, saved))
+    end_if_stopped(world, not built)
+    (run,) = built
+    check_consistency(world, run.data, run.model)
+    return run
 
-    The config has the size of the steps where nobody typed it; the data have no held-out part yet.
+
+def assemble_resumed(
+    config: RunConfig, world: World, *, with_values: bool = False
+) -> tuple[Run, Saved]:
+    """Build a run as it begins, or goes on from the checkpoint that `resume` names.
+
+    Gives what that checkpoint says, too; what a resumption refuses is refused. `with_values` is as
+    for `assemble`.
     """
-    sizes = batch_sizes(config)
-    source = open_data(config, world, typed.tokenizer, terms.given.get("label_names"))
-    lengths = source.train.lengths
-    if sizes.is_constant:
-        chosen = typed.objective
-        compares = chosen is not None and chosen.objective.coupling.kind == "batch"
-        config = with_fine_tuning_batch(config, len(lengths), terms.contract, compares=compares)
-        sizes = batch_sizes(config)
-    batch = config.batch
-    order = Order(len(lengths), config.seed, sizes, batch.unit, batch.tail, lengths)
-    data = Data(
-        order=order,
-        lengths=lengths,
-        loader=open_loader(config, world, source.train),
-        total_steps=config.steps or order.num_steps(config.total_epochs or 1),
-    )
-    return config, source, data
+    loaded = None if config.resume is None else load_step(Path(config.resume), config.step)
+    # One process stands for all ranks.
+    saved = Saved.read(config, loaded, World(device=world.device))
+    run = assemble(config, world, saved, with_values=with_values)
+    check_terms(run, saved.terms)
+    return run, saved
 
 
-def _whole(cut: Cut, order: Order, config: RunConfig, world: World, coupling: Coupling) -> Cut:
-    """Take a bound of the size of the step for the cut that leaves it whole, where it counts."""
-    is_whole = config.batch.unit == "samples" and world.size == 1
-    is_whole &= (config.accum.params.get("micro") or 0) >= order.sizes.largest
-    return (cut.in_order if is_whole and coupling.fixes_cut else None) or cut
+def end_if_stopped(world: World, was_asked: bool) -> None:
+    """End before the first step, by `Preempted`, if a signal asked any rank to. Collective."""
+    if any(world.collect(was_asked)):
+        raise Preempted(UNBEGUN)

@@ -15,7 +15,6 @@ import torch
 
 from trainer.accumulate.two_pass import too_few
 from trainer.assemble.run import Run
-from trainer.assemble.stages import check_stages
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.format import plural
 from trainer.core.micro_batch import output_part, to_device
@@ -38,7 +37,7 @@ _TARGETS = {"labels", "start_positions"}  # what a model computes its own loss f
 def check_parts(run: Run) -> None:
     """Refuse what no cut can make exact, and a schedule that does not fit into the run."""
     run.model.schedule.factor(run.data.total_steps - 1, run.data.total_steps)
-    check_stages(run)
+    _check_stages(run)
     for feature in run.features:
         feature.check(run)
     config = run.config
@@ -85,6 +84,22 @@ def _unfit(part: object, kind: str) -> str:
             f"CoupledObjective (docs/how-to/own/coupled-objective.md), or {remedy}"
         )
     return f"is wrong for {name}, whose coupling is {kind}: {remedy}"
+
+
+def _check_stages(run: Run) -> None:
+    """Refuse a stage that leaves a rank, or a group of samples, without its share."""
+    shares = {
+        run.world.size: "ranks, each of which needs a sample",
+        run.model.coupling.size: "samples of a group, which is normalised together",
+    }
+    objective = run.model.objective
+    if isinstance(objective, CoupledObjective):
+        shares[objective.min_samples] = f"samples that {type(objective).__name__} compares"
+    for stage in run.data.stages if run.config.batch.unit == "samples" else ():
+        for least, of_what in shares.items():
+            if stage.size < least:
+                text = f"a stage of {stage.size} samples is below the {least} {of_what}"
+                raise ConfigError(f"batch: {text}; type {least} or more")
 
 
 def _check_groups(run: Run) -> None:

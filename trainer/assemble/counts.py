@@ -33,12 +33,22 @@ def count_run(
     """
     if run.model.spec.asks_for_output:
         _note_output_layer(run)
+    counts: ComputeCounts | None = None
     if main is None:
         counts = _counted(run, work)
-    else:
-        counts = main["counts"] and ComputeCounts(**main["counts"])
-    if counts is not None:
-        _heed(run, counts)
+    elif main["counts"]:
+        counts = ComputeCounts(**main["counts"])
+    if counts is None:
+        return None
+    if LABELS in counts.limits:
+        check_classes(run.model.objective.named_metrics, counts.limits[LABELS])
+    loader, lengths = run.data.loader, run.data.lengths
+    for each in [loader, *(part.loader for part in run.data.held_out.values())]:
+        each.limit(counts.limits)
+    if counts.limits:
+        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
+    if counts.gives_logits:  # the main rank's layer knows
+        setattr(output_layer.candidate(run.model.module), output_layer.IS_LAST, True)
     return counts
 
 
@@ -53,16 +63,6 @@ def unread_fields(run: Run, counts: ComputeCounts | None) -> list[str]:
     ]
 
 
-def _brought(run: Run) -> list[str]:
-    """List the fields that the samples bring, and the forward of the model does not name."""
-    data, example = run.data.train, run.example
-    with data.isolated_rng():
-        brought = example if data.collate else data.read(0, seed=run.config.seed, epoch=0)
-    # `input_ids` are counted, also where nothing else reads them.
-    others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
-    return unnamed_fields(run.model.module, others)
-
-
 def _note_output_layer(run: Run) -> None:
     """Find the output layer of a model that does not name it, by the loss of a sample."""
     module, objective = run.model.module, run.model.objective
@@ -75,23 +75,15 @@ def _note_output_layer(run: Run) -> None:
 
 
 def _counted(run: Run, work: Workload) -> ComputeCounts | None:
-    longest = run.data.lengths.max()
-    if BOUNDARIES in run.example:
+    data, example, longest = run.data.train, run.example, run.data.lengths.max()
+    if BOUNDARIES in example:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
-        work = replace(work, make_fields=Tiled(unpacked(run.example), longest))
-    counts = count_compute(work, longest, _brought(run))
+        work = replace(work, make_fields=Tiled(unpacked(example), longest))
+    with data.isolated_rng():
+        brought = example if data.collate else data.read(0, seed=run.config.seed, epoch=0)
+    # `input_ids` are counted, also where nothing else reads them.
+    others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
+    counts = count_compute(work, longest, unnamed_fields(run.model.module, others))
     if counts is None and is_on_meta(run.model.module) and run.model.weights is None:
         raise CannotRunFake("the model was built without weights")
     return counts
-
-
-def _heed(run: Run, counts: ComputeCounts) -> None:
-    if LABELS in counts.limits:
-        check_classes(run.model.objective.named_metrics, counts.limits[LABELS])
-    loader, lengths = run.data.loader, run.data.lengths
-    for each in [loader, *(part.loader for part in run.data.held_out.values())]:
-        each.limit(counts.limits)
-    if counts.limits:
-        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
-    if counts.gives_logits:  # the main rank's layer knows
-        setattr(output_layer.candidate(run.model.module), output_layer.IS_LAST, True)

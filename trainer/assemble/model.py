@@ -8,18 +8,19 @@ from typing import Any
 
 from trainer.accumulate.base import GradientStrategy
 from trainer.assemble.features import StepShape
-from trainer.assemble.hardware import parallel_setup, resolve_precision
+from trainer.assemble.hardware import (
+    auto_mode,
+    may_shard,
+    parallel_mode,
+    parallel_setup,
+    resolve_precision,
+)
 from trainer.assemble.instantiate import construct
 from trainer.assemble.loaders import fit_loader
-from trainer.assemble.module import build_in_mode, build_model
+from trainer.assemble.module import build_model
 from trainer.assemble.objective import Chosen, choose_objective
-from trainer.assemble.optimizer import (
-    ChosenOptimizer,
-    fitting_optimizer,
-    with_half_lives,
-)
 from trainer.assemble.saved import Saved
-from trainer.assemble.typed import TypedParts
+from trainer.assemble.typed import ChosenOptimizer, TypedParts, fitting_optimizer, with_half_lives
 from trainer.config.run_config import RunConfig
 from trainer.core.world import World
 from trainer.optim.schedules import with_length_steps
@@ -51,7 +52,13 @@ def make_model(
         adjust=partial(features.adjust, shape=shape),
         with_values=with_values,
     )
-    module, weights, mode, why = build_in_mode(config, world, build)
+    mode, why_mode = parallel_mode(config, world), None
+    module, weights = build(in_shards=may_shard(config, world))
+    if mode == "auto":
+        mode, why_mode = world.on_main(lambda: auto_mode(config, world, module))
+        if mode == "ddp" and weights is not None:
+            # A copy needs the weights themselves, not shards of them.
+            module, weights = build()
 
     # What its hardware computes in, and what its samples are to it.
     precision = resolve_precision(config, world, module, terms.contract)
@@ -68,7 +75,7 @@ def make_model(
         *(config, world, module, mode, precision),
         single_backward=strategy.single_backward,
         begun=terms.sync,
-        why_mode=why,
+        why_mode=why_mode,
     )
 
     # The update: lengths of the schedule become steps, and half-lives follow the global batch.

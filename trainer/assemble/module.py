@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from trainer.accumulate.base import seed_draws
-from trainer.assemble.hardware import auto_mode, may_shard, parallel_mode, planned_device
+from trainer.assemble.hardware import planned_device
 from trainer.assemble.instantiate import construct, look_up
 from trainer.assemble.model_size import refuse_too_large
 from trainer.checkpoint.weights import StoredWeights
@@ -38,23 +38,6 @@ from trainer.models.transform import ModelTransform
 from trainer.optim.optimizers import OptimizerSpec
 
 Transform = Callable[[nn.Module], Any]
-
-
-def build_in_mode(
-    config: RunConfig, world: World, build: Callable[..., tuple[nn.Module, FirstWeights | None]]
-) -> tuple[nn.Module, FirstWeights | None, str, str | None]:
-    """Build the model as the mode of its ranks needs it; gives that mode, and why it is that.
-
-    `build` is `build_model`, which is to be told of shards alone. Collective.
-    """
-    mode, why = parallel_mode(config, world), None
-    module, weights = build(in_shards=may_shard(config, world))
-    if mode == "auto":
-        mode, why = world.on_main(lambda: auto_mode(config, world, module))
-        if mode == "ddp" and weights is not None:
-            # A copy needs the weights themselves, not shards of them.
-            module, weights = build()
-    return module, weights, mode, why
 
 
 def build_model(

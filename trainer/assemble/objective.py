@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.assemble.instantiate import construct
 from trainer.assemble.tokenizer import RunTokenizer
@@ -74,39 +73,27 @@ def choose_objective(
     tokenizer: RunTokenizer,
 ) -> Chosen:
     """Take the objective that was typed, or the one for the model; samples are prepared for it."""
-
-    def prepare(objective: Objective) -> None:
-        # Where it changes no sample, loading seeds no generators.
-        if type(objective).prepare is not Objective.prepare:
-            loader.prepare_with(objective.prepare)
-
-    def load(objective: Objective | None) -> Fields:
-        if objective is not None:
-            prepare(objective)
-        return loader.load(loader.longest())
-
-    chosen = typed or fitting_objective(config, module, load, tokenizer)
-    prepare(chosen.objective)
+    chosen = typed
+    if chosen is None:
+        fields = loader.load(loader.longest())
+        chosen = fitting_objective(config, module, fields, tokenizer)
+    # Where it changes no sample, loading seeds no generators.
+    if type(chosen.objective).prepare is not Objective.prepare:
+        loader.prepare_with(chosen.objective.prepare)
     return chosen
 
 
 def fitting_objective(
-    config: RunConfig,
-    module: nn.Module,
-    load: Callable[[Objective | None], Fields],
-    tokenizer: RunTokenizer | None = None,
+    config: RunConfig, module: nn.Module, fields: Fields, tokenizer: RunTokenizer
 ) -> Chosen:
-    """Build the objective that a model is made for.
-
-    `load` gives a collated micro-batch, as an objective prepares it.
-    """
+    """Build the objective that a model is made for; `fields` are a collated micro-batch."""
     template = construct(config.objective, "objective", ByModel)
     typed = {key: value for key, value in vars(template).items() if value is not None}
-    option, why = _by_model(module, load(None))
+    option, why = _by_model(module, fields)
     params = {**options_of("objective")[option], **typed}
     component = components.Component(target=params.pop("_target_"), params=params, name=option)
     # A setting that was typed for another objective is refused, and not left out.
-    given = (tokenizer or RunTokenizer(config)).given_to(component, "objective")
+    given = tokenizer.given_to(component, "objective")
     objective = construct(component, "objective", Objective, given=given)
     return replace(_chosen(config, objective, component, why), is_like_models=not typed)
 
@@ -127,7 +114,11 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
         )
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
         return "classify", f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
-    elif ids is not None and ids.shape == labels.shape and _are_tokens(labels, ids):
+    elif (
+        ids is not None
+        and ids.shape == labels.shape
+        and bool(((labels == ids) | (labels == IGNORED)).all())
+    ):
         return "next_token", "as the labels are the tokens themselves"
     else:
         fault = "labels are sequences, but not the input_ids themselves"
@@ -147,7 +138,3 @@ def _chosen(
     return Chosen(
         objective=objective.with_metrics(config.objective.metrics), component=component, text=text
     )
-
-
-def _are_tokens(labels: Tensor, ids: Tensor) -> bool:
-    return bool(((labels == ids) | (labels == IGNORED)).all())

@@ -8,7 +8,6 @@ from pathlib import Path
 from trainer.assemble.instantiate import construct
 from trainer.assemble.run import Run
 from trainer.checkpoint.store import Loaded
-from trainer.config.components import Component
 from trainer.config.run_config import to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
@@ -31,9 +30,15 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
         for i, hook in enumerate(config.hooks):
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
-            name = each.name or each.target
-            name += f"-{i}" * (name in trackers)  # the second of a class
-            trackers[name] = _tracker(each, i, config.trust)
+            key, name = f"logger[{i}]", each.name or each.target
+            if name in trackers:  # the second of a class
+                name += f"-{i}"
+            tracker = trackers[name] = construct(each, key, Tracker, config.trust)
+            # It is imported later, in a thread of its own.
+            package = tracker.package.partition(".")[0]
+            if package and find_spec(package) is None:
+                text = f"needs {package}, which is not installed"
+                raise ConfigError(f"{key}: {text}: pip install '{tracker.install or package}'")
         # Now that nothing refuses the run, its records say that it goes on.
         publish(folder)
         write_record(folder / RunFolder.PLAN, {**plan, "resumed_step": resumed_step})
@@ -77,14 +82,3 @@ def group_of(folder: Path) -> str | None:
     """Name the folder of the sweep that a run is a job of; None outside of one."""
     sweep = folder.absolute().parent
     return sweep.name if any((sweep / name).exists() for name in SWEEP_FILES) else None
-
-
-def _tracker(component: Component, index: int, trusted: tuple[str, ...]) -> Tracker:
-    """Build a tracker; its package is imported later, in its own thread."""
-    key = f"logger[{index}]"
-    tracker = construct(component, key, Tracker, trusted)
-    package = tracker.package.partition(".")[0]
-    if package and find_spec(package) is None:
-        text = f"needs {package}, which is not installed"
-        raise ConfigError(f"{key}: {text}: pip install '{tracker.install or package}'")
-    return tracker

@@ -11,7 +11,7 @@ import torch
 from trainer.assemble.features import Features
 from trainer.assemble.hardware import planned_device
 from trainer.assemble.objective import Chosen
-from trainer.assemble.optimizer import ChosenOptimizer
+from trainer.assemble.typed import ChosenOptimizer
 from trainer.config.run_config import RunConfig
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
@@ -21,6 +21,8 @@ from trainer.plan.cut import Cut, Layout
 from trainer.training.batches import Feed
 from trainer.training.data import Data
 from trainer.training.model import Model
+
+MOST_STAGES = 16  # stages of a batch that are planned and shown one by one
 
 
 @final

@@ -1,22 +1,26 @@
-"""Read from a checkpoint what a run goes on with, before the run is built; keep it in the next."""
+"""Keep in a checkpoint what a run goes on with, which is read before that run is built.
+
+Steps of another kind are refused.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Self, final
 
 from pydantic import Field
 
+from trainer.assemble.run import Run
 from trainer.checkpoint.state import restore
-from trainer.checkpoint.store import CheckpointStore, Loaded
+from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import StoredWeights, checkpoint_weights, open_weights
-from trainer.config.run_config import RunConfig, contract_diff
-from trainer.core.errors import NoCheckpointError
+from trainer.config.run_config import RunConfig, config_hash, contract, contract_diff
+from trainer.core.errors import ConfigError, DataError, NoCheckpointError
 from trainer.core.hub_cache import weights_path
 from trainer.core.stateful import SavedFields, State, Stateful, StoredCount
 from trainer.core.world import World
 from trainer.plan.cut import Cost, Cut
+from trainer.report.records import environment
 from trainer.training.batches import Feed
 from trainer.tune.request import Tuning
 
@@ -124,8 +128,50 @@ class Saved:
         return self.loaded is not None and not contract_diff(before, terms.contract, may_change)
 
 
-def open_store(config: RunConfig, folder: Path, world: World) -> tuple[CheckpointStore, Saved]:
-    """Open the checkpoints of a run, and read the newest intact one if it goes on. Collective."""
-    store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
-    loaded = None if config.resume is None else store.load(world=world)
-    return store, Saved.read(config, loaded, world)
+def check_terms(run: Run, before: Terms) -> Terms:
+    """Give the terms of a run, unless it goes on from a checkpoint with others.
+
+    `before` are those of the checkpoint. The run's config.yaml was compared before with what is
+    typed; it cannot know the data, nor the cut of a model that normalises over it.
+    """
+    found = {
+        "precision": run.model.precision,
+        "objective": run.chosen.component,
+        "optimizer": run.chosen_optimizer.component,
+    }
+    config = run.config.model_copy(update=found)
+    now = contract(config, coupling=run.model.coupling, ranks=run.world.size)
+    fingerprint, allow = run.data.train.fingerprint, config.resume_allow
+    if before.contract and before.fingerprint != fingerprint and "data" not in allow:
+        raise DataError(
+            "data: changed since the checkpoint was written, so the remaining steps would use "
+            "different samples: restore the data, or allow the change with resume_allow=[data]"
+        )
+    if before.contract and (faults := contract_diff(before.contract, now, allow)):
+        raise ConfigError(*faults)
+    setup = run.model.setup
+    return Terms(
+        contract=now,
+        config_hash=config_hash(now),
+        fingerprint=fingerprint,
+        held_out=_held_out(run),
+        given=dict(run.given),
+        total_steps=run.data.total_steps,
+        sync=(setup.mode, run.world.size, setup.sync.name) if setup.is_open else None,
+        environment=environment(),
+    )
+
+
+def refuse_changed_data(run: Run, before: Terms) -> None:
+    """Refuse to evaluate on data that are not those of the run any more."""
+    now = run.data.train.fingerprint, _held_out(run)
+    is_changed = now != (before.fingerprint, before.held_out)
+    if is_changed and "data" not in run.config.resume_allow:
+        raise DataError(
+            "data: changed since the checkpoint was written, so that samples it trained on may be "
+            "held out: restore the data, or evaluate all of other data with data.holdout=all"
+        )
+
+
+def _held_out(run: Run) -> str | None:
+    return run.data.own_part and run.data.own_part.loader.dataset.fingerprint

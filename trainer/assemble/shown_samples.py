@@ -9,14 +9,14 @@ from typing import Any
 
 from trainer.assemble.run import Run
 from trainer.core.format import plural, printable_lines
-from trainer.core.micro_batch import IGNORED, Fields
+from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.loader import Loader, Request
 from trainer.data.samples import INPUT_IDS, faults_of
 from trainer.data.shown import ShownSample
 from trainer.models.facts import facts_of
-from trainer.objectives.base import Objective, weights_of
+from trainer.objectives.base import weights_of
 from trainer.parallel.base import Parallel
 from trainer.training.predictions import predict
 
@@ -76,26 +76,23 @@ def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
-    """Load one sample, with its text."""
-    view, has_targets = loader.dataset, facts_of(run.model.module).has_targets
+    """Load one sample, with its text; its terms are the tokens that are learned."""
+    view, objective = loader.dataset, run.model.objective
     fields = loader.load(Request(ids=(place,), epoch=0, pad_to=int(view.lengths[place])))
+    ids, labels = fields.get(INPUT_IDS), fields.get(LABELS)
+    terms: list[bool] | None = None
+    # Labels of another shape, or of sequences of their own, are not of tokens.
+    has_targets = facts_of(run.model.module).has_targets
+    if ids is not None and labels is not None and ids.shape == labels.shape and not has_targets:
+        terms = (labels != IGNORED).flatten().tolist()
+        counts = weights_of(objective, fields).values()
+        if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
+            terms[0] = False  # the objective predicts each token from those before
     shown = ShownSample(
         fields=fields,
         decode=view.optional("decode") or (lambda ids: "".join(f"{each} " for each in ids)),
         names=view.optional("label_names"),
-        terms=_terms(fields, run.model.objective, has_targets=has_targets),
+        terms=terms,
     )
     with faults_of(f"`decode` of {view.kind}"):
         return shown, printable_lines(shown.text())
-
-
-def _terms(fields: Fields, objective: Objective, *, has_targets: bool) -> list[bool] | None:
-    """Mark the tokens of one sample that are loss terms; None where labels are not of tokens."""
-    ids, labels = fields.get(INPUT_IDS), fields.get(LABELS)
-    if ids is None or labels is None or ids.shape != labels.shape or has_targets:
-        return None
-    terms: list[bool] = (labels != IGNORED).flatten().tolist()
-    counts = weights_of(objective, fields).values()
-    if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
-        terms[0] = False  # the objective predicts each token from those before
-    return terms

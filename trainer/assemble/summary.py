@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
-from trainer.assemble.run import Run
+from trainer.assemble.run import MOST_STAGES, Run
 from trainer.assemble.run_plan import RunPlan
-from trainer.assemble.stages import stage_rows
 from trainer.assemble.summary_model import dtypes_of, model_rows, model_warnings, tokenizer_rows
 from trainer.config.amounts import cadence_steps, warmup_steps
 from trainer.config.run_config import RunConfig
@@ -77,12 +77,59 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
         *order.sizes.describe(facts),
-        *stage_rows(run),
+        *_stages(run),
         row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
         row(lockstep=run.layout.lockstep),
         row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
         row(tail_size=left),
     ]
+
+
+def _stages(run: Run) -> list[Row]:
+    """Give a row for each stage; none where all steps have one size, or sizes are no stages.
+
+    The cut is that of one of its steps, of epoch 1.
+    """
+    order, lengths, schedule = run.data.order, run.data.lengths, run.model.schedule
+    base, reference = run.model.spec, schedule.reference_batch
+    unit = run.config.batch.unit.rstrip("s")
+    if len(run.data.stages) > MOST_STAGES:
+        return []
+    rows, records = list[Row](), list[dict[str, Any]]()
+    for stage in run.data.stages:
+        plan = run.cut.cut(lengths[order.batch_of(stage.size)], run.layout)
+        at, scale = order.position(stage.first), run.model.lr_scale(order, stage.first)
+        spec, lr = base, base.lr * scale
+        if schedule.keep_half_life and reference:
+            spec = base.for_batch(stage.size / reference, scale)
+        changed, half_lives = changes(base, spec)
+        records.append(
+            {
+                "step": at.step + 1,
+                "samples": at.samples,
+                "epoch": at.epochs,
+                "size": stage.size,
+                "steps": stage.num_steps,
+                "accum_steps": plan.accum_steps,
+                "micro_batches": plan.num_micro_batches,
+                "lr": lr,
+                "followed_batch": changed,
+            }
+        )
+        ratio = f"{stage.size}/{reference}"
+        factors = {"linear": ratio, "sqrt": f"sqrt({ratio})"}
+        factor = factors.get(schedule.scale, f"{lr / base.lr:.3g}")
+        rate = f"lr {lr:.3g}" + f" ({base.lr:.3g} x {factor})" * (lr != base.lr)
+        begin = f"from step {number(at.step + 1)} (sample {number(at.samples)})"
+        text = join_parts(
+            f"{begin}: {plural(stage.size, unit)}",
+            plural(stage.num_steps, "step"),
+            plural(plan.accum_steps, "accumulation step"),
+            rate,
+            half_lives,
+        )
+        rows.append(row("" if rows else "stages", text))
+    return [*rows, row(stages=records)]
 
 
 def _loss(normalizer: str) -> Row:

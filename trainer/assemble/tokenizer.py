@@ -25,11 +25,7 @@ class RunTokenizer:
         self.built: Any = None  # None until a part takes it
 
     def given_to(self, component: Component, key: str) -> Mapping[str, Any]:
-        """Give the argument `tokenizer` of a component, if its constructor takes one.
-
-        Raises:
-            ConfigError: the tokenizer cannot be built.
-        """
+        """Give the argument `tokenizer` of a component, if its constructor takes one."""
         config = self._config
         target = look_up(component, key, config.trust)
         if "tokenizer" not in inspect.signature(target).parameters:
@@ -42,11 +38,7 @@ class RunTokenizer:
         return {"tokenizer": self.built}
 
     def refuse_unused(self) -> None:
-        """Refuse a tokenizer that was typed and that no part takes.
-
-        Raises:
-            ConfigError: it would do nothing.
-        """
+        """Refuse a tokenizer that was typed and that no part takes, so that it does nothing."""
         config = self._config
         name = config.tokenizer.name or config.tokenizer.target
         path = config.tokenizer.params.get("path")

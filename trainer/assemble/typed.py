@@ -1,22 +1,32 @@
-"""Build the parts of a run that need neither data nor model."""
+"""Build the parts of a run that its config names: before data and model are there, or by these.
+
+What nobody typed of an optimizer follows from what the model's first weights are.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self, final
+from typing import Any, Self, final
 
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.assemble.features import Features
-from trainer.assemble.instantiate import check_components, construct
+from trainer.assemble.instantiate import arguments_of, check_components, construct, look_up
 from trainer.assemble.objective import Chosen, typed_objective
-from trainer.assemble.optimizer import typed_optimizer, typed_schedule
 from trainer.assemble.tokenizer import RunTokenizer
+from trainer.config.components import SHARED, Component
+from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, stated_coupling
 from trainer.core.coupling import Coupling, model_coupling, strictest
 from trainer.core.errors import ConfigError
-from trainer.optim.optimizers import OptimizerSpec
-from trainer.optim.schedules import Schedule
+from trainer.core.stateful import Stateful
+from trainer.models.facts import facts_of
+from trainer.optim.optimizers import OptimizerSpec, OwnOptimizer, TrainingJob
+from trainer.optim.schedules import OwnScheduler, Schedule
 from trainer.plan.batch_size import BatchSize
 from trainer.plan.cut import Cut
 
@@ -40,16 +50,35 @@ class TypedParts:
     def of(cls, config: RunConfig) -> Self:
         """Build them; all classes that the config names are looked up first."""
         check_components(config)
-        tokenizer, features, cut = RunTokenizer(config), Features.of(config), _cut(config)
-        _check_cut(config, features, cut)
+        tokenizer, features = RunTokenizer(config), Features.of(config)
+        cut = construct(config.accum, "accum", Cut, config.trust)
+        if config.activation_checkpointing == "auto" and not cut.is_tunable:
+            raise ConfigError("activation_checkpointing=auto: needs accum=auto")
+        if config.deterministic == "layout":  # the same cut for all numbers of ranks
+            if (same := cut.for_any_ranks) is None:
+                text = "needs fixed micro-batches; type accum=fixed accum.micro=8"
+                raise ConfigError(f"deterministic=layout: {text}")
+            cut = same
+        for key, feature in features.by_key.items():
+            if feature.accepts_cut and cut.chooses_sizes:
+                name = config.features[key].name or config.features[key].target
+                raise ConfigError(
+                    f"{key}={name}: depends on the micro-batch size; type accum=fixed "
+                    "accum.micro=N, where N is batch.global for the whole step at once"
+                )
         return cls(
             tokenizer=tokenizer,
             objective=typed_objective(config, tokenizer),
-            spec=typed_optimizer(config),
-            schedule=typed_schedule(config),
+            spec=typed_optimizer(config, _settings(config, "scratch")),
+            schedule=_typed_schedule(config),
             cut=cut,
             features=features,
         )
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the objective that was typed compares the samples of a step."""
+        return self.objective is not None and self.objective.objective.coupling.kind == "batch"
 
     def coupling(self, config: RunConfig, module: nn.Module, objective: Coupling) -> Coupling:
         """Say how far the samples of a step depend on each other, by all that couples them."""
@@ -59,31 +88,106 @@ class TypedParts:
         return strictest(found, stated_coupling(config), objective)
 
 
-def _check_cut(config: RunConfig, features: Features, cut: Cut) -> None:
-    """Refuse a feature that makes the cut a part of the step, where that chooses sizes itself."""
-    for key, feature in features.by_key.items():
-        if feature.accepts_cut and cut.chooses_sizes:
-            name = config.features[key].name or config.features[key].target
-            raise ConfigError(
-                f"{key}={name}: depends on the micro-batch size; type accum=fixed accum.micro=N, "
-                "where N is batch.global for the whole step at once"
-            )
-
-
 def batch_sizes(config: RunConfig) -> BatchSize:
     """Build what sizes the steps; accum.micro and accum.steps give a `batch.global` of null."""
     size = {"global_batch": config.batch.global_batch, "unit": config.batch.unit}
     return construct(config.batch, "batch", BatchSize, config.trust, size)
 
 
-def _cut(config: RunConfig) -> Cut:
-    """Build the cut; that of `deterministic=layout` is fixed, the same for all numbers of ranks."""
-    cut = construct(config.accum, "accum", Cut, config.trust)
-    if config.activation_checkpointing == "auto" and not cut.is_tunable:
-        raise ConfigError("activation_checkpointing=auto: needs accum=auto")
-    if config.deterministic != "layout":
-        return cut
-    if (same := cut.for_any_ranks) is None:
-        text = "needs fixed micro-batches; type accum=fixed accum.micro=8"
-        raise ConfigError(f"deterministic=layout: {text}")
-    return same
+def _typed_schedule(config: RunConfig) -> Schedule:
+    """Build the schedule of a config, and refuse one that does not fit into its steps."""
+    kind = look_up(config.scheduler, "scheduler", config.trust)
+    if not (inspect.isclass(kind) and issubclass(kind, LRScheduler)):
+        schedule = construct(config.scheduler, "scheduler", Schedule, config.trust)
+        if config.steps is not None:  # else they are counted once data are read
+            schedule.check(config.steps)
+        return schedule
+    options = arguments_of(config.scheduler, "scheduler", config.trust)
+    shared = {name: options.pop(name) for name in SHARED["scheduler"] if name in options}
+    return OwnScheduler(kind=kind, options=options, **shared)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ChosenOptimizer:
+    """The optimizer of a run."""
+
+    spec: OptimizerSpec
+    component: Component  # its class and all of its arguments, as if they had been typed
+    by_job: Mapping[str, Any]  # the arguments that nobody typed, and that follow from the job
+    why: str  # the reason for those
+    reference: OptimizerSpec | None = None  # as it is at `scheduler.reference_batch`, if it differs
+
+
+def typed_optimizer(config: RunConfig, given: Mapping[str, Any]) -> OptimizerSpec:
+    """Build the optimizer of a config; `given` are arguments that the config leaves open."""
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
+        return OwnOptimizer.of(kind, arguments_of(config.optimizer, "optimizer", config.trust))
+    return construct(config.optimizer, "optimizer", OptimizerSpec, config.trust, given)
+
+
+def fitting_optimizer(
+    config: RunConfig, module: nn.Module, recorded: Mapping[str, Any]
+) -> ChosenOptimizer:
+    """Build the optimizer with the settings that suit a model where none are typed.
+
+    A run that goes on has those that it began with, by the contract of its checkpoint, `recorded`;
+    it is empty where a run begins.
+    """
+    job, why = _job(config, module)
+    given = _settings(config, job)
+    if recorded.get("optimizer._target_") == config.optimizer.target:
+        found = {name: recorded.get(f"optimizer.{name}") for name in given}
+        given, why = {n: v for n, v in found.items() if v is not None}, "as the run began"
+    params = config.optimizer.params
+    by_job = {name: value for name, value in given.items() if params.get(name) is None}
+    return ChosenOptimizer(
+        spec=typed_optimizer(config, by_job),
+        component=config.optimizer.model_copy(update={"params": {**params, **by_job}}),
+        by_job=by_job,
+        why=why,
+    )
+
+
+def with_half_lives(
+    chosen: ChosenOptimizer, schedule: Schedule, sizes: BatchSize
+) -> ChosenOptimizer:
+    """Change betas and weight decay to the global batch, where the schedule asks for it."""
+    if not schedule.keep_half_life:
+        return chosen
+    key, batch = "scheduler.keep_half_life=true", schedule.reference_batch
+    assert batch is not None, "which the schedule refuses"
+    if isinstance(sizes, Stateful):
+        raise ConfigError(f"{key}: needs sizes that are known before the run; leave it out")
+    # Where sizes change, the optimizer is built for the reference batch, and set in each step.
+    size = sizes.global_batch if sizes.is_constant else 2 * batch
+    factor = schedule.batch_factor(size)
+    spec = chosen.spec.for_batch(size / batch, factor)
+    if spec == chosen.spec and size != batch:
+        name, rule = type(spec).__name__, schedule.scale
+        raise ConfigError(f"{key}: scheduler.scale={rule} changes nothing of {name}; leave it out")
+    return replace(chosen, spec=spec, reference=chosen.spec) if sizes.is_constant else chosen
+
+
+def _settings(config: RunConfig, job: TrainingJob) -> Mapping[str, Any]:
+    """Give what the class of an optimizer declares for a job; most declare nothing."""
+    kind = look_up(config.optimizer, "optimizer", config.trust)
+    found: Mapping[str, Any] = getattr(kind, "by_job", {}).get(job, {})
+    return found
+
+
+def _job(config: RunConfig, module: nn.Module) -> tuple[TrainingJob, str]:
+    """Tell what is done with a model, and why one thinks so."""
+    for key, entry in config.model_transforms.items():
+        kind = look_up(entry, key, config.trust)
+        if getattr(kind, "is_adapter", False):
+            return "adapter", f"as {kind.__name__} is an adapter"
+    if config.init is not None:
+        return "pretrained", f"as the weights are those of {show(config.init)}"
+    facts = facts_of(module, config.model.params)
+    if facts.source is None:
+        return "scratch", "as the weights are drawn from the seed"
+    if new := facts.new_head:
+        return "new head", f"as the head is new ({new[0]}{', ...' * (len(new) > 1)})"
+    return "pretrained", f"as the weights are loaded from {show(facts.source)}"

@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainer.assemble.hardware import rank_memory
-from trainer.assemble.run import Run
-from trainer.assemble.stages import MOST_SHOWN
+from trainer.assemble.run import MOST_STAGES, Run
 from trainer.config.cards import card_of
 from trainer.core.errors import DataError
 from trainer.core.micro_batch import Fields
@@ -105,6 +104,6 @@ def sampled_batches(run: Run) -> list[IntArray]:
         batches.append(run.data.lengths[samples.ids])
     # Steps of the sizes that the first ones do not have may need more memory.
     sizes = {stage.size: None for stage in run.data.stages}
-    if not sizes or len(sizes) > MOST_SHOWN:
+    if not sizes or len(sizes) > MOST_STAGES:
         sizes = {} if order.sizes.is_constant else {order.sizes.largest: None}
     return [*batches, *(run.data.lengths[order.batch_of(size)] for size in sizes)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer.assemble.build import assemble
-from trainer.assemble.resumption import refuse_changed_data
+from trainer.assemble.run import Run
 from trainer.assemble.run_plan import prepare_on_main
-from trainer.assemble.saved import Saved, Terms
+from trainer.assemble.saved import Saved, Terms, refuse_changed_data
 from trainer.assemble.shown_samples import predict_parts, worst_samples
 from trainer.assemble.step import step_context
 from trainer.checkpoint.weights import load_step
@@ -20,8 +20,27 @@ from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
 from trainer.training.consistency import check_consistency
+from trainer.training.context import StepContext
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
+
+
+@contextmanager
+def open_evaluation(
+    config: RunConfig, saved: Saved, world: World
+) -> Iterator[tuple[Run, StepContext]]:
+    """Build a run of a checkpoint, whose model is inside the block as evaluations have it.
+
+    Collective.
+    """
+    run = assemble(config, world, saved)
+    if not config.evaluates_all:
+        refuse_changed_data(run, saved.terms)
+    check_consistency(world, run.data, run.model)
+    run = prepare_on_main(run).run
+    context = step_context(run)
+    with closing(run.feed(world)) as feed, run.features.evaluating(context.parallel, feed):
+        yield run, context
 
 
 def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -38,16 +57,11 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         batch = config.batch.model_copy(update={"tail": "keep"})
         steps = terms.total_steps or config.steps
         config = config.model_copy(update={"batch": batch, "steps": steps, "epochs": None})
-    run = assemble(config, world, saved)
-    if not config.evaluates_all:
-        refuse_changed_data(run, terms)
-    check_consistency(world, run.data, run.model)
-    run = prepare_on_main(run).run
-    parts = run.data.held_out
-    if not parts:
-        raise DataError("data.holdout: nothing is held out to evaluate on")
-    context, predicted = step_context(run), {}
-    with closing(run.feed(world)) as feed, run.features.evaluating(context.parallel, feed):
+    predicted: dict[str, list[dict[str, Any]]] = {}
+    with open_evaluation(config, saved, world) as (run, context):
+        parts = run.data.held_out
+        if not parts:
+            raise DataError("data.holdout: nothing is held out to evaluate on")
         means = evaluate_parts(context, parts)
         if config.eval.predictions:
             predicted = predict_parts(run, context.parallel)

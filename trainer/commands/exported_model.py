@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import closing
 
 from torch import nn
 
-from trainer.assemble.build import assemble
 from trainer.assemble.features import Features
 from trainer.assemble.instantiate import look_up
 from trainer.assemble.module import build_model
-from trainer.assemble.resumption import refuse_changed_data
-from trainer.assemble.run_plan import prepare
 from trainer.assemble.saved import Saved, read_terms
-from trainer.assemble.step import step_context
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights
+from trainer.commands.evaluate import open_evaluation
 from trainer.config.components import NO_ADAPTER
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
@@ -45,13 +41,8 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
 
 def _with_estimates(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
     """Build the run with its data, from which features estimate buffers."""
-    saved = Saved.read(config, loaded, world)
-    run = assemble(config, world, saved)
-    refuse_changed_data(run, saved.terms)
-    run = prepare(run).run
-    parallel, module = step_context(run).parallel, run.model.module
-    with closing(run.feed(world)) as feed:
-        with run.features.evaluating(parallel, feed):
-            values = {name: value.clone() for name, value in module.named_buffers()}
-        module.load_state_dict(values, strict=False)
+    with open_evaluation(config, Saved.read(config, loaded, world), world) as (run, _):
+        module = run.model.module
+        values = {name: value.clone() for name, value in module.named_buffers()}
+    module.load_state_dict(values, strict=False)
     return module

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.assemble.build import assemble_on_all, end_if_stopped
 from trainer.assemble.open_run import open_run
-from trainer.assemble.resumption import assemble_on_all, check_terms, end_if_stopped
 from trainer.assemble.run_plan import prepare_on_main
-from trainer.assemble.saved import open_store
+from trainer.assemble.saved import Saved, check_terms
 from trainer.assemble.step import own_parts
 from trainer.assemble.summary import describe_run
-from trainer.commands.announce import announce
-from trainer.commands.finish import finish
+from trainer.checkpoint.store import CheckpointStore
+from trainer.commands.announce import announce, finish
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import Preempted
 from trainer.core.rows import record_of
@@ -43,7 +43,9 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     """Build the run, go through its steps, and say how it ended. Collective."""
     started = time.perf_counter()
     end_if_stopped(world, stop())
-    store, saved = open_store(config, folder, world)
+    store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
+    loaded = None if config.resume is None else store.load(world=world)
+    saved = Saved.read(config, loaded, world)
     own = own_parts(config)
     run = assemble_on_all(config, world, saved)
     terms = check_terms(run, saved.terms)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from trainer.assemble.resumption import assemble_resumed
+from trainer.assemble.build import assemble_resumed
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context

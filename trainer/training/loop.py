@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,7 +11,7 @@ from trainer.core.errors import ConfigError, DataError, NonFiniteError, Preempte
 from trainer.core.format import named_means, plural
 from trainer.core.out_of_memory import peak_bytes
 from trainer.core.signals import ignore_further
-from trainer.core.stateful import STEP_KEYS, Stateful
+from trainer.core.stateful import STEP_KEYS
 from trainer.training.batches import Feed
 from trainer.training.evaluation import evaluate_parts
 from trainer.training.run import ModelFlops, OpenRun
@@ -64,17 +63,12 @@ def _take_step(run: OpenRun) -> None:
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = step_record(run.feed, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
-    _add_metrics(record, run.context.parts)
-    ids = batch.sample_ids
-    run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
-
-
-def _add_metrics(record: dict[str, Any], parts: Sequence[Stateful]) -> None:
-    """Add what parts with state give to a step's record."""
-    for name, value in (pair for part in parts for pair in part.metrics().items()):
+    for name, value in (pair for part in run.context.parts for pair in part.metrics().items()):
         if name in record or name in STEP_KEYS:
             raise ConfigError(f"parts: metrics() gives {name}, which the step has already: rename")
         record[name] = value
+    ids = batch.sample_ids
+    run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
 
 
 def _refuse_no_terms(run: OpenRun) -> None:

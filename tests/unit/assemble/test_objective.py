@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from tests.lib.config_support import checked
 from tests.lib.heads import Examples, Head
 from trainer.assemble.objective import fitting_objective
+from trainer.assemble.tokenizer import RunTokenizer
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Loader, Request
@@ -50,6 +51,10 @@ def fields_of(kind: str, ids: tuple[int, ...] = (0, 1, 2, 3)) -> Fields:
     return Loader(data, num_workers=0, seed=0).load(Request(ids, 0, pad_to))
 
 
+def fitting(config, module, fields):
+    return fitting_objective(config, module, fields, RunTokenizer(config))
+
+
 @pytest.mark.parametrize(
     ("text", "head"),
     [(text, head) for text, heads in CASES.items() for head in heads],
@@ -60,7 +65,7 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
     module, fields = head.build().double().eval(), fields_of(head.data)
     if head.values == {"num_labels": 1}:
         fields["labels"] = fields["labels"].double()
-    chosen = fitting_objective(checked({}), module, lambda _: fields)
+    chosen = fitting(checked({}), module, fields)
     assert chosen.text.partition(",")[0] == text
     weights, call = weights_of(chosen.objective, fields), bind(module)
     sums = sums_of(chosen.objective, call, fields, weights).losses
@@ -89,7 +94,7 @@ class Declared(Tagger):
 
 def test_a_model_that_says_nothing_is_judged_by_its_labels():
     def text(kind: str, module: nn.Module) -> str:
-        return fitting_objective(checked({}), module, lambda _: fields_of(kind)).text
+        return fitting(checked({}), module, fields_of(kind)).text
 
     assert text("causal", Tagger()) == "next_token, as the labels are the tokens themselves"
     assert text("class", Tagger()) == "classify, as the data give one label per sample"
@@ -103,7 +108,7 @@ def test_a_model_that_says_nothing_is_judged_by_its_labels():
 def test_settings_reach_the_objective_that_is_chosen_or_are_refused():
     fields = fields_of("class")
     config = checked({"objective.label_smoothing": 0.1})
-    chosen = fitting_objective(config, Tagger(), lambda _: fields)
+    chosen = fitting(config, Tagger(), fields)
     assert chosen.component.params["label_smoothing"] == 0.1
     with pytest.raises(ConfigError, match=r"^objective\.z_loss: Classify takes no such argument"):
-        fitting_objective(checked({"objective.z_loss": 0.1}), Tagger(), lambda _: fields)
+        fitting(checked({"objective.z_loss": 0.1}), Tagger(), fields)

@@ -2,10 +2,9 @@
 
 from tests.reliability import lab
 from trainer.assemble.build import assemble
-from trainer.assemble.resumption import check_terms
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import prepare
-from trainer.assemble.saved import Saved, Terms
+from trainer.assemble.saved import Saved, Terms, check_terms
 from trainer.core.world import World
 
 
