@@ -44,21 +44,26 @@ def open_data(
     """
     # `train` and `plan` show what is found on both sides.
     compares, own = config.command in {"train", "plan"}, config.data
-    others = [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
+    others = list[tuple[str, str, Component]]()
     if own.eval_path is not None:
         path = {**own.params, **data_sets.names_in_path(own.target), "path": own.eval_path}
-        others.insert(0, (OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
-    holds_out = not config.evaluates_all and own.eval_path is None
+        others.append((OWN_PART, "data.eval_path", own.model_copy(update={"params": path})))
+    others += [(name, f"{EVAL_SETS}.{name}", each) for name, each in config.eval.sets.items()]
+    is_whole = config.evaluates_all
+    holds_out = not is_whole and own.eval_path is None
     spec = partial(_spec, config, tokenizer)
     opened, warnings = _with_sources(config, own, partial(spec, holds_out=holds_out), world)
-    is_whole = config.evaluates_all
-    source = spec("data", opened, holds_out=holds_out, labels=labels if is_whole else None)
-    data = source.open_all(world) if is_whole else source.open(world, compares=compares)
+    if is_whole:
+        data = spec("data", opened, holds_out=holds_out, labels=labels).open_all(world)
+    else:
+        data = spec("data", opened, holds_out=holds_out).open(world, compares=compares)
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
     data = replace(data, split=split)
     if compares:
         refuse_unused("data", own.params, data.train.optional("unused"))
-    for name, key, component in others if compares or config.command == "evaluate" else ():
+    elif config.command != "evaluate":
+        return data
+    for name, key, component in others:
         if name in data.held_out:
             raise ConfigError(f"{key}: a source of the data has that name; choose another")
         with _faults_under(key):
@@ -86,18 +91,26 @@ def _with_sources(
         text = "all of one data set is evaluated; type data=hf data.path=OTHER"
         raise ConfigError(f"data.holdout=all: {text}")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
-    shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
-    spare = {n for n in shared if shared[n] != data_sets.source_option().get(n)}
+    # Its own settings; those of its sources; and of these what is no default, and has no taker yet.
+    own, shared, spare = dict[str, Any](), dict[str, Any](), set[str]()
+    for name, value in data.params.items():
+        if name in taken or name == "holdout":
+            own[name] = value
+        if name not in taken and value is not None:
+            shared[name] = value
+            if value != data_sets.source_option().get(name):
+                spare.add(name)
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
     for key, (component, weight) in data_sets.source_components(data).items():
-        names = inspect.signature(look_up(component, key, config.trust)).parameters
-        params = {n: v for n, v in shared.items() if n in names or n == "holdout"}
+        target = look_up(component, key, config.trust)
+        names = {*inspect.signature(target).parameters, "holdout"}
+        params = {name: value for name, value in shared.items() if name in names}
         whole = component.model_copy(update={"params": params | component.params})
         with _faults_under(key):
             found = spec(key, whole, labels=labels).open(world, compares=False)
         unused = found.train.optional("unused") or {}
         refuse_unused(key, component.params, unused)
-        spare -= {*names, "holdout"} - unused.keys()
+        spare -= names - unused.keys()
         held_out = found.held_out.get(OWN_PART)
         source = MixtureSource(train=found.train, held_out=held_out, weight=weight)
         opened[key.rpartition(".")[2]] = source
@@ -106,7 +119,6 @@ def _with_sources(
     if spare:
         name = min(spare)
         raise ConfigError(f"data.{name}={show(shared[name])}: no source takes it; leave it out")
-    own = {name: value for name, value in data.params.items() if name in {*taken, "holdout"}}
     return data.model_copy(update={"params": own | {argument: opened}}), warnings
 
 
@@ -145,14 +157,14 @@ def _spec(
     component = data.model_copy(update={"params": params})
     # A seed of its own makes other data of a data set, or other parts; `seed` does neither.
     split_seed = config.data.split_seed
-    given = {
+    given: dict[str, Any] = {
         **{"on_bad": config.data.on_bad, "seed": split_seed, "split_seed": split_seed},
         **(tokenizer or RunTokenizer(config)).given_to(component, "data"),
-        **(purpose_of_model(config) if "task" in taken else {}),
         "label_names": labels,
         "model_path": source_of_model(config),
     }
-
+    if "task" in taken:
+        given |= purpose_of_model(config)
     is_label = target.__module__.partition(".")[0] == LABELLING_LIBRARY
     is_typed = "split" in taken and not is_label and params.get("split") is not None
     gives_parts = not is_typed and callable(getattr(target, "splits", None))
@@ -194,13 +206,13 @@ def with_fine_tuning_batch(
     is_open = "batch.global" in config.unset and config.accum.params.get("steps") is None
     if not is_open or config.batch.unit != "samples":
         return config
-    size = recorded.get("batch.global")
-    compares = compares or bool(is_loaded and purpose_of_model(config)["task"] == "embedding")
-    if size is None and is_loaded and not compares:
-        smallest, largest, steps = FINE_TUNING
-        power = 1 << max(0, (num_samples // steps).bit_length() - 1)
-        size = min(max(power, smallest), largest)
-    return config if size is None else config.of_size(size)
+    if (size := recorded.get("batch.global")) is not None:
+        return config.of_size(size)
+    if not is_loaded or compares or purpose_of_model(config)["task"] == "embedding":
+        return config
+    smallest, largest, steps = FINE_TUNING
+    power = 1 << max(0, (num_samples // steps).bit_length() - 1)
+    return config.of_size(min(max(power, smallest), largest))
 
 
 def arguments_from_data(

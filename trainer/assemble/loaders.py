@@ -25,10 +25,10 @@ GPU_WORKERS = 4  # loading processes for a rank on a GPU where nobody says; none
 
 def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
     """Load what is trained on."""
-    is_daemon = current_process().daemon
-    on_gpu = planned_device(config, world).type != "cpu"
-    auto_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
-    num_workers = auto_workers if config.num_workers == "auto" else config.num_workers
+    is_daemon, num_workers = current_process().daemon, config.num_workers
+    if num_workers == "auto":
+        on_gpu = planned_device(config, world).type != "cpu"
+        num_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
     if num_workers and is_daemon:
         text = "a daemon process, as this one, may start none; type num_workers=0"
         raise ConfigError(f"num_workers={num_workers}: {text}")
@@ -42,16 +42,18 @@ def fit_loader(loader: Loader, module: nn.Module) -> None:
     """Load for a model: what it cannot take is refused."""
     if facts_of(module).has_targets:
         loader.leave_unaligned({LABELS})
-    rows = vocabulary_of(module)
-    loader.limit({} if rows is None else {INPUT_IDS: rows})
+    if (rows := vocabulary_of(module)) is not None:
+        loader.limit({INPUT_IDS: rows})
     _check_positions("data", loader, module)
 
 
 def _check_positions(key: str, loader: Loader, module: nn.Module) -> None:
     """Refuse samples that are longer than the model has positions."""
-    positions = facts_of(module).max_positions if len(loader.dataset) else None
-    ids = None if positions is None else loader.load(loader.longest()).get(INPUT_IDS)
-    if positions is not None and ids is not None and ids.shape[-1] > positions:
+    positions = facts_of(module).max_positions
+    if positions is None or not len(loader.dataset):
+        return
+    ids = loader.load(loader.longest()).get(INPUT_IDS)
+    if ids is not None and ids.shape[-1] > positions:
         raise ConfigError(
             f"{key}.max_length: samples have up to {ids.shape[-1]} tokens, and "
             f"{type(module).__name__} has {positions} positions; type {key}.max_length={positions}"
@@ -64,14 +66,19 @@ def held_out_loader(
     """Load held-out samples as those of training are; no processes where a thread may do it."""
     own, most = loader.of(data, num_workers=0), config.eval.samples
     _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
-    # The run's own part joins those of its sources.
-    sizes = {n: len(ids) for n, ids in data.sources.items() if len(ids) and name == OWN_PART}
+    sizes = dict[str, int]()
+    if name == OWN_PART:  # joins those of its sources
+        sizes = {source: len(ids) for source, ids in data.sources.items() if len(ids)}
+    if most and sizes:
+        most = sum(min(most, size) for size in sizes.values())
+    if own.draws_randomness:
+        own = loader.of(data, loader.num_workers)
     return HeldOut(
-        loader=loader.of(data, loader.num_workers) if own.draws_randomness else own,
+        loader=own,
         lengths=data.lengths,
         layout=layout,
         max_tokens=1,  # until it is planned
-        most=sum(min(most, size) for size in sizes.values()) if most and sizes else most,
+        most=most,
         joins=(*sizes,),
         is_ordered=config.deterministic == "layout",
     )

@@ -151,7 +151,9 @@ def _construct(
     if has_first and found is None:
         raise _NeedsValues
     is_before = stored is not None and not stored.is_transformed and not stored.fault(module)
-    found = {**(found or {}), **(stored.fill(module) if stored is not None and is_before else {})}
+    found = found or {}
+    if stored is not None and is_before:
+        found = {**found, **stored.fill(module)}
     # A parameter keeps its value as an object, whatever its name; they stay alive, as do their ids.
     state = module.state_dict(keep_vars=True)
     values = {id(state[name]): (name, value, state[name]._version) for name, value in found.items()}

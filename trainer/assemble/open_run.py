@@ -14,6 +14,7 @@ from trainer.assemble.step import MAY_BEGIN_ANEW, SIZES, followed_metrics, step_
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, refuse_unsavable, restore
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
 from trainer.checkpoint.weights import ModelPart
+from trainer.config.run_config import contract_diff
 from trainer.core.stateful import Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanRecord
@@ -52,24 +53,29 @@ def open_run(
         own = {**own, SIZES: as_part(sizes)}
     context = step_context(run, on_out_of_memory=failed, parts=[*own.values()])
     feed, progress, loss_scale = run.feed(world), Progress(), context.loss_scale
+    # More steps change no setting of the optimizer, whose groups may hold state.
+    is_set_anew = saved.loaded is None or bool(
+        contract_diff(saved.terms.contract, terms.contract, ("steps", "epochs"))
+    )
     live: dict[str, Stateful] = {
-        OPTIMIZER: OptimizerPart(
-            module, context.optimizer, keeps_settings=not saved.has_settings_of(terms)
-        ),
+        OPTIMIZER: OptimizerPart(module, context.optimizer, keeps_settings=is_set_anew),
         "rng": GeneratorsPart(),
         "data": feed,
         "progress": progress,
-        **({} if loss_scale is None else {"loss_scale": loss_scale}),
-        **own,
     }
+    if loss_scale is not None:
+        live["loss_scale"] = loss_scale
+    live |= own
 
     # As it begins, or as the checkpoint has it; the model was built with its state.
     for part in own.values():
         part.begin(module)
     refuse_unsavable(own)
     if saved.loaded is not None:
-        own_ones = own if "parts" in config.resume_allow else measured
-        restore(saved.loaded, live, may_lack=MAY_BEGIN_ANEW | own_ones.keys())
+        may_lack = MAY_BEGIN_ANEW | measured.keys()
+        if "parts" in config.resume_allow:
+            may_lack |= own.keys()
+        restore(saved.loaded, live, may_lack=may_lack)
 
     # What is written: records, and checkpoints of all that is live, with what those go on by.
     model, cut = ModelPart.of(module, saved.stored), LiveCut(run_plan.saved_cut, feed)
@@ -114,6 +120,7 @@ def _recall(run: OpenRun, folder: Path, *, is_saved: bool) -> None:
     progress.step, progress.has_terms = step, step > 0
     if run.feed.data.order.sizes.reads_tokens:  # which the checkpoint of another size has not
         run.feed.cursor = replace(run.feed.cursor, tokens=progress.total_tokens)
-    progress.saved_at = step if is_saved else None
+    if is_saved:
+        progress.saved_at = step
     if evaluation is not None:
         progress.evaluation, progress.evaluated_at = evaluation, step

@@ -119,14 +119,6 @@ class Saved:
             restore(loaded, {"terms": saved.terms, "cut": saved.cut})
         return saved
 
-    def has_settings_of(self, terms: Terms) -> bool:
-        """Whether the optimizer of a run with these terms is set as in the checkpoint.
-
-        More steps change no setting of the optimizer, and its groups may hold state.
-        """
-        before, may_change = self.terms.contract, ("steps", "epochs")
-        return self.loaded is not None and not contract_diff(before, terms.contract, may_change)
-
 
 def check_terms(run: Run, before: Terms) -> Terms:
     """Give the terms of a run, unless it goes on from a checkpoint with others.

@@ -46,9 +46,11 @@ def step_context(
             reference_batch=model.schedule.reference_batch or 1,
             decays=tuple(group["weight_decay"] for group in optimizer.param_groups),
         )
-    scale = LossScale() if model.precision == "fp16" else None
     # What is the model's own moves before what follows the model.
-    first: list[Stateful] = [] if scale is None else [scale]
+    first, scale = list[Stateful](), None
+    if model.precision == "fp16":
+        scale = LossScale()
+        first.append(scale)
     if (every := config.log.parameters) is not None:
         first.append(ParameterNorms(parallel, optimizer, every))
     for feature in run.features:
@@ -79,7 +81,8 @@ def own_parts(config: RunConfig) -> dict[str, Stateful]:
     for index, component in enumerate(config.parts):
         part = construct(component, f"parts[{index}]", Stateful, config.trust)
         name = f"parts.{component.target}"
-        name += f"-{index + 1}" * (name in parts)
+        if name in parts:
+            name += f"-{index + 1}"
         parts[name] = as_part(part)
     for name, key, metric, min_delta in (
         (BEST, "checkpoint.best", config.checkpoint.best, 0.0),

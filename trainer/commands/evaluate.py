@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.assemble.build import assemble
+from trainer.assemble.build import assemble_on_all
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import prepare_on_main
 from trainer.assemble.saved import Saved, Terms, refuse_changed_data
@@ -19,7 +19,6 @@ from trainer.config.run_config import RunConfig, contract, evaluation_file, to_p
 from trainer.core.errors import DataError
 from trainer.core.world import World
 from trainer.report.evaluated import report_evaluation
-from trainer.training.consistency import check_consistency
 from trainer.training.context import StepContext
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
@@ -33,10 +32,9 @@ def open_evaluation(
 
     Collective.
     """
-    run = assemble(config, world, saved)
+    run = assemble_on_all(config, world, saved)
     if not config.evaluates_all:
         refuse_changed_data(run, saved.terms)
-    check_consistency(world, run.data, run.model)
     run = prepare_on_main(run).run
     context = step_context(run)
     with closing(run.feed(world)) as feed, run.features.evaluating(context.parallel, feed):

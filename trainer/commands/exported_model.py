@@ -23,7 +23,12 @@ from trainer.report.console import Screen
 def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
     """Build the model where the weights alone will not do, or it may write itself."""
     if any(feature.estimates for feature in Features.of(config)):
-        return _with_estimates(config, loaded, world)
+        # Their buffers are set from the run's data, and stay what they are once it is closed.
+        with open_evaluation(config, Saved.read(config, loaded, world), world) as (run, _):
+            module = run.model.module
+            values = {name: value.clone() for name, value in module.named_buffers()}
+        module.load_state_dict(values, strict=False)
+        return module
     kind = look_up(config.model, "model", config.trust)  # which imports what makes it
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
     has_adapter = config.adapter.target != NO_ADAPTER
@@ -37,12 +42,3 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
             raise
         Screen().warn(f"{error}: only the weights are written, not the layout of its library")
         return None
-
-
-def _with_estimates(config: RunConfig, loaded: Loaded, world: World) -> nn.Module:
-    """Build the run with its data, from which features estimate buffers."""
-    with open_evaluation(config, Saved.read(config, loaded, world), world) as (run, _):
-        module = run.model.module
-        values = {name: value.clone() for name, value in module.named_buffers()}
-    module.load_state_dict(values, strict=False)
-    return module
