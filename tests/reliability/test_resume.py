@@ -20,7 +20,7 @@ from trainer.checkpoint.state import GeneratorsPart, OptimizerPart
 from trainer.checkpoint.weights import StoredWeights
 from trainer.training import loop
 from trainer.training.batches import Feed
-from trainer.training.run import Progress
+from trainer.training.loop import Progress
 
 TOYS = "tests.lib.run_toys"
 DRAWN = "data._target_=tests.reliability.toys.DrawnRows"

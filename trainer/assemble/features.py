@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.assemble.run import Run
     from trainer.assemble.run_plan import RunPlan
     from trainer.checkpoint.store import Loaded
-    from trainer.training.run import OpenRun
+    from trainer.training.loop import OpenRun
 
 
 @final

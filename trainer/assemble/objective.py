@@ -7,8 +7,8 @@ from typing import final
 
 from torch import nn
 
+from trainer.assemble.data_sets import RunTokenizer
 from trainer.assemble.instantiate import construct
-from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config import components
 from trainer.config.messages import show
 from trainer.config.option_files import options_of

@@ -20,7 +20,7 @@ from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanRecord
 from trainer.training.checkpointing import Checkpointer
 from trainer.training.failed_allocation import FailedAllocation
-from trainer.training.run import OpenRun, Progress
+from trainer.training.loop import OpenRun, Progress
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from trainer.assemble.workload import device_cost, memory_of_rank, sampled_batch
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
 from trainer.plan.cut import Plan
-from trainer.training.run import ModelFlops
+from trainer.training.loop import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.request import Tuning

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.assemble.data_sets import RunTokenizer
 from trainer.assemble.features import Features
 from trainer.assemble.instantiate import arguments_of, check_components, construct, look_up
 from trainer.assemble.objective import Chosen, typed_objective
-from trainer.assemble.tokenizer import RunTokenizer
 from trainer.config.components import SHARED, Component
 from trainer.config.messages import show
 from trainer.config.run_config import RunConfig, stated_coupling

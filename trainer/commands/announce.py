@@ -22,7 +22,7 @@ from trainer.report.records import PlanRecord
 from trainer.report.run_status import to_go_on, trusting
 from trainer.report.time_table import advice, split_times, time_table
 from trainer.report.views import views
-from trainer.training.run import OpenRun
+from trainer.training.loop import OpenRun
 
 BUILT_WHOLE = (
     "the model is built whole on every rank before it is sharded: only classes that declare "

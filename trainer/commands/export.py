@@ -15,7 +15,6 @@ from trainer.checkpoint.state import plain_name
 from trainer.checkpoint.store import Loaded
 from trainer.checkpoint.weights import checkpoint_weights, export, load_step
 from trainer.commands import exported
-from trainer.commands.exported_model import built
 from trainer.config.components import NO_ADAPTER
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
@@ -37,12 +36,12 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
-    model = built(config, loaded, world)
+    model = exported.built(config, loaded, world)
     facts = ModelFacts() if model is None else facts_of(model)
     description = exported.export_config(config, given, loaded.step)
     tokenizer = exported.tokenizer_of(config)
     write: Callable[[Path], object] | None = facts.save
-    lines: list[str] | None = exported.lines_to_load(config, facts, to)
+    lines: list[str] | None = exported.lines_to_load(config, facts, shown_path(to))
     if config.adapter.target != NO_ADAPTER:
         adapter: Any = look_up_transforms(config)[0][-1]
         if config.export.merge:

@@ -1,4 +1,7 @@
-"""Say what stands beside exported weights: arguments, tokenizer, and the lines that load them."""
+"""Say what is exported: the model, and beside it arguments, tokenizer, and the lines that load it.
+
+The model is built where the weights of a checkpoint alone will not do.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,47 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from trainer.assemble.data_sets import RunTokenizer, source_of_model
+from trainer.assemble.features import Features
 from trainer.assemble.instantiate import look_up
-from trainer.assemble.tokenizer import RunTokenizer, source_of_model
+from trainer.assemble.module import build_model
+from trainer.assemble.saved import Saved, read_terms
+from trainer.checkpoint.store import Loaded
+from trainer.checkpoint.weights import checkpoint_weights
+from trainer.commands.evaluate import open_evaluation
 from trainer.config.components import NO_ADAPTER, Component
 from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
-from trainer.core.format import shown_path
+from trainer.core.world import World
 from trainer.models.facts import ModelFacts, model_library
 from trainer.report.console import Screen
+
+
+def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
+    """Build the model where the weights alone will not do, or it may write itself."""
+    if any(feature.estimates for feature in Features.of(config)):
+        # Their buffers are set from the run's data, and stay what they are once it is closed.
+        with open_evaluation(config, Saved.read(config, loaded, world), world) as (run, _):
+            module = run.model.module
+            values = {name: value.clone() for name, value in module.named_buffers()}
+        module.load_state_dict(values, strict=False)
+        return module
+    kind = look_up(config.model, "model", config.trust)  # which imports what makes it
+    given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
+    has_adapter = config.adapter.target != NO_ADAPTER
+    may_save_itself = hasattr(kind, "save_pretrained") or not inspect.isclass(kind)
+    if not (may_save_itself or stored.frozen or has_adapter):
+        return None
+    try:
+        return build_model(config, world, given, stored=stored)[0]
+    except ConfigError as error:  # what it was loaded from may be gone
+        if stored.frozen or has_adapter:
+            raise
+        Screen().warn(f"{error}: only the weights are written, not the layout of its library")
+        return None
 
 
 def export_config(config: RunConfig, given: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -77,9 +112,8 @@ def _data_parts(config: RunConfig) -> dict[str, Component]:
     return {"data": config.data, **sources}
 
 
-def lines_to_load(config: RunConfig, facts: ModelFacts, to: Path) -> list[str]:
+def lines_to_load(config: RunConfig, facts: ModelFacts, folder: str) -> list[str]:
     """Write the lines of Python that load an export; none where it takes more than lines."""
-    folder = shown_path(to)
     if facts.how_to_load is not None:
         return facts.how_to_load(folder)
     kind = look_up(config.model, "model", config.trust)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from tests.lib.config_support import checked
 from tests.lib.heads import Examples, Head
+from trainer.assemble.data_sets import RunTokenizer
 from trainer.assemble.objective import fitting_objective
-from trainer.assemble.tokenizer import RunTokenizer
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Loader, Request

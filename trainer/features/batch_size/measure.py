@@ -20,7 +20,7 @@ from trainer.features.batch_size.random_slots import steps_between, with_random_
 from trainer.plan.cut import Plan
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.training.context import EachDivisors, Measured, StepContext
-from trainer.training.run import OpenRun
+from trainer.training.loop import OpenRun
 
 
 @final

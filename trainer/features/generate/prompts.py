@@ -20,7 +20,7 @@ from trainer.objectives.base import logits_of
 from trainer.report.console import step_text
 from trainer.training.data import Data
 from trainer.training.evaluation import inference
-from trainer.training.run import OpenRun
+from trainer.training.loop import OpenRun
 
 Tokens = list[int]
 

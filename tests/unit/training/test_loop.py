@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.training.run import ModelFlops
+from trainer.training.loop import ModelFlops
 
 
 def test_a_step_counts_its_real_tokens_and_their_pairs_within_samples():
