@@ -42,7 +42,8 @@ def assemble(
     source = open_data(config, world, typed.tokenizer, label_names)
     lengths, sizes = source.train.lengths, batch_sizes(config)
     if sizes.is_constant:
-        recorded, compares = saved.terms.contract, typed.compares_samples
+        recorded, chosen = saved.terms.contract, typed.objective
+        compares = chosen is not None and chosen.objective.coupling.kind == "batch"
         config = with_fine_tuning_batch(config, len(lengths), recorded, compares=compares)
         sizes = batch_sizes(config)
     batch = config.batch
@@ -53,7 +54,7 @@ def assemble(
 
     # The model, which may take its vocabulary from the data.
     given = arguments_from_data(config, data.train, saved.terms.given)
-    model, chosen, chosen_optimizer = make_model(
+    model, objective, optimizer = make_model(
         config, world, typed, data, given, saved, with_values=with_values
     )
     typed.tokenizer.refuse_unused()
@@ -82,8 +83,8 @@ def assemble(
         layout=layout,
         example=example,
         split=source.split,
-        chosen=chosen,
-        chosen_optimizer=chosen_optimizer,
+        chosen=objective,
+        chosen_optimizer=optimizer,
         given=given,
         tokenizer=typed.tokenizer.built,
     )

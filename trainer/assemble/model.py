@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from trainer.accumulate.base import GradientStrategy
+from trainer.assemble import hardware
 from trainer.assemble.features import StepShape
-from trainer.assemble.hardware import (
-    auto_mode,
-    may_shard,
-    parallel_mode,
-    parallel_setup,
-    resolve_precision,
-)
 from trainer.assemble.instantiate import construct
 from trainer.assemble.loaders import fit_loader
 from trainer.assemble.module import build_model
 from trainer.assemble.objective import Chosen, choose_objective
 from trainer.assemble.saved import Saved
 from trainer.assemble.typed import ChosenOptimizer, TypedParts, fitting_optimizer, with_half_lives
-from trainer.config.run_config import RunConfig
+from trainer.config.run_config import RunConfig, stated_coupling
+from trainer.core.coupling import model_coupling, strictest
 from trainer.core.world import World
 from trainer.optim.schedules import with_length_steps
 from trainer.training.data import Data
@@ -52,16 +48,16 @@ def make_model(
         adjust=partial(features.adjust, shape=shape),
         with_values=with_values,
     )
-    mode, why_mode = parallel_mode(config, world), None
-    module, weights = build(in_shards=may_shard(config, world))
+    mode, why_mode = hardware.parallel_mode(config, world), None
+    module, weights = build(in_shards=hardware.may_shard(config, world))
     if mode == "auto":
-        mode, why_mode = world.on_main(lambda: auto_mode(config, world, module))
+        mode, why_mode = world.on_main(lambda: hardware.auto_mode(config, world, module))
         if mode == "ddp" and weights is not None:
             # A copy needs the weights themselves, not shards of them.
             module, weights = build()
 
     # What its hardware computes in, and what its samples are to it.
-    precision = resolve_precision(config, world, module, terms.contract)
+    precision = hardware.resolve_precision(config, world, module, terms.contract)
     fit_loader(data.loader, module)
 
     # The loss, and how gradients of micro-batches and of ranks become the step's.
@@ -71,7 +67,7 @@ def make_model(
         *(config.accum.gradient, "accum.gradient", GradientStrategy, config.trust),
         given={"objective": objective},
     )
-    setup = parallel_setup(
+    setup = hardware.parallel_setup(
         *(config, world, module, mode, precision),
         single_backward=strategy.single_backward,
         begun=terms.sync,
@@ -82,6 +78,11 @@ def make_model(
     schedule = with_length_steps(typed.schedule, data.order, data.lengths, data.total_steps)
     optimizer = fitting_optimizer(config, module, terms.contract)
     optimizer = with_half_lives(optimizer, schedule, data.order.sizes)
+    # How far the samples of a step depend on each other, by all that couples them.
+    coupling = model_coupling(module)
+    if any(feature.accepts_cut for feature in features):  # whoever typed it knows
+        coupling = replace(coupling, warning="")
+    coupling = strictest(coupling, stated_coupling(config), objective.coupling)
     model = Model(
         module=module,
         weights=weights,
@@ -90,7 +91,7 @@ def make_model(
         objective=objective,
         normalizer=config.batch.normalizer,
         strategy=strategy,
-        coupling=typed.coupling(config, module, objective.coupling),
+        coupling=coupling,
         setup=setup,
         spec=optimizer.spec,
         schedule=schedule,

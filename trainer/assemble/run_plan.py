@@ -99,7 +99,9 @@ def prepare(
     without weights and needs more than shapes, and `Preempted` where a signal ended the tuning.
     """
     check_parts(run)
-    warnings = check_loss(run) if run.world.is_main else []
+    warnings = list[str]()
+    if run.world.is_main:
+        warnings += check_loss(run)
 
     # What a rank computes, and the memory that it has.
     saved = SavedCut(**main["cut"]) if main else saved or SavedCut()
@@ -121,20 +123,24 @@ def prepare(
         tuning = tune_run(run, work, counts, limit, batches, is_here=is_here)
         cut = cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap)
         how = tuning.method
-    if tuning is not None and tuning.activation_checkpointing:
-        checkpoint_blocks(run.model.module)  # again where it was typed, which changes nothing
 
     # What it makes of a few steps, and the memory that those take.
     plans = tuple(cut.cut(lengths, run.layout) for lengths in batches)
     for plan in plans:
         plan.check(run.layout)
-    tokens = saved.evaluation_tokens if is_known else max(plan.max_positions for plan in plans)
-    predicted = tuning and tuning.predicted
+    predicted, limit_bytes = None, limit and limit.bytes
+    if tuning is not None:
+        predicted, limit_bytes = tuning.predicted, tuning.limit_bytes
+        if tuning.activation_checkpointing:
+            checkpoint_blocks(run.model.module)  # again where it was typed, which changes nothing
+    elif run.world.is_main:
+        predicted = predict_sampled(run, work, counts, plans, warnings)
     if run.world.is_main:
-        if tuning is None:
-            predicted = predict_sampled(run, work, counts, plans, warnings)
         warnings += unread_fields(run, counts)
     begin_peak(run.world.device)
+    tokens = max(plan.max_positions for plan in plans)
+    if is_known:
+        tokens = saved.evaluation_tokens
     # Held-out data have a cap of their own: what training's largest micro-batch fits in.
     held_out = {n: replace(each, max_tokens=tokens) for n, each in run.data.held_out.items()}
     setup = run.model.setup.counted(fmean(plan.accum_steps for plan in plans))
@@ -148,7 +154,7 @@ def prepare(
         plans=plans,
         tuning=tuning,
         predicted=predicted,
-        limit_bytes=tuning.limit_bytes if tuning is not None else limit and limit.bytes,
+        limit_bytes=limit_bytes,
         how=how,
         is_here=is_here,
         warnings=tuple(warnings),

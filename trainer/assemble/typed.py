@@ -20,8 +20,7 @@ from trainer.assemble.instantiate import arguments_of, check_components, constru
 from trainer.assemble.objective import Chosen, typed_objective
 from trainer.config.components import SHARED, Component
 from trainer.config.messages import show
-from trainer.config.run_config import RunConfig, stated_coupling
-from trainer.core.coupling import Coupling, model_coupling, strictest
+from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError
 from trainer.core.stateful import Stateful
 from trainer.models.facts import facts_of
@@ -74,18 +73,6 @@ class TypedParts:
             cut=cut,
             features=features,
         )
-
-    @property
-    def compares_samples(self) -> bool:
-        """Whether the objective that was typed compares the samples of a step."""
-        return self.objective is not None and self.objective.objective.coupling.kind == "batch"
-
-    def coupling(self, config: RunConfig, module: nn.Module, objective: Coupling) -> Coupling:
-        """Say how far the samples of a step depend on each other, by all that couples them."""
-        found = model_coupling(module)
-        if any(feature.accepts_cut for feature in self.features):  # whoever typed it knows
-            found = replace(found, warning="")
-        return strictest(found, stated_coupling(config), objective)
 
 
 def batch_sizes(config: RunConfig) -> BatchSize:

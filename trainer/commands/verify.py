@@ -15,6 +15,7 @@ from trainer.assemble.build import assemble_resumed
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
+from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig
 from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
@@ -23,7 +24,7 @@ from trainer.core.world import World
 from trainer.report.console import Screen
 from trainer.training.batches import Feed, PlannedBatch
 from trainer.verify.proof import verify
-from trainer.verify.report import verify_block
+from trainer.verify.report import VerifyReport, verify_block
 
 FLOAT64_FACTOR = 2  # the comparison is in float64: twice the bytes of fp32
 
@@ -41,11 +42,7 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     notes = [*chain.from_iterable(each.notes(run_plan) for each in run.features)]
     notes += _asides(run)
     report = replace(report, notes=(*notes, *report.notes))
-    write_record(folder / RunFolder.VERIFY, report.to_json())
-    screen = Screen(folder)
-    screen.name_checkpoint(saved.stored and saved.stored.loaded)
-    screen.show(verify_block(report))
-    screen.close()
+    write_verdict(report, folder, saved.stored and saved.stored.loaded)
     culprits = ", ".join(dict.fromkeys(name for name, _ in report.culprits))
     if report.verdict == "not_proven":
         text = "not proven that the planned step is the whole-batch step"
@@ -60,6 +57,15 @@ def verify_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
             f"see {folder / RunFolder.VERIFY}"
         )
     return 0
+
+
+def write_verdict(report: VerifyReport, folder: Path, loaded: Loaded | None = None) -> None:
+    """Show what was found, and write it into verify.json; `loaded` is the checkpoint behind it."""
+    write_record(folder / RunFolder.VERIFY, report.to_json())
+    screen = Screen(folder)
+    screen.name_checkpoint(loaded)
+    screen.show(verify_block(report))
+    screen.close()
 
 
 def _asides(run: Run) -> Iterator[str]:

@@ -10,18 +10,16 @@ from pathlib import Path
 from trainer.assemble.build import assemble
 from trainer.assemble.saved import Saved
 from trainer.assemble.step import step_context
+from trainer.commands.verify import write_verdict
 from trainer.config.run_config import RunConfig
-from trainer.core.durable import write_record
 from trainer.core.errors import NotExactError
 from trainer.core.format import plural
-from trainer.core.run_folder import RunFolder
 from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.plan.cuts import Fixed
-from trainer.report.console import Screen
 from trainer.verify.comparison import EXACT
 from trainer.verify.reduced import compare_reduced
-from trainer.verify.report import VerifyReport, verify_block
+from trainer.verify.report import VerifyReport
 
 
 def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -56,8 +54,5 @@ def verify_sync(config: RunConfig, folder: Path, world: World, stop: Callable[[]
         culprits=(("sync", text),),
     )
     if world.is_main:
-        write_record(folder / RunFolder.VERIFY, report.to_json())
-        screen = Screen(folder)
-        screen.show(verify_block(report))
-        screen.close()
+        write_verdict(report, folder)
     raise NotExactError(f"the planned step is not the whole-batch step: {text}")
