@@ -65,7 +65,7 @@ def check_parts(run: Run) -> None:
     if coupling.kind not in cut.couplings:
         raise ConfigError(
             f"{coupling.key or 'accum'}: {coupling.why}, and "
-            f"accum={config.accum.name or config.accum.target} chooses its size: type "
+            f"accum={config.accum.label} chooses its size: type "
             f"accum=fixed accum.micro=N{coupling.accepts} "
             f"(N={run.data.order.sizes.largest} is the whole step at once)"
             f"{coupling.remedy and f', or {coupling.remedy}'}"

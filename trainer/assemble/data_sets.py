@@ -56,10 +56,10 @@ class RunTokenizer:
     def refuse_unused(self) -> None:
         """Refuse a tokenizer that was typed and that no part takes, so that it does nothing."""
         config = self._config
-        name = config.tokenizer.name or config.tokenizer.target
+        name = config.tokenizer.label
         path = config.tokenizer.params.get("path")
         if self.built is None and (name not in _ANY or path is not None):
-            data = config.data.name or config.data.target
+            data = config.data.label
             typed = f"tokenizer.path={path}" if name in _ANY else f"tokenizer={name}"
             raise ConfigError(
                 f"{typed}: data={data} takes no tokenizer; type data=hf, or leave it out"

@@ -131,7 +131,7 @@ def _chosen(
     config: RunConfig, objective: Objective, component: components.Component, why: str = ""
 ) -> Chosen:
     check_metrics(objective, config.objective.metrics)
-    name = component.name or component.target
+    name = component.label
     defaults = options_of("objective", config.config_dir).get(name, {})
     changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
     text = " ".join([name, *changed]) + (why and f", {why}")

@@ -30,7 +30,7 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
         for i, hook in enumerate(config.hooks):
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
-            key, name = f"logger[{i}]", each.name or each.target
+            key, name = f"logger[{i}]", each.label
             if name in trackers:  # the second of a class
                 name += f"-{i}"
             tracker = trackers[name] = construct(each, key, Tracker, config.trust)

@@ -65,23 +65,26 @@ def _batch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
     """Say what the global batch is cut into, and what becomes of an epoch's last samples."""
     run, plan = run_plan.run, run_plan.plans[0]
     batch, order = run.config.batch, run.data.order
-    num_samples = len(run.data.lengths)
     ranks, size = run.world.size, order.size_of(order.start)
+    left, few, whole = 0, "the last few samples", None
     # Of tokens, and where sizes vary, which samples are left depends on the epoch.
-    is_known = batch.unit == "samples" and order.sizes.is_constant
-    left = num_samples % size if is_known else 0
-    few = f"the last {plural(left, 'sample')}" if left else "the last few samples"
-    end = "left out" if batch.tail == "drop" else "in a step with a normaliser of its own"
-    whole = f"{plural(size, 'token')} or just above" if batch.unit == "tokens" else None
-    equation = plan.equation(whole)
+    if batch.unit == "samples" and order.sizes.is_constant:
+        left = len(run.data.lengths) % size
+    if left:
+        few = f"the last {plural(left, 'sample')}"
+    if batch.unit == "tokens":
+        whole = f"{plural(size, 'token')} or just above"
+    equation, ends = plan.equation(whole), "in a step with a normaliser of its own"
+    if batch.tail == "drop":
+        ends = "left out"
+    tail = f"{batch.tail}: {few} of an epoch, {ends}"
     return [
         row("batch", equation, global_batch=size, unit=batch.unit, world_size=ranks),
         *order.sizes.describe(facts),
         *_stages(run),
         row(accum_steps=plan.accum_steps, micro_batches=plan.num_micro_batches),
         row(lockstep=run.layout.lockstep),
-        row("tail", f"{batch.tail}: {few} of an epoch, {end}", in_plan=True, tail=batch.tail),
-        row(tail_size=left),
+        row("tail", tail, in_plan=True, tail=batch.tail, tail_size=left),
     ]
 
 
@@ -157,7 +160,7 @@ def _length(run: Run) -> list[Row]:
     text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
     text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
     lr = run.model.spec.lr * run.model.lr_scale(run.data.order, run.data.order.start)
-    optimizer, scheduler = (c.name or c.target for c in (config.optimizer, config.scheduler))
+    optimizer, scheduler = config.optimizer.label, config.scheduler.label
     warmup = warmup_steps(run.model.schedule.warmup, steps)
     share = f"{plural(warmup, 'step')} of warm-up ({percent(warmup / steps)} of the run)"
     rate = join_parts(f"{lr:g}", optimizer, scheduler, warmup and share)
@@ -177,8 +180,7 @@ def _data(run: Run, facts: RunFacts) -> list[Row]:
     config = run.config
     elsewhere = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
     held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
-    name = config.data.name or config.data.target
-    return data_rows(name, run.data.train, held_out, elsewhere, facts)
+    return data_rows(config.data.label, run.data.train, held_out, elsewhere, facts)
 
 
 def _time(run_plan: RunPlan) -> list[Row]:

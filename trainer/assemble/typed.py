@@ -60,11 +60,9 @@ class TypedParts:
             cut = same
         for key, feature in features.by_key.items():
             if feature.accepts_cut and cut.chooses_sizes:
-                name = config.features[key].name or config.features[key].target
-                raise ConfigError(
-                    f"{key}={name}: depends on the micro-batch size; type accum=fixed "
-                    "accum.micro=N, where N is batch.global for the whole step at once"
-                )
+                text = "type accum=fixed accum.micro=N, where N is batch.global for the whole step"
+                name = config.features[key].label
+                raise ConfigError(f"{key}={name}: depends on the micro-batch size; {text} at once")
         return cls(
             tokenizer=tokenizer,
             objective=typed_objective(config, tokenizer),

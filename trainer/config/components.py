@@ -289,6 +289,11 @@ class Component(Section):
     # their own `--config-dir`, which is consent to run them. Never read from a file.
     typed_target: bool = False
 
+    @property
+    def label(self) -> str:
+        """Its option, or the import path of a class of one's own."""
+        return self.name or self.target
+
 
 class Accum(Component):
     """How a global batch is cut into micro-batches, and how their gradients are joined."""

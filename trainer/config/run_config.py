@@ -234,7 +234,7 @@ def stated_coupling(config: RunConfig) -> Coupling:
         return MEAN_OF_MEANS
     for key, feature in config.features.items():
         if declared(feature.target).flags.get("accepts_cut"):
-            why = f"{key}={feature.name or feature.target} makes the cut a part of the step"
+            why = f"{key}={feature.label} makes the cut a part of the step"
             return Coupling("micro_batch", why=why)
     return NONE
 

@@ -75,11 +75,10 @@ def _sums(context: StepContext, held_out: HeldOut, was_asked: Callable[[], bool]
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
     if any(asked for *_, asked in found):
         raise Preempted("stopped during an evaluation")
-    return found if coupled is None else _of_all(coupled.sums(world, [f[1] for f in found]), found)
-
-
-def _of_all(sums: Sums, found: Sequence[_Found]) -> list[_Found]:
-    """Put the sums of all samples in place of the first rank's, and none in place of others'."""
+    if coupled is None:
+        return found
+    # Of all samples at once: they stand in place of the first rank's, and others have none.
+    sums = coupled.sums(world, [weights for _, weights, *_ in found])
     totals = {n: total.double() for n, total in chain(sums.losses.items(), sums.metrics.items())}
     values = torch.stack([*totals.values()]).tolist()
     whole = {name: [value] for name, value in zip(totals, values, strict=True)}
@@ -99,10 +98,11 @@ def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
             counts += weights.get(name, ())
         total, weight = _rounded_once(numbers), _rounded_once(counts)
         means[name] = total / weight if weight else math.nan
-    shown = {n: mean for n, mean in means.items() if n not in terms or len(terms) > 1}
     whole = {"loss": sum(means[name] for name in terms)}
+    if len(terms) == 1:
+        del means[terms[0]]  # which is the whole
     figures = metrics_of_sums(objective, _merged([statistics for *_, statistics, _ in found]))
-    return whole | shown | figures | whole  # first, and in place of a term that is called so
+    return whole | means | figures | whole  # first, and in place of a term that is called so
 
 
 def _attempt(
@@ -143,10 +143,8 @@ def _attempt(
                 _add(statistics[name], total, apart=is_apart)
             if was_asked():
                 break
-        sums, merged = (
-            {name: torch.stack(each).tolist() for name, each in given.items()}
-            for given in (totals, statistics)
-        )
+        sums = {name: torch.stack(each).tolist() for name, each in totals.items()}
+        merged = {name: torch.stack(each).tolist() for name, each in statistics.items()}
     model.release()
     return None if guard.failed else (sums, weights, losses, merged, was_asked())
 

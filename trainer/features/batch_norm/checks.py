@@ -50,8 +50,7 @@ def check_layers(mode: BatchNormMode, run: Run) -> None:
 
 def typed_name(run: Run) -> str:
     """Name the option that was typed, or the class."""
-    component = run.config.features["batchnorm"]
-    return component.name or component.target
+    return run.config.features["batchnorm"].label
 
 
 def _check_precise(precise: int, run: Run) -> None:
