@@ -72,8 +72,10 @@ def parallel_setup(
     `begun` mode, ranks and policy that `sync=auto` was where the run goes on.
     """
     policy = _sync_policy(config, world, mode)
-    replicas, asked = world.size if mode == "ddp" else 1, config.parallel
-    if mode == "hsdp":
+    replicas, asked = 1, config.parallel
+    if mode == "ddp":
+        replicas = world.size
+    elif mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
     is_ordered = config.deterministic == "layout"  # which a config of shards may not ask for
     found = setup.ParallelSetup(
@@ -145,7 +147,8 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
         )
     shares = {"ddp": 1}
     if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
-        shares |= {"hsdp": world.local_size} if 1 < world.local_size < world.size else {}
+        if 1 < world.local_size < world.size:
+            shares["hsdp"] = world.local_size
         shares["fsdp"] = world.size
     state = sum(p.nbytes + setup.training_bytes(p) for p in module.parameters())
     room = limit.bytes * MOST_OF_MEMORY

@@ -239,11 +239,14 @@ def _cadence(config: RunConfig, total_steps: int, *, evaluates: bool) -> Row:
     often["checkpoint"] = config.checkpoint.every
     times = list[str]()
     for name, every in often.items():
-        text = f"every {every}"
-        if isinstance(every, int | float):
+        text = "at the end"
+        if isinstance(every, str):
+            text = f"every {every}"
+        elif every is not None:
             steps = often[name] = cadence_steps(every, total_steps)
-            text = f"every {plural(steps, 'step')}" if steps <= total_steps else "at the end"
-        times.append(f"{name} {text if every is not None else 'at the end'}")
+            if steps <= total_steps:
+                text = f"every {plural(steps, 'step')}"
+        times.append(f"{name} {text}")
     return row("cadence", join_parts(*times), in_plan=True, cadences=often)
 
 
@@ -256,14 +259,15 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         warnings += order.sizes.warnings(begins, order.position(stages[-1].end))
     lengths, asked = run.data.lengths, order.sizes.largest
     device = run.planned_device
-    named = "batch.global=" if run.data.order.sizes.is_constant else "a stage of "
+    named = "batch.global=" if order.sizes.is_constant else "a stage of "
     is_open = run.config.precision == "auto"
     if is_open and run.model.precision == "bf16" and not gpu.has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
             "fp32: precision=fp32 resume_allow=[precision]"
         )
-    if asked > (there := int(lengths.sum()) if unit == "tokens" else len(lengths)):
+    there = int(lengths.sum()) if unit == "tokens" else len(lengths)
+    if asked > there:
         tenth = 1 << max(1, there // 10).bit_length() - 1
         warnings.append(
             f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses the "

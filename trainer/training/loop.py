@@ -127,7 +127,10 @@ class ModelFlops:
         tokens = lengths.astype(np.float64)
         flops = self.per_token * float(tokens.sum()) + self.per_pair * float((tokens**2).sum())
         each = flops / seconds
-        return {"model_flops_per_second": each} | ({"mfu": each / self.peak} if self.peak else {})
+        speed = {"model_flops_per_second": each}
+        if self.peak:
+            speed["mfu"] = each / self.peak
+        return speed
 
 
 def train(run: OpenRun) -> None:
@@ -175,10 +178,13 @@ def _take_step(run: OpenRun) -> None:
     progress.peak_bytes = max(progress.peak_bytes, report.peak_bytes, here)
     record = step_record(run.feed, report, tokens, seconds, run.flops)
     record["memory_bytes"] = progress.peak_bytes
-    for name, value in (pair for part in run.context.parts for pair in part.metrics().items()):
-        if name in record or name in STEP_KEYS:
-            raise ConfigError(f"parts: metrics() gives {name}, which the step has already: rename")
-        record[name] = value
+    for part in run.context.parts:
+        metrics = part.metrics()
+        for name in metrics:
+            if name in record or name in STEP_KEYS:
+                text = f"metrics() gives {name}, which the step has already: rename"
+                raise ConfigError(f"parts: {text}")
+        record |= metrics
     ids = batch.sample_ids
     run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
 
@@ -309,9 +315,12 @@ def step_record(
         "seconds": seconds,
         "tokens_per_second": batch.num_tokens / seconds if seconds else None,
     }
-    entry |= flops.speed(batch.plan.lengths, seconds) if flops and seconds else {}
+    if flops and seconds:
+        entry |= flops.speed(batch.plan.lengths, seconds)
     if report.skipped is not None:
         entry["skipped"] = report.skipped
-    entry |= {"replays": report.replays} if report.replays else {}
-    entry |= {} if order.sizes.is_constant else {"batch_size": batch.samples.size}
+    if report.replays:
+        entry["replays"] = report.replays
+    if not order.sizes.is_constant:
+        entry["batch_size"] = batch.samples.size
     return {**entry, **report.metrics}
