@@ -115,14 +115,15 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     write_record(folder / RunFolder.RESULT, result)
     shown = shown_path(folder)
     trust = " ".join(["", *trusting(config, folder)])
-    clock, steps = "steps", run.data.total_steps
+    more = f"steps={2 * run.data.total_steps}"
     if config.total_epochs is not None:
-        clock, steps = "epochs", config.total_epochs
+        more = f"epochs={2 * config.total_epochs}"
+    if result["stopped"]:
+        more = "stop.metric=null"
     commands = (
         *(f"{shown_path(folder / view.file)}  ({view.about})" for view in views().values()),
         f"train evaluate run={shown}{trust}",
         f"train export run={shown} export.to=exported{trust}",
-        f"{to_go_on(config, folder)} "
-        + ("stop.metric=null" if result["stopped"] else f"{clock}={2 * steps}"),
+        f"{to_go_on(config, folder)} {more}",
     )
     opened.reporter.finish(result, commands, rows)

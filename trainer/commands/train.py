@@ -32,8 +32,9 @@ def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], 
     try:
         _train(config, folder, world, lambda: stop() or time.monotonic() >= end)
     except Preempted as error:
-        why = "" if stop() or time.monotonic() < end else f"max_time={config.max_time}: "
-        text = f"{why}{error}: go on with: {to_go_on(config, folder)}"
+        text = f"{error}: go on with: {to_go_on(config, folder)}"
+        if time.monotonic() >= end and not stop():
+            text = f"max_time={config.max_time}: {text}"
         _log.info("%s", text)
         raise Preempted(text) from None
     return 0
@@ -46,6 +47,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
     loaded = None if config.resume is None else store.load(world=world)
     saved = Saved.read(config, loaded, world)
+    # Before data are read, which may take minutes: what is wrong with these is said at once.
     own = own_parts(config)
     run = assemble_on_all(config, world, saved)
     terms = check_terms(run, saved.terms)
