@@ -38,8 +38,7 @@ def assemble(
     typed = TypedParts.of(config)
 
     # The data. The config gets the size of the steps by their number, where nobody typed it.
-    label_names = saved.terms.given.get("label_names")
-    source = open_data(config, world, typed.tokenizer, label_names)
+    source = open_data(config, world, typed.tokenizer, saved.terms.given.get("label_names"))
     lengths, sizes = source.train.lengths, batch_sizes(config)
     if sizes.is_constant:
         recorded, chosen = saved.terms.contract, typed.objective

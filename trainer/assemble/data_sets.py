@@ -59,11 +59,9 @@ class RunTokenizer:
         name = config.tokenizer.label
         path = config.tokenizer.params.get("path")
         if self.built is None and (name not in _ANY or path is not None):
-            data = config.data.label
             typed = f"tokenizer.path={path}" if name in _ANY else f"tokenizer={name}"
-            raise ConfigError(
-                f"{typed}: data={data} takes no tokenizer; type data=hf, or leave it out"
-            )
+            text = "takes no tokenizer; type data=hf, or leave it out"
+            raise ConfigError(f"{typed}: data={config.data.label} {text}")
 
 
 def source_of_model(config: RunConfig) -> str | None:
@@ -133,15 +131,10 @@ def _with_sources(
         text = "all of one data set is evaluated; type data=hf data.path=OTHER"
         raise ConfigError(f"data.holdout=all: {text}")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
-    # Its own settings; those of its sources; and of these what is no default, and has no taker yet.
-    own, shared, spare = dict[str, Any](), dict[str, Any](), set[str]()
-    for name, value in data.params.items():
-        if name in taken or name == "holdout":
-            own[name] = value
-        if name not in taken and value is not None:
-            shared[name] = value
-            if value != data_sets.source_option().get(name):
-                spare.add(name)
+    # Its own settings, and those of its sources; of these a default needs no taker.
+    own = {name: value for name, value in data.params.items() if name in {*taken, "holdout"}}
+    shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
+    spare = {n for n, v in shared.items() if v != data_sets.source_option().get(n)}
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
     for key, (component, weight) in data_sets.source_components(data).items():
         target = look_up(component, key, config.trust)

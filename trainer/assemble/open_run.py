@@ -54,9 +54,8 @@ def open_run(
     context = step_context(run, on_out_of_memory=failed, parts=[*own.values()])
     feed, progress, loss_scale = run.feed(world), Progress(), context.loss_scale
     # More steps change no setting of the optimizer, whose groups may hold state.
-    is_set_anew = saved.loaded is None or bool(
-        contract_diff(saved.terms.contract, terms.contract, ("steps", "epochs"))
-    )
+    changed = contract_diff(saved.terms.contract, terms.contract, ("steps", "epochs"))
+    is_set_anew = saved.loaded is None or bool(changed)
     live: dict[str, Stateful] = {
         OPTIMIZER: OptimizerPart(module, context.optimizer, keeps_settings=is_set_anew),
         "rng": GeneratorsPart(),

@@ -28,7 +28,7 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     Numbers of micro-batches and the padding are those of step 1, sizes are those of one rank, and
     None is what is not known.
     """
-    run, order = run_plan.run, run_plan.run.data.order
+    run, config, order = run_plan.run, run_plan.run.config, run_plan.run.data.order
     lengths = run.data.lengths
     noun: Noun = "sample" if int(lengths.sum()) == len(lengths) else "token"
     ranks, steps = run.world.size, run.data.total_steps
@@ -38,21 +38,31 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     chosen, has_cap = run.chosen.text, bool(run.cut.hard_cap)
     limit, tuning = run_plan.limit_bytes, run_plan.tuning
     candidates = [] if tuning is None else [each.to_json(limit) for each in tuning.candidates]
+    over = config.batch.normalizer
+    loss = f"sum over the whole global batch / its {'loss terms' if over == 'tokens' else over}"
+    if over == "micro_batches":
+        loss = "mean of the micro-batches' means (not the whole-batch step)"
+    # Classes that were named by their path, and stand in no other row.
+    typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
+    named = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
+    # Of what is held out, only what comes from other data is described.
+    elsewhere = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
+    held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
     return [
         *_batch(run_plan, facts),
         *run.cut.describe(facts),
         row("" if has_cap else "cut", how, is_dim=has_cap, cap_source=how),
         row("objective", chosen, objective=chosen),
         *objective.describe(facts),
-        _loss(run.config.batch.normalizer),
+        row("loss", loss, normalizer=over),
         *model_rows(run_plan),
         *optimizer_rows(run.model.spec, run.model.module, run.model.lr_scale(order, order.start)),
-        _named(run.config),
+        row("with", join_parts(*named), named_classes=named),
         *tokenizer_rows(run),
-        *_data(run, facts),
+        *data_rows(config.data.label, run.data.train, held_out, elsewhere, facts),
         *memory_rows(run_plan.predicted, limit, ranks, is_here=run_plan.is_here),
         *_length(run),
-        defaults_row(run.config, run.chosen_optimizer.by_job),
+        defaults_row(config, run.chosen_optimizer.by_job),
         *_time(run_plan),
         *_epoch(run_plan, facts),
         *chain.from_iterable(part.describe(facts) for part in others),
@@ -135,22 +145,6 @@ def _stages(run: Run) -> list[Row]:
     return [*rows, row(stages=records)]
 
 
-def _loss(normalizer: str) -> Row:
-    """Say what the sum of the losses is divided by."""
-    text = "mean of the micro-batches' means (not the whole-batch step)"
-    if normalizer != "micro_batches":
-        over = "loss terms" if normalizer == "tokens" else normalizer
-        text = f"sum over the whole global batch / its {over}"
-    return row("loss", text, normalizer=normalizer)
-
-
-def _named(config: RunConfig) -> Row:
-    """Name the classes that were named by their path and stand in no other row."""
-    typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
-    names = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
-    return row("with", join_parts(*names), named_classes=names)
-
-
 def _length(run: Run) -> list[Row]:
     """Express the length of the run in steps and epochs, and give its learning rate."""
     steps, per_epoch = run.data.total_steps, run.data.order.steps_per_epoch
@@ -173,14 +167,6 @@ def _length(run: Run) -> list[Row]:
         default_row(optimizer, typed, chosen.by_job, chosen.why),
         row("half-life", changed, followed_batch=followed),
     ]
-
-
-def _data(run: Run, facts: RunFacts) -> list[Row]:
-    """Describe the data, and of what is held out what comes from other data."""
-    config = run.config
-    elsewhere = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
-    held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
-    return data_rows(config.data.label, run.data.train, held_out, elsewhere, facts)
 
 
 def _time(run_plan: RunPlan) -> list[Row]:

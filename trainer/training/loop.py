@@ -150,7 +150,11 @@ def train(run: OpenRun) -> None:
     while progress.step < run.total_steps and run.no_better is None:
         _take_step(run)
         _refuse_no_terms(run)
-        _stop_if_not_finite(run)
+        if progress.failures >= run.most_failures:
+            text = f"loss or gradient not finite for {progress.failures} steps in a row"
+            remedy = "lower optimizer.lr, or look at the data of these steps"
+            text = f"step {progress.step}: {text} (nonfinite.limit): {remedy}"
+            _end(run, NonFiniteError(text))
         _stop_if_asked(run)
         _evaluate_if_due(run)
         is_due = _due(run, run.save_every) or run.checkpointer.is_due
@@ -198,14 +202,6 @@ def _refuse_no_terms(run: OpenRun) -> None:
             f"data: no sample of the first {steps} has a loss term, so "
             "nothing was trained: give labels other than -100, or see `weights` of the objective"
         )
-
-
-def _stop_if_not_finite(run: OpenRun) -> None:
-    step, failures = run.progress.step, run.progress.failures
-    if failures >= run.most_failures:
-        text = f"loss or gradient not finite for {failures} steps in a row"
-        remedy = "lower optimizer.lr, or look at the data of these steps"
-        _end(run, NonFiniteError(f"step {step}: {text} (nonfinite.limit): {remedy}"))
 
 
 def _stop_if_asked(run: OpenRun) -> None:

@@ -15,6 +15,7 @@ from trainer.models.bind import bind
 from trainer.objectives.base import sums_of, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+TOKENIZER = RunTokenizer(checked({}))
 
 CASES = {
     "next_token": [
@@ -51,10 +52,6 @@ def fields_of(kind: str, ids: tuple[int, ...] = (0, 1, 2, 3)) -> Fields:
     return Loader(data, num_workers=0, seed=0).load(Request(ids, 0, pad_to))
 
 
-def fitting(config, module, fields):
-    return fitting_objective(config, module, fields, RunTokenizer(config))
-
-
 @pytest.mark.parametrize(
     ("text", "head"),
     [(text, head) for text, heads in CASES.items() for head in heads],
@@ -65,15 +62,14 @@ def test_the_loss_is_the_one_that_transformers_computes_on_ragged_samples(text, 
     module, fields = head.build().double().eval(), fields_of(head.data)
     if head.values == {"num_labels": 1}:
         fields["labels"] = fields["labels"].double()
-    chosen = fitting(checked({}), module, fields)
+    chosen = fitting_objective(checked({}), module, fields, TOKENIZER)
     assert chosen.text.partition(",")[0] == text
     weights, call = weights_of(chosen.objective, fields), bind(module)
     sums = sums_of(chosen.objective, call, fields, weights).losses
     ours = sum(float(loss) / weights[name] for name, loss in sums.items())
     theirs = float(call(fields).loss)
     if head.data == "span":  # of each sample alone: in theirs an answer may lie in the padding
-        apart = [call(fields_of("span", (i,))).loss for i in range(4)]
-        theirs = float(sum(apart)) / 4
+        theirs = float(sum(call(fields_of("span", (i,))).loss for i in range(4))) / 4
     assert ours == pytest.approx(theirs, rel=1e-6)  # their float32
 
 
@@ -94,7 +90,7 @@ class Declared(Tagger):
 
 def test_a_model_that_says_nothing_is_judged_by_its_labels():
     def text(kind: str, module: nn.Module) -> str:
-        return fitting(checked({}), module, fields_of(kind)).text
+        return fitting_objective(checked({}), module, fields_of(kind), TOKENIZER).text
 
     assert text("causal", Tagger()) == "next_token, as the labels are the tokens themselves"
     assert text("class", Tagger()) == "classify, as the data give one label per sample"
@@ -108,7 +104,7 @@ def test_a_model_that_says_nothing_is_judged_by_its_labels():
 def test_settings_reach_the_objective_that_is_chosen_or_are_refused():
     fields = fields_of("class")
     config = checked({"objective.label_smoothing": 0.1})
-    chosen = fitting(config, Tagger(), fields)
-    assert chosen.component.params["label_smoothing"] == 0.1
+    component = fitting_objective(config, Tagger(), fields, TOKENIZER).component
+    assert component.params["label_smoothing"] == 0.1
     with pytest.raises(ConfigError, match=r"^objective\.z_loss: Classify takes no such argument"):
-        fitting(checked({"objective.z_loss": 0.1}), Tagger(), fields)
+        fitting_objective(checked({"objective.z_loss": 0.1}), Tagger(), fields, TOKENIZER)
