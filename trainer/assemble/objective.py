@@ -103,6 +103,7 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
     if (found := facts_of(module).objective(fields)) is not None:
         return found
     name, labels, ids = type(module).__name__, fields.get(LABELS), fields.get(INPUT_IDS)
+    is_shaped_as_ids = ids is not None and labels is not None and ids.shape == labels.shape
     if labels is None:
         fault = f"the data give no field named labels (they give: {', '.join(fields)})"
     elif labels.is_floating_point() or labels.is_complex():
@@ -114,11 +115,7 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
         )
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
         return "classify", f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
-    elif (
-        ids is not None
-        and ids.shape == labels.shape
-        and bool(((labels == ids) | (labels == IGNORED)).all())
-    ):
+    elif is_shaped_as_ids and ((labels == ids) | (labels == IGNORED)).all():
         return "next_token", "as the labels are the tokens themselves"
     else:
         fault = "labels are sequences, but not the input_ids themselves"

@@ -71,9 +71,8 @@ def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
     """Give the time model of the device by arithmetic; on a CPU it is a constant."""
     if run.planned_device.type == "cpu":
         return run.layout.cost
-    here, named = run.world.device, card_of(run.config.device)
-    card = card_at(here) or named
-    cost = card_cost(counts, card, run.model.precision)
+    named = card_of(run.config.device)
+    cost = card_cost(counts, card_at(run.world.device) or named, run.model.precision)
     return cost if named else replace(cost, seconds_per_token=None)
 
 
