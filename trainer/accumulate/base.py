@@ -10,6 +10,7 @@ To add one, subclass `GradientStrategy` and name the class in a YAML file of `ac
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -31,6 +32,7 @@ from trainer.core.world import World
 from trainer.data import samples
 from trainer.models.check import refuse_sparse_gradients, unmoved
 from trainer.objectives.base import Objective, at_least_single
+from trainer.objectives.metrics import add_statistics
 from trainer.parallel.base import Parallel
 
 Divisors = Mapping[str, float]
@@ -49,11 +51,11 @@ class StepDivisors:
 
     def over(self, scale: float) -> StepDivisors:
         """Give divisors whose losses are `scale` times larger."""
-        whole, *each = (
-            {name: divisor / scale for name, divisor in part.items()}
-            for part in (self.whole, *self.each)
-        )
-        return replace(self, whole=whole, each=each)
+
+        def smaller(part: Divisors) -> Divisors:
+            return {name: divisor / scale for name, divisor in part.items()}
+
+        return replace(self, whole=smaller(self.whole), each=[*map(smaller, self.each)])
 
 
 Rows = Mapping[str, Tensor]
@@ -135,49 +137,44 @@ class Pass(ABC):
         gives this rank's share of the loss, in float64, and of the metrics; the others its samples'
         rows.
         """
-        device, found = model.world.device, list[Computed]()
+        device, metrics = model.world.device, dict[str, Tensor]()
         total, loss = torch.zeros((), dtype=torch.float64, device=device), None
+        found = defaultdict[str, list[Tensor]](list)
         if rows:
             whole = _checked(self.combine(objective, rows, divisors.whole), self, "combine")
             rows, loss = whole.rows, whole.loss
             if model.world.is_main:  # all ranks computed the same
                 total += 0.0 if loss is None else loss.detach()
-                found.append(Computed(metrics=whole.metrics))
+                add_statistics(metrics, whole.metrics)
         for index, micro_batch in enumerate(micro_batches):
             seed_draws(micro_batch.rng_key, device)
             # In lockstep a rank with fewer micro-batches fills up with some of no samples.
             aside = nullcontext() if micro_batch.ids else unmoved(model.module)
-            ends = is_last and index == len(micro_batches) - 1
-            with self._recording(model, is_last=ends), aside:
-                given = _checked(
-                    self.micro_batch(
-                        model,
-                        objective,
-                        replace(micro_batch, fields=to_device(micro_batch.fields, device)),
-                        divisors.each[index],
-                        _taken(rows, micro_batch.positions),
-                    ),
-                    self,
-                    "micro_batch",
-                    num_samples=len(micro_batch.ids),
-                )
+            recording: AbstractContextManager[Any] = torch.no_grad()
+            if self.records_gradients:
+                ends = is_last and index == len(micro_batches) - 1
+                recording = model.micro_batch(is_last=ends)
+            else:
+                model.world.rank_progress.next_micro_batch()
+            with recording, aside:
+                here = replace(micro_batch, fields=to_device(micro_batch.fields, device))
+                own = _taken(rows, micro_batch.positions)
+                given = self.micro_batch(model, objective, here, divisors.each[index], own)
+                given = _checked(given, self, "micro_batch", num_samples=len(micro_batch.ids))
                 if index == 0:  # all of its micro-batches take the same way
                     refuse_sparse_gradients(model.module)
             if given.loss is not None:
-                # In float64: of thousands of shares a float32 sum would lose three digits.
+                # In float64: of thousands of shares a float32 sum would lose three digits. Without
+                # its graph, whose tensors would stay.
                 loss = given.loss.detach()
                 total += loss
-            # Without the loss, whose graph would stay.
-            found.append(Computed(metrics=given.metrics, rows=given.rows))
+            add_statistics(metrics, given.metrics)
+            for name, value in given.rows.items():
+                found[name].append(value.detach())
         if is_last and loss is None and micro_batches:
             _refuse(self, "micro_batch", None)
-        return Computed(loss=total, metrics=_sums(found), rows=_joined(found))
-
-    def _recording(self, model: Parallel, *, is_last: bool) -> AbstractContextManager[Any]:
-        if self.records_gradients:
-            return model.micro_batch(is_last=is_last)
-        model.world.rank_progress.next_micro_batch()
-        return torch.no_grad()
+        joined = {name: torch.cat(values) for name, values in found.items()}
+        return Computed(loss=total, metrics=metrics, rows=joined)
 
 
 class GradientStrategy(Pass, Described):
@@ -219,20 +216,6 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
     return functools.reduce(operator.add, terms)
 
 
-def _sums(found: Sequence[Computed]) -> dict[str, Tensor]:
-    sums: dict[str, Tensor] = {}
-    for name, value in (item for each in found for item in each.metrics.items()):
-        sums[name] = sums[name] + value if name in sums else value
-    return sums
-
-
-def _joined(found: Sequence[Computed]) -> Rows:
-    rows = defaultdict[str, list[Tensor]](list)
-    for name, value in (item for each in found for item in each.rows.items()):
-        rows[name].append(value.detach())
-    return {name: torch.cat(values) for name, values in rows.items()}
-
-
 def _taken(rows: Rows, places: Sequence[int]) -> Rows:
     """Take the rows of some samples, without a wait for the device."""
     if not rows:  # as in every step of one pass
@@ -256,18 +239,20 @@ def at_places(rows: Rows, places: Sequence[int], num_samples: int) -> Rows:
 
 def at_positions(rows: Rows, micro_batches: Sequence[MicroBatch], num_samples: int) -> Rows:
     """Put the rows of a rank's micro-batches to the places of their samples in the global batch."""
-    return at_places(rows, [i for m in micro_batches for i in m.positions], num_samples)
+    places = itertools.chain.from_iterable(each.positions for each in micro_batches)
+    return at_places(rows, [*places], num_samples)
 
 
 def summed(rows: Rows, world: World, name: str) -> Rows:
     """Add what ranks put to their places; a rank without samples may have none. Collective."""
-    forms = [[key, list(own.shape), dtype_name(own.dtype)] for key, own in sorted(rows.items())]
+    whole = dict(sorted(rows.items()))
+    forms = [[key, list(own.shape), dtype_name(own.dtype)] for key, own in whole.items()]
     given = [each for each in world.collect(forms) if each]
     if any(each != given[0] for each in given):
         raise ConfigError(f"{name}: ranks gave rows of different names, shapes or dtypes: {given}")
-    whole = dict(sorted(rows.items()))
-    for key, shape, dtype in [] if rows or not given else given[0]:
-        whole[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
+    if given and not whole:
+        for key, shape, dtype in given[0]:
+            whole[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
     for own in whole.values():
         world.sum(own)
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import final
 
@@ -30,31 +31,32 @@ class Snapshot:
     def take(self) -> None:
         """Copy the state, where it was copied before into the same memory."""
         modules = [part for part in parts_of(*self._roots) if isinstance(part, nn.Module)]
-        self._buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
+        self._buffers = []
+        for part in modules:
+            self._buffers += [(part._buffers, *entry) for entry in part._buffers.items()]
         tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
         for table in modules:
             if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
                 tensors += [] if is_sharded(table.weight) else [table.weight]
-        self._copy(tensors)
-        self._undo = undo_other_state(*self._roots)
-        self._undo += undo_numbers(modules) if self._with_numbers else []
-
-    def _copy(self, tensors: list[Tensor]) -> None:
         before, self._copies = self._copies, {}
+        by_dtype = defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         for tensor in tensors:
-            # PyTorch refuses to write where several elements share memory.
             dimensions = zip(tensor.shape, tensor.stride(), strict=True)
             if any(size > 1 and not stride for size, stride in dimensions):
-                continue
+                continue  # PyTorch refuses to write where several elements share memory
             _, copied = before.get(id(tensor), (None, None))
             if copied is None or (copied.shape, copied.dtype) != (tensor.shape, tensor.dtype):
                 copied = torch.empty_like(tensor)
             self._copies[id(tensor)] = tensor, copied
-        pairs = list(self._copies.values())
+            to, source = by_dtype[tensor.dtype]
+            to.append(copied)
+            source.append(tensor)
         with torch.no_grad():
-            for dtype in {tensor.dtype for tensor, _ in pairs}:  # a few kernels, not one a buffer
-                same = [pair for pair in pairs if pair[0].dtype == dtype]
-                torch._foreach_copy_([copied for _, copied in same], [tensor for tensor, _ in same])
+            for to, source in by_dtype.values():  # a few kernels, not one for each buffer
+                torch._foreach_copy_(to, source)
+        self._undo = undo_other_state(*self._roots)
+        if self._with_numbers:
+            self._undo += undo_numbers(modules)
 
     def restore(self) -> None:
         """Put the state back; a buffer that a forward replaced by another tensor, too."""

@@ -12,8 +12,7 @@ from trainer.data.collate import LABELS
 from trainer.data.loader import Request
 from trainer.data.samples import INPUT_IDS, SOURCE
 from trainer.models import output_layer
-from trainer.models.bind import unnamed_fields
-from trainer.models.boundaries import BOUNDARIES
+from trainer.models.bind import BOUNDARIES, unnamed_fields
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import sums_of, weights_of
 from trainer.objectives.metrics import check_classes

@@ -35,6 +35,7 @@ from trainer.models.first_weights import (
 )
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
+from trainer.optim.masters import widen_gradients
 from trainer.optim.optimizers import OptimizerSpec
 
 Transform = Callable[[nn.Module], Any]
@@ -105,7 +106,7 @@ def _begin_training(config: RunConfig, module: nn.Module, spec: OptimizerSpec | 
     if spec is not None:
         spec.freeze(module)
         if config.accum.buffer == "fp32":
-            spec.widen_gradients(module)
+            widen_gradients(module)
 
 
 def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:

@@ -13,7 +13,7 @@ from trainer.config.cards import card_of
 from trainer.core.errors import DataError
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Request
-from trainer.models.boundaries import BOUNDARIES
+from trainer.models.bind import BOUNDARIES
 from trainer.models.first_weights import is_on_meta
 from trainer.plan.cut import Cost, IntArray
 from trainer.training.batches import PREFETCH_LIMIT_BYTES

@@ -42,8 +42,8 @@ class Documents:
         self.has_kernel = has_kernel
         self.lengths: list[int] = []
         if not has_kernel and not torch.compiler.is_compiling():
-            # Waits for the device.
-            self.lengths = [length for length in self.bounds.diff().tolist() if length]
+            # Waits for the device. There are no empty documents but behind the last.
+            self.lengths = [*filter(None, self.bounds.diff().tolist())]
 
     def positions(self, row: Tensor) -> Tensor:
         """Turn positions in the row, `(1, time)`, into positions within the document."""

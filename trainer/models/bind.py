@@ -1,9 +1,12 @@
-"""Bind a model to the fields of a micro-batch: it is called with what its `forward` names."""
+"""Bind a model to the fields of a micro-batch: it is called with what its `forward` names.
+
+Where packed documents begin it is told in the words that its `forward` takes.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, final
@@ -13,7 +16,6 @@ from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
-from trainer.models.boundaries import with_boundaries
 from trainer.models.check import refuse_dtypes
 from trainer.models.output_layer import ModelRun, declares_logits
 
@@ -22,6 +24,11 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OMITTED = "omitted_fields"
 """Attribute of a module that names fields its calls leave out."""
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+IMAGE_DIMS = 4  # (batch, channels, height, width)
+BOUNDARIES = "cu_seqlens"
+"""The field that says where packed documents begin."""
+BOUNDARY_FIELDS = ("cu_seq_lens_q", "position_ids")
+"""Parameters by which a forward without it may learn the same; whether it does is to be tried."""
 
 
 def bind(
@@ -37,21 +44,25 @@ def bind(
     """
     # `torch.compile(module)` gives a wrapper whose own forward takes anything.
     written = getattr(module, "_orig_mod", module)
-    parameters = inspect.signature(written.forward).parameters.values()
     omitted = getattr(written, OMITTED, ())
+    parameters = inspect.signature(written.forward).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = tuple(p.name for p in parameters if p.kind in NAMED)
+    names = [p.name for p in parameters if p.kind in NAMED]
     single = NAMED | {inspect.Parameter.POSITIONAL_ONLY}
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in single]
     has_cache = takes_all and hasattr(getattr(written, "config", None), "use_cache")
     has_cache |= "use_cache" in names
-    required = tuple(p.name for p in parameters if p.default is p.empty and p.kind in single)
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        given = with_boundaries({n: fields[n] for n in fields if n not in omitted}, names)
-        arguments = given if takes_all else {n: given[n] for n in names if n in given}
+        given = {name: fields[name] for name in fields if name not in omitted}
+        arguments = with_boundaries(given, names)
+        if not takes_all:
+            arguments = {name: arguments[name] for name in names if name in arguments}
         missing = [name for name in required if name not in arguments]
-        if len(required) == 1 and missing and len(images := _images(fields)) == 1:
-            arguments, missing = {**arguments, missing.pop(): images[0]}, []
+        if missing and len(required) == 1:
+            images = [field for field in fields.values() if field.dim() == IMAGE_DIMS]
+            if len(images) == 1:
+                arguments[missing.pop()] = images[0]
         if missing or not arguments:
             lack = f"needs {', '.join(missing)}, none" if missing else "takes none"
             raise ConfigError(
@@ -60,7 +71,7 @@ def bind(
                 "argument, or give it a default"
             )
         if has_cache and "attention_mask" in arguments:
-            arguments = {"use_cache": False, **arguments}
+            arguments.setdefault("use_cache", False)
         if autocast is not None and (casts := _CASTS.get()) is not None:
             casts.renew()
         # Fresh for each call, since one is not re-entrant. It forgets casts, but in `Casts.once`.
@@ -80,9 +91,30 @@ def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in named]
 
 
-def _images(fields: Fields) -> list[Tensor]:
-    """Give the fields that are `(batch, channels, height, width)`."""
-    return [field for field in fields.values() if field.dim() == 4]  # noqa: PLR2004
+def uses_flash(module: nn.Module) -> bool | None:
+    """Whether a Hugging Face model attends by FlashAttention; None for any other model."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return None if attention is None else "flash" in attention
+
+
+def with_boundaries(fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Give fields to a forward of these parameters; only those of packed rows change.
+
+    A forward that names `cu_seqlens` gets it, and `max_seqlen` as a number. Any other gets what
+    Hugging Face's do: no mask and no cache, with which they look for boundaries in `position_ids`,
+    and the four arguments that spare FlashAttention a search for them, and a wait, in every layer.
+    What a data set's own `collate` gives stays as it is.
+    """
+    if BOUNDARIES not in fields or "max_seqlen" not in fields or fields["max_seqlen"].numel():
+        return fields
+    bounds, longest = fields[BOUNDARIES], fields["max_seqlen"].shape[0]
+    if BOUNDARIES in names:
+        return {**fields, "max_seqlen": longest}
+    taken = (BOUNDARIES, "max_seqlen", "attention_mask")
+    given = {name: field for name, field in fields.items() if name not in taken}
+    given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    given |= {"max_length_q": longest, "max_length_k": longest}
+    return given | {"use_cache": False}
 
 
 @final
@@ -122,8 +154,12 @@ class Casts:
         if is_first:
             trained = (p for p in self._module.parameters() if p.requires_grad)
             self._weights = [p for p in trained if p.dtype == torch.float32]  # all that it keeps
-        versions = [p._version for p in self._weights]
-        bits = _sums_of_bits(self._weights) if self._by_value else []
+        versions, bits = [p._version for p in self._weights], list[int]()
+        if self._by_value:
+            # Any write to a tensor changes the sum of its bits.
+            plain = [weight.data for weight in self._weights if type(weight.data) is Tensor]
+            sums = [weight.view(torch.int32).sum() for weight in plain]
+            bits = torch.stack(sums).tolist() if sums else []
         is_same = versions == self._versions
         self._is_counted &= is_first or not is_same or bits == self._bits
         if not (is_first or (is_same and self._is_counted)):
@@ -132,10 +168,3 @@ class Casts:
 
 
 _CASTS: ContextVar[Casts | None] = ContextVar("casts", default=None)  # of the block one is in
-
-
-def _sums_of_bits(weights: Sequence[Tensor]) -> list[int]:
-    """Add up the bits of each tensor in fp32, which any write to it changes."""
-    plain = [weight.data for weight in weights if type(weight.data) is Tensor]
-    sums = [weight.view(torch.int32).sum() for weight in plain]
-    return [int(total) for total in torch.stack(sums).tolist()] if sums else []

@@ -50,34 +50,35 @@ def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any])
     """
     text = " ".join(str(error).split())
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    others = [(n, f) for n, f in fields.items() if isinstance(f, Tensor) and f.dtype not in weights]
-    odd = [(name, field.dtype) for name, field in others if _is_named(field, text)]
-    if not odd or not weights or "indices" in text or not re.search("type|implemented", text):
+    if not weights or "indices" in text or not re.search("type|implemented", text):
         return
-    name, dtype = odd[0]
     wanted = min(weights, key=str)
-    scaled = "" if dtype.is_floating_point else f", or an image's {name}.to({wanted}) / 255"
-    raise DataError(
-        f"data: field {name} is {dtype}, and the weights of {type(model).__name__} are {wanted} "
-        f"({text:.99}): convert it in the data set, e.g. "
-        f"{name}.to({wanted}), of an array {name}.astype(np.{str(wanted)[6:]}){scaled}"
-    ) from error
-
-
-def _is_named(field: Tensor, text: str) -> bool:
-    """Whether an error of PyTorch's names what a tensor holds, as Python or as C++ has it."""
-    kind = (
-        field.type().rpartition(".")[2].removesuffix("Tensor").replace("Byte", "Byte|unsigned char")
-    )
-    words = rf"\b({kind}|{str(field.dtype).removeprefix('torch.')})\b"
-    return re.search(words, text, re.IGNORECASE) is not None
+    for name, field in fields.items():
+        if not isinstance(field, Tensor) or field.dtype in weights:
+            continue
+        # What it holds as PyTorch's errors have it, in words of Python or of C++
+        kind = field.type().rpartition(".")[2].removesuffix("Tensor")
+        kinds = f"{kind}|{str(field.dtype).removeprefix('torch.')}"
+        kinds = kinds.replace("Byte", "Byte|unsigned char")
+        if not re.search(rf"\b({kinds})\b", text, re.IGNORECASE):
+            continue
+        remedy = f"{name}.to({wanted}), of an array {name}.astype(np.{str(wanted)[6:]})"
+        if not field.is_floating_point():
+            remedy += f", or an image's {name}.to({wanted}) / 255"
+        raise DataError(
+            f"data: field {name} is {field.dtype}, and the weights of {type(model).__name__} are "
+            f"{wanted} ({text:.99}): convert it in the data set, e.g. {remedy}"
+        ) from error
 
 
 @contextmanager
 def unmoved(model: nn.Module) -> Iterator[None]:
     """Put back what the block writes into buffers: the mean of no samples is not a number."""
-    owners = [part._buffers for part in model.modules()]
-    entries = [(o, n, b, b.clone()) for o in owners for n, b in o.items() if b is not None]
+    entries = []
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                entries.append((part._buffers, name, buffer, buffer.clone()))
     yield
     with torch.no_grad():
         for owner, name, buffer, copy in entries:

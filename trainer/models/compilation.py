@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import chain
 from typing import Any
 
 import torch
@@ -73,19 +72,16 @@ def compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever a block takes and gives
-        _mark([*args, *kwargs.values()])
+        # Tensors in containers, and among the attributes of objects.
+        found = tree_leaves((args, kwargs))
+        for value in found.copy():
+            found += getattr(value, "__dict__", {}).values()
+        for tensor in found:
+            if isinstance(tensor, Tensor) and tensor.ndim:
+                torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
+                # A first dimension of one is another graph in any case.
+                if tensor.shape[0] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return run(*args, **kwargs)
 
     return call
-
-
-def _mark(values: list[Any]) -> None:
-    """Say which dimensions are dynamic of tensors in containers and among attributes of objects."""
-    found = tree_leaves(values)
-    attributes = chain.from_iterable(vars(x).values() for x in found if hasattr(x, "__dict__"))
-    for tensor in chain(found, attributes):
-        if isinstance(tensor, Tensor) and tensor.ndim:
-            torch._dynamo.mark_static(tensor, [*range(1, tensor.ndim)])
-            # A first dimension of one is another graph in any case.
-            if tensor.shape[0] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -54,10 +54,10 @@ class ModelFacts:
 
     def filled(self, **found: Any) -> ModelFacts:  # noqa: ANN401 - of every field its own
         """Add what was found; what whoever made the model stated counts before it."""
-        unstated = {
-            n for n, f in self.__dataclass_fields__.items() if getattr(self, n) == f.default
-        }
-        return replace(self, **{name: found[name] for name in found.keys() & unstated})
+        for name, each in self.__dataclass_fields__.items():
+            if getattr(self, name) != each.default:
+                found.pop(name, None)
+        return replace(self, **found)
 
 
 FACTS = "model_facts"

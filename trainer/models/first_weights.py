@@ -120,13 +120,12 @@ def is_on_meta(module: nn.Module) -> bool:
 @contextmanager
 def drawn(module: nn.Module, weights: FirstWeights, device: torch.device) -> Iterator[None]:
     """Give a model on the meta device its first weights, whole, on `device` inside the block."""
-
-    def make(name: str, p: nn.Parameter) -> Tensor:
+    real = {}
+    for name, p in module.named_parameters():
         whole = torch.empty_like(p, device=device, requires_grad=False)
         fill(whole, weights[name])
-        return whole
-
-    with _lent(module, make):
+        real[id(p)] = nn.Parameter(whole, p.requires_grad)
+    with with_parameters(module, real):
         yield
 
 
@@ -139,29 +138,30 @@ def any_values(module: nn.Module, device: torch.device) -> Iterator[None]:
     sizes = [p.numel() for p in module.parameters()]
     pool = torch.randn(max(sizes, default=0), generator=torch.Generator().manual_seed(0))
     pool = pool.mul_(_TRIAL_STD).to(device)
-
-    def make(_: str, p: nn.Parameter) -> Tensor:
+    real = {}
+    for p in module.parameters():
         found = pool[: p.numel()].view(p.shape).to(p.dtype)
-        return found if p.dim() > 1 else 1 + found  # norms scale by numbers around 1
-
-    with _lent(module, make):
+        if p.dim() <= 1:  # norms scale by numbers around 1
+            found = 1 + found
+        real[id(p)] = nn.Parameter(found, p.requires_grad)
+    with with_parameters(module, real):
         yield
 
 
 @contextmanager
-def _lent(module: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> Iterator[None]:
-    """Put tensors in place of a model's parameters inside the block; tied ones stay tied."""
-    metas = [dict(part._parameters) for part in module.modules()]
-    real: dict[int, nn.Parameter] = {}
-    for name, p in module.named_parameters():
-        real[id(p)] = nn.Parameter(make(name, p), p.requires_grad)
+def with_parameters(module: nn.Module, by_id: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Put others in place of a model's parameters inside the block, by their ids.
+
+    Each under every name that it has, so that tied ones stay tied.
+    """
+    before = [(part._parameters, dict(part._parameters)) for part in module.modules()]
     try:
-        for part, own in zip(module.modules(), metas, strict=True):
-            part._parameters.update({name: real.get(id(p)) for name, p in own.items()})
+        for parameters, own in before:
+            parameters.update({name: by_id.get(id(p), p) for name, p in own.items()})
         yield
     finally:
-        for part, own in zip(module.modules(), metas, strict=True):
-            part._parameters.update(own)
+        for parameters, own in before:
+            parameters.update(own)
 
 
 @final

@@ -39,7 +39,9 @@ class ModelRun:
     def output_layer(self) -> nn.Module | None:
         """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
         layer = candidate(self.module)
-        return layer if self.declares_logits or IS_LAST in vars(layer or self) else None
+        if layer is not None and (self.declares_logits or IS_LAST in vars(layer)):
+            return layer
+        return None
 
     @property
     def compiled_by(self) -> str | None:
@@ -64,13 +66,10 @@ def declares_logits(module: nn.Module) -> bool:
     class derived from it with another `forward` does not.
     """
     forward = getattr(module.forward, "__func__", None)
-    kinds = (vars(kind) for kind in type(module).__mro__)
-    is_declared = any(
-        own.get("logits_from_output_layer") is True
-        for own in kinds
-        if own.get("forward") is forward
-    )
-    return is_declared and not module._forward_hooks
+    for own in map(vars, type(module).__mro__):
+        if own.get("forward") is forward and own.get("logits_from_output_layer") is True:
+            return not module._forward_hooks
+    return False
 
 
 def declared_output(module: nn.Module) -> nn.Module | None:
@@ -87,37 +86,45 @@ def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
 
     Of two that both do, one through which the other acts as well, as beside a residual, is hidden.
     """
-    last, inner = set[int](), set[int]()
+    # By whether another matrix lies between a matrix and the loss
+    by_place: dict[bool, set[int]] = {False: set(), True: set()}
     seen, todo = set[tuple[Any, bool]](), [(loss.grad_fn, False) for loss in losses]
     while todo:
         node, is_behind = step = todo.pop()
         if node is None or step in seen:
             continue
         seen.add(step)
-        operands = [(each, _matrix(each)) for each, _ in node.next_functions]
-        found = {id(matrix) for _, matrix in operands if matrix is not None}
-        (inner if is_behind else last).update(found)
-        todo += [(each, is_behind or bool(found)) for each, matrix in operands if matrix is None]
+        others, found = list[Any](), by_place[is_behind]
+        has_matrix = False
+        for operand, _ in node.next_functions:
+            weight = _variable(operand)
+            if weight is None or weight.ndim <= 1:
+                others.append(operand)
+            else:
+                found.add(id(weight))
+                has_matrix = True
+        todo += [(operand, is_behind or has_matrix) for operand in others]
     for part in module.modules():
         named = part.named_parameters(recurse=False)
-        if names := [name for name, p in named if id(p) in last - inner]:
+        if names := [name for name, p in named if id(p) in by_place[False] - by_place[True]]:
             setattr(part, _OUTPUT, names)
 
 
-def _matrix(node: Any) -> Tensor | None:  # noqa: ANN401 - of autograd's graph
-    """Give the matrix that is an operand as it is, or transposed or cast."""
+def _variable(node: Any) -> Tensor | None:  # noqa: ANN401 - of autograd's graph
+    """Give the parameter that is an operand as it is, or transposed or cast."""
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    weight: Tensor | None = getattr(node, "variable", None)
-    return weight if weight is not None and weight.ndim > 1 else None
+    return getattr(node, "variable", None)
 
 
 def output_matrices(module: nn.Module) -> list[Tensor]:
     """Give the matrices of the output layer, as the model names it, or as `note_...` found it."""
     if (layer := declared_output(module)) is not None:
         return [*layer.parameters()]
-    parts = ((part, vars(part).get(_OUTPUT, ())) for part in module.modules())
-    return [part.get_parameter(name) for part, names in parts for name in names]
+    found = list[Tensor]()
+    for part in module.modules():
+        found += map(part.get_parameter, vars(part).get(_OUTPUT, ()))
+    return found
 
 
 def candidate(module: nn.Module) -> nn.Module | None:
@@ -127,26 +134,24 @@ def candidate(module: nn.Module) -> nn.Module | None:
     """
     if (layer := declared_output(module)) is None:
         return None
+    if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
     is_plain = type(layer).forward is nn.Linear.forward
-    is_plain |= vars(type(layer)).get("is_matrix_product", False)
-    is_hooked = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
-    return layer if is_plain and not is_hooked else None
+    return layer if is_plain or vars(type(layer)).get("is_matrix_product") else None
 
 
 def watch_last(model: nn.Module, layer: nn.Module) -> Callable[[], bool]:
     """Watch a copy of a model, and tell whether its logits were the very tensor of a layer."""
-    given: list[tuple[Tensor, int]] = []
-    outputs: list[tuple[Tensor, int]] = []
-    layer.register_forward_hook(lambda _, __, out: given.append((out, out._version)))
+    # Each tensor, so that its id stays its own, with its version: later where it was written into
+    seen: dict[nn.Module, list[tuple[int, int, object]]] = {layer: [], model: []}
 
-    def note(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
+    def note(part: nn.Module, _: object, output: Any) -> None:  # noqa: ANN401
         logits = output if isinstance(output, Tensor) else output_part(output, "logits")
-        outputs.append(
-            (logits, getattr(logits, "_version", -1))
-        )  # later, where it was written into
+        seen[part].append((id(logits), getattr(logits, "_version", -1), logits))
 
+    layer.register_forward_hook(note)
     model.register_forward_hook(note)
-    return lambda: [(id(t), v) for t, v in given] == [(id(t), v) for t, v in outputs] != []
+    return lambda: [each[:2] for each in seen[layer]] == [each[:2] for each in seen[model]] != []
 
 
 def _pass(x: Tensor) -> Tensor:

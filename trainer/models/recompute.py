@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -32,28 +32,23 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def repeated_stacks(model: nn.Module) -> list[nn.Module]:
     """Find the lists that `blocks_of` takes the blocks of."""
-    stacks = _outermost(model)
-    sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
-    least = SIGNIFICANT * max(sizes, default=0)
-    return [s for s, size in zip(stacks, sizes, strict=True) if size and size >= least]
+    sizes = {s: sum(p.numel() for p in s.parameters()) for s in _outermost(model)}
+    least = max(1, SIGNIFICANT * max(sizes.values(), default=0))
+    return [stack for stack, size in sizes.items() if size >= least]
 
 
 def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks that share no parameter with anything outside of themselves."""
     blocks = blocks_of(model)
-    owned = [{id(p) for p in block.parameters()} for block in blocks]
-    # A module counts as often as it has owners; `modules()` would give it once.
-    times = Counter(chain(*owned, {id(p) for p in _parameters_outside(model, set(blocks))}))
-    return tuple(
-        block for block, own in zip(blocks, owned, strict=True) if all(times[p] == 1 for p in own)
-    )
-
-
-def _parameters_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Parameter]:
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in blocks:
-            yield from _parameters_outside(child, blocks)
+    owned = {block: {id(p) for p in block.parameters()} for block in blocks}
+    outside, todo = set[int](), [model]
+    # A module is walked to from each of its owners; `modules()` would give it once.
+    while todo:
+        part = todo.pop()
+        outside |= {id(p) for p in part.parameters(recurse=False)}
+        todo += [child for child in part.children() if child not in owned]
+    times = Counter(chain(outside, *owned.values()))
+    return tuple(block for block in blocks if all(times[p] == 1 for p in owned[block]))
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -142,9 +137,9 @@ def recompute_nothing(model: nn.Module) -> None:
 def _outermost(module: nn.Module) -> list[nn.Module]:
     stacks: list[nn.Module] = []
     for child in module.children():
-        is_stack = isinstance(child, nn.ModuleList) or (
-            isinstance(child, nn.Sequential) and any([*part.children()] for part in child)
-        )
+        is_stack = isinstance(child, nn.ModuleList)
+        if isinstance(child, nn.Sequential):
+            is_stack = any([*part.children()] for part in child)
         stacks += [child] if is_stack else _outermost(child)
     return stacks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from trainer.config.components import Count, NonNegative
 from trainer.core.coupling import Coupling
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields, output_part
-from trainer.objectives.base import ModelCall, Sums, at_least_single, logits_of
+from trainer.objectives.base import ModelCall, Sums, at_least_single, logits_of, without_labels
 from trainer.objectives.coupled import CoupledObjective
 from trainer.objectives.next_token import shifted_labels
 
@@ -58,14 +58,19 @@ class BalancedNextToken(CoupledObjective):
                 "objective: BalancedNextToken sums by sample: type accum.packed=false"
             )
         targets = shifted_labels(fields)
-        output = model({name: value for name, value in fields.items() if name != "labels"})
+        output = model(without_labels(fields))
         logits = at_least_single(logits_of(output))
         entropy = F.cross_entropy(
             logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
         )
         real, num_taken = _real(fields)[..., None], self._num_taken(model)
+        if not (routers := output_part(output, "router_logits")):
+            raise ConfigError(
+                "model: forward gives no router_logits, which BalancedNextToken needs: set "
+                "output_router_logits to true in its config, or return a tensor for each layer"
+            )
         taken, probability = [], []
-        for layer in _routers(output):
+        for layer in routers:  # `(samples * time, experts)`
             routed = at_least_single(layer).view(*targets.shape, -1).softmax(-1)
             chosen = routed.topk(num_taken, -1).indices
             counts = torch.zeros_like(routed).scatter_(-1, chosen, 1.0)
@@ -87,14 +92,14 @@ class BalancedNextToken(CoupledObjective):
 
     def _num_taken(self, model: ModelCall) -> int:
         module = getattr(model, "module", None)
-        if isinstance(module, nn.Module) and any(
-            name.endswith(CORRECTION)
-            for name, _ in chain(module.named_parameters(), module.named_buffers())
-        ):
-            raise ConfigError(
-                "objective: BalancedNextToken takes the experts of largest softmax, and this "
-                f"model's router corrects its scores by {CORRECTION}; type objective=next_token"
-            )
+        if isinstance(module, nn.Module):
+            for name, _ in chain(module.named_parameters(), module.named_buffers()):
+                if name.endswith(CORRECTION):
+                    text = f"this model's router corrects its scores by {CORRECTION}"
+                    raise ConfigError(
+                        "objective: BalancedNextToken takes the experts of largest softmax, and "
+                        f"{text}; type objective=next_token"
+                    )
         config = getattr(module, "config", None)
         found = self.experts_per_token or getattr(config, "num_experts_per_tok", None)
         if found is None:
@@ -109,14 +114,3 @@ def _real(fields: Fields) -> Tensor:
     """Mark the tokens that are no padding, `(samples, time)`."""
     mask = fields.get("attention_mask")
     return torch.ones_like(fields["labels"]) if mask is None else mask
-
-
-def _routers(output: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - models return what they like
-    """Take the router's logits of each layer, `(samples * time, experts)`."""
-    found = output_part(output, "router_logits")
-    if not found:
-        raise ConfigError(
-            "model: forward gives no router_logits, which BalancedNextToken needs: set "
-            "output_router_logits to true in its config, or return a tensor for each layer"
-        )
-    return tuple(found)

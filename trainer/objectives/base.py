@@ -37,12 +37,7 @@ from trainer.core.rows import Described
 from trainer.core.stateful import STEP_KEYS
 from trainer.data.collate import LABELS
 from trainer.data.samples import without_marks
-from trainer.objectives.by_source import (
-    Recorded,
-    figure_of,
-    marks_by_source,
-    source_sums,
-)
+from trainer.objectives.by_source import Recorded, figure_of, marks_by_source, source_sums
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
@@ -205,13 +200,16 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         _refuse(method, given, "return a number for every name that `sums` gives")
     weights = {}
     for name, value in given.items():
-        is_plain = type(value) in (int, float)  # a tensor takes 10 us
-        weights[name] = float(value if is_plain else _number(f"{method}, {name}", value))
+        number = value
+        if type(value) not in (int, float):  # for which a tensor would take 10 us
+            number = _number(f"{method}, {name}", value)
+        weights[name] = float(number)
         if not 0.0 <= weights[name] < math.inf:
             _refuse(f"{method}, {name}", value, "return a finite number, 0 or more")
+    if len(own) == len(fields):
+        return weights
     terms = [name for name in weights if name not in objective.metric_names]
-    marks = marks_by_source(objective, fields) if len(own) < len(fields) else {}
-    for source, mark in marks.items():
+    for source, mark in marks_by_source(objective, fields).items():
         labels = fields[LABELS].masked_fill(~mark, IGNORED)  # all that is of another source
         of_source = objective.weights({**own, LABELS: labels})
         weights |= {figure_of(source, t, len(terms)): float(of_source[t]) for t in terms}
@@ -221,8 +219,17 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
 def sums_of(
     objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
 ) -> Sums:
-    """Run an objective on a micro-batch; `weights` are None where they do not matter."""
-    sums, by_source = _run(objective, model, fields, weights)
+    """Run an objective on a micro-batch, and sum its losses by source where samples have one.
+
+    `weights` are None where they do not matter.
+    """
+    own = without_marks(fields)
+    if weights is None:
+        return checked(objective, objective.sums(model, own), None)
+    if len(own) == len(fields):
+        return checked(objective, objective.sums_weighed(model, own, weights), weights)
+    sums = objective.sums_weighed(call := Recorded(model), own, weights)
+    by_source = source_sums(objective, call, fields, weights, sums)
     return checked(objective, sums, weights, by_source)
 
 
@@ -243,11 +250,13 @@ def checked(
             _refuse(f"{method}, {name}", loss, remedy)
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
     metrics |= by_source or {}
-    named = {*metrics, *(losses.keys() - {"loss"} if len(losses) > 1 else ())}
+    named = {*metrics}
+    if len(losses) > 1:  # one alone is written as `loss`, whatever its name
+        named |= losses.keys() - {"loss"}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
         raise ConfigError(f"objective: {method}: {taken[0]} is a built-in metric; rename it")
     if weights is not None:
-        _check_names(objective, weights, (*losses, *metrics))
+        _check_names(objective, weights, [*losses, *metrics])
     if torch.is_grad_enabled() and not any(loss.requires_grad for loss in losses.values()):
         if any((weights or {}).get(name) for name in losses):
             raise ConfigError(
@@ -258,19 +267,6 @@ def checked(
     return Sums(losses=losses, metrics=metrics, statistics=sums.statistics)
 
 
-def _run(
-    objective: Objective, model: ModelCall, fields: Fields, weights: Mapping[str, float] | None
-) -> tuple[Sums, dict[str, Tensor]]:
-    """Run an objective, and sum its losses by source where samples have one."""
-    own = without_marks(fields)
-    if weights is None:
-        return objective.sums(model, own), {}
-    if len(own) == len(fields):
-        return objective.sums_weighed(model, own, weights), {}
-    sums = objective.sums_weighed(call := Recorded(model), own, weights)
-    return sums, source_sums(objective, call, fields, weights, sums)
-
-
 def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequence[str]) -> None:
     """Refuse a sum without a weight, and a weight without its sum, which would count as 0."""
     kind = type(objective).__name__
@@ -279,9 +275,10 @@ def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequ
             f"objective: `weights` of {kind} returns {', '.join(weights)} but not "
             f"{', '.join(missing)}, which `sums` returns: return a divisor for each"
         )
-    # A step does without metrics.
-    spared = objective.metric_names if torch.is_grad_enabled() else ()
-    if left_out := [n for n, weight in weights.items() if weight and n not in (*given, *spared)]:
+    spared = {*given}
+    if torch.is_grad_enabled():  # a step does without metrics
+        spared |= {*objective.metric_names}
+    if left_out := [name for name, weight in weights.items() if weight and name not in spared]:
         raise ConfigError(
             f"objective: `sums` of {kind} lacks {', '.join(left_out)}, which `weights` returns: "
             "return a sum for each, and list in `metric_names` what only an evaluation gives"
@@ -302,9 +299,14 @@ def _refuse(method: str, value: object, remedy: str) -> NoReturn:
     raise ConfigError(f"objective: {method}: {' '.join(repr(value).split()):.60}; {remedy}")
 
 
+def without_labels(fields: Fields) -> Fields:
+    """Leave out labels, of which a model that could would compute a loss of its own."""
+    return {name: value for name, value in fields.items() if name != "labels"}
+
+
 def logits_from(model: ModelCall, fields: Fields) -> Tensor:
-    """Call a model without the labels, so that one that could computes no loss of its own."""
-    return logits_of(model({name: value for name, value in fields.items() if name != "labels"}))
+    """Call a model without the labels, and take its logits."""
+    return logits_of(model(without_labels(fields)))
 
 
 def logits_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like

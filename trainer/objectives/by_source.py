@@ -53,30 +53,31 @@ def source_sums(
 ) -> dict[str, Tensor]:
     """Sum the loss terms of each source from what the model gave; without a graph.
 
-    Args:
-        objective: that gave the sums.
-        call: by which it called the model.
-        fields: of the micro-batch.
-        weights: of the micro-batch; a source without any is not computed, nor is one alone.
-        given: of all samples.
+    `call` is that by which the objective called the model, `given` what it gave of all samples. A
+    source without a weight is not computed, nor is one alone.
     """
     marks, found, losses = marks_by_source(objective, fields), dict[str, Tensor](), given.losses
-    names = {s: {t: figure_of(s, t, len(losses)) for t in losses} for s in marks}
-    present = [s for s, figures in names.items() if any(weights[f] for f in figures.values())]
-    for source in present:
-        sums: Mapping[str, Tensor] = losses  # of the only source that is here
+    zero = torch.zeros((), dtype=torch.float64, device=next(iter(losses.values())).device)
+    present = dict[str, list[str]]()  # names of figures, in the order of the losses
+    for source in marks:
+        figures = [figure_of(source, term, len(losses)) for term in losses]
+        if any(weights[figure] for figure in figures):
+            present[source] = figures
+        else:
+            found |= dict.fromkeys(figures, zero)
+    for source, figures in present.items():
+        sums = [*losses.values()]  # of the only source that is here
         if len(present) > 1 and given.terms is not None:
-            sums = dict.fromkeys(
-                losses, given.terms.where(marks[source], 0.0).sum(dtype=torch.float64)
-            )
+            whole = given.terms.where(marks[source], 0.0).sum(dtype=torch.float64)
+            sums = [whole] * len(figures)
         elif len(present) > 1:
             labels = fields[LABELS].masked_fill(~marks[source], IGNORED)
             with torch.no_grad():
-                sums = objective.sums(call, {**without_marks(fields), LABELS: labels}).losses
-        found |= {names[source][term]: sums[term].detach().double() for term in losses}
-    absent = (f for s, figures in names.items() if s not in present for f in figures.values())
-    zero = torch.zeros((), dtype=torch.float64, device=next(iter(losses.values())).device)
-    return found | dict.fromkeys(absent, zero)
+                own = objective.sums(call, {**without_marks(fields), LABELS: labels}).losses
+            sums = [own[term] for term in losses]
+        for figure, total in zip(figures, sums, strict=True):
+            found[figure] = total.detach().double()
+    return found
 
 
 @final

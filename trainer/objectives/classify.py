@@ -92,16 +92,13 @@ class Classify(Objective):
                 f"model: logits of shape {tuple(logits.shape)} do not match labels of shape "
                 f"{tuple(labels.shape)}; it needs {each}, and for {other}"
             )
-        logits = logits.movedim(axis, 1)
-        given = self.class_weights
-        weight = None
-        if given is not None:
+        logits, weight = logits.movedim(axis, 1), None
+        if (given := self.class_weights) is not None:
+            if len(given) != logits.shape[1]:
+                text = f"{len(given)} weights for {logits.shape[1]} classes"
+                raise ConfigError(f"objective.class_weights: {text}")
             # A copy that does not wait for the device.
             weight = torch.tensor(given, dtype=logits.dtype).to(logits.device, non_blocking=True)
-        if weight is not None and len(weight) != logits.shape[1]:
-            raise ConfigError(
-                f"objective.class_weights: {len(weight)} weights for {logits.shape[1]} classes"
-            )
         cross_entropy = F.cross_entropy(
             logits,
             labels,

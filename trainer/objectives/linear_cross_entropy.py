@@ -128,7 +128,7 @@ def _compute(
                 torch.zeros_like(x, dtype=dtype) if needed and x is not None else None
                 for x, dtype, needed in kinds
             ]
-        sums = [torch.zeros((), dtype=t, device=hidden.device) for t in (wide, torch.int64)]
+        total, hits = (torch.zeros((), dtype=t, device=hidden.device) for t in (wide, torch.int64))
         starts = range(0, len(hidden), task.rows)
         for start in starts[:PEAK_CHUNKS] if only_peak.get() else starts:
             piece = slice(start, start + task.rows)
@@ -136,18 +136,18 @@ def _compute(
             logits = F.linear(rows, matrix, added)
             logits[:, task.classes :] = -torch.inf
             if not needs:
-                sums[1] += (logits.argmax(-1) == labels).sum()
+                hits += (logits.argmax(-1) == labels).sum()
             if observe is not None:
                 observe(logits[:, : task.classes], labels)
             losses = _entropy(task, logits, labels, wide, overwrites=grads is not None)
-            sums[0] += losses.sum()
+            total += losses.sum()
             if task.terms is not None:
                 task.terms[piece] = losses
             if grads is not None:
                 _add_gradients(grads, piece, (logits, rows, matrix), (labels == IGNORED)[:, None])
     if grads is not None:
         grads = [grads[0], *(g if g is None else g[: task.classes] for g in grads[1:])]
-    return (sums[0], sums[1]), grads
+    return (total, hits), grads
 
 
 def _padded(tensor: Tensor | None, multiple: int, dtype: torch.dtype) -> Tensor | None:

@@ -47,7 +47,8 @@ def _hits(logits: Tensor, labels: Tensor, k: int = 1) -> Tensor:
 
 def _flag_hits(logits: Tensor, labels: Tensor) -> Tensor:
     valid = labels != IGNORED
-    return torch.stack([(((logits > 0) == (labels > 0)) & valid).sum(), valid.sum()])
+    right = (logits > 0) == (labels > 0)
+    return torch.stack([(right & valid).sum(), valid.sum()])
 
 
 def _class_counts(logits: Tensor, labels: Tensor) -> Tensor:
@@ -157,11 +158,7 @@ def _metric(name: str) -> Metric:
 
 
 def check_metrics(objective: Objective, names: Sequence[str]) -> None:
-    """Refuse metrics that an objective's labels have no place for.
-
-    Raises:
-        ConfigError: one line for all of them.
-    """
+    """Refuse, in one line for all, metrics that an objective's labels have no place for."""
     kind, name = objective.label_kind, type(objective).__name__
     known = [each for each, metric in METRIC_OF.items() if kind in metric.sums]
     if odd := [each for each in names if kind not in _metric(each).sums]:
@@ -173,25 +170,17 @@ def check_metrics(objective: Objective, names: Sequence[str]) -> None:
 
 
 def check_classes(names: Sequence[str], classes: int) -> None:
-    """Refuse metrics of two classes for a model that gives another number.
-
-    Raises:
-        ConfigError: in one line.
-    """
+    """Refuse metrics of two classes for a model that gives another number."""
     if AUROC in names and classes != 2:  # noqa: PLR2004
-        raise ConfigError(
-            f"objective.metrics=[{AUROC}]: the model gives {classes} classes, and it is of two: "
-            "leave it out"
-        )
+        text = f"the model gives {classes} classes, and it is of two: leave it out"
+        raise ConfigError(f"objective.metrics=[{AUROC}]: {text}")
 
 
 def statistics_of(objective: Objective, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Sum what the metrics of an objective need, in an evaluation; nothing while training.
+    """Sum what the metrics of an objective with a `label_kind` need; nothing while training.
 
-    Args:
-        objective: with a `label_kind`.
-        logits: `(positions, classes)`, or as the labels.
-        labels: `(positions,)`, -100 where there is none, or `(positions, numbers)`.
+    `logits` are `(positions, classes)`, or as the labels; `labels` `(positions,)`, -100 where there
+    is none, or `(positions, numbers)`.
     """
     if torch.is_grad_enabled():
         return {}
@@ -216,7 +205,8 @@ def metrics_of_sums(objective: Objective, sums: Mapping[str, Tensor]) -> dict[st
     """Turn the sums of a whole evaluation into metrics by name."""
     named = {f"{n} of {objective.label_kind}": n for n in objective.named_metrics}
     own = {name: each for name, each in sums.items() if name not in named}
-    return {
-        **{n: _metric(n).figure(sums[key]) for key, n in named.items() if key in sums},
-        **(objective.figures(own) if own else {}),
-    }
+    found = {}
+    for key, name in named.items():
+        if key in sums:
+            found[name] = _metric(name).figure(sums[key])
+    return {**found, **objective.figures(own)} if own else found

@@ -22,6 +22,7 @@ from trainer.objectives.base import (
     at_least_single,
     labels_of,
     logits_of,
+    without_labels,
 )
 from trainer.objectives.linear_cross_entropy import linear_cross_entropy
 from trainer.objectives.metrics import add_statistics, statistics_of
@@ -55,13 +56,13 @@ class TokenEntropy(Objective):
 
     def inputs(self, model: ModelCall, fields: Fields) -> Fields:
         """Give what the model is called with: all but labels, of which it would compute a loss."""
-        return {name: value for name, value in fields.items() if name != "labels"}
+        return without_labels(fields)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the targets, under every name."""
         count = float(torch.count_nonzero(self.targets(fields) != IGNORED))
-        names = ["cross_entropy", "accuracy", *(["z_loss"] if self.z_loss else [])]
-        return dict.fromkeys(names, count)
+        weights = {"cross_entropy": count, "accuracy": count}
+        return {**weights, "z_loss": count} if self.z_loss else weights
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over `(batch, time)`; the sums are at least float32.
@@ -142,19 +143,10 @@ class NextToken(TokenEntropy):
 
 
 def shifted_labels(fields: Fields) -> Tensor:
-    """Move every label to the position that predicts it.
+    """Move every label, `(batch, time)`, to the position that predicts it; in int64.
 
-    The last position of each document predicts nothing. Its label is -100 rather than missing:
-    the logits then need not be cut, which would copy them.
-
-    Args:
-        fields: `labels`, `(batch, time)`; and `cu_seqlens` where documents are packed.
-
-    Returns:
-        `(batch, time)`, int64.
-
-    Raises:
-        ConfigError: the data give no labels, or none that are a sequence per sample.
+    The last position of each document, also of packed ones, predicts nothing. Its label is -100
+    rather than missing: the logits then need not be cut, which would copy them.
     """
     targets = F.pad(sequences_of(fields)[:, 1:], (0, 1), value=IGNORED).long()
     if "cu_seqlens" in fields:

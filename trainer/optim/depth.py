@@ -28,36 +28,33 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     model's own, such as a temperature, has the whole rate, as has an output layer that the model
     gives by `get_output_embeddings` and shares with no input.
     """
-    stacks = repeated_stacks(model)
+    stacks, layer = repeated_stacks(model), candidate(model)
+    remedy = "give rates by optimizer.groups"
     if len(stacks) != 1:
         found = f"{len(stacks)} lists" if stacks else "no list"
-        text = f"the model has {found} of repeated blocks, and one is needed"
-        raise ConfigError(
-            f"optimizer.layer_decay={decay:g}: {text}; give rates by optimizer.groups"
-        )
-    blocks = [*stacks[0].children()]
-    whole = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
-    inputs = (each.weight for each in model.modules() if isinstance(each, nn.Embedding))
-    layer = candidate(model)
+        text = f"the model has {found} of repeated blocks, and one is needed; {remedy}"
+        raise ConfigError(f"optimizer.layer_decay={decay:g}: {text}")
     if name := _ends_ahead(model, stacks[0], layer):
-        raise ConfigError(
-            f"optimizer.layer_decay={decay:g}: {name}, by its name an end of the model, stands "
-            "ahead of its blocks: declare it behind them, or give rates by optimizer.groups"
-        )
-    whole |= {id(p) for p in (layer.parameters() if layer else ())} - {*map(id, inputs)}
+        text = f"{name}, by its name an end of the model, stands ahead of its blocks: declare it"
+        raise ConfigError(f"optimizer.layer_decay={decay:g}: {text} behind them, or {remedy}")
+    whole = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
+    if layer is not None:
+        whole |= {id(p) for p in layer.parameters()}
+        whole -= {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    blocks = [*stacks[0].children()]
     of_block = dict[int, int]()
     for place, block in enumerate(blocks, 1):
         for parameter in block.parameters():
             of_block.setdefault(id(parameter), place)
     scales, place, left = dict[int, float](), 0, len(of_block)
     for parameter in model.parameters():
-        if id(parameter) in whole:
-            scales[id(parameter)] = 1.0
-        elif id(parameter) in of_block:
+        is_behind = not left
+        if id(parameter) in of_block:
             place, left = of_block[id(parameter)], left - 1
-            scales[id(parameter)] = decay ** (len(blocks) + 1 - place)
+        if is_behind or id(parameter) in whole:
+            scales[id(parameter)] = 1.0
         else:
-            scales[id(parameter)] = decay ** (len(blocks) + 1 - place) if left else 1.0
+            scales[id(parameter)] = decay ** (len(blocks) + 1 - place)
     return scales
 
 

@@ -19,35 +19,30 @@ def optimizer_rows(spec: OptimizerSpec, model: nn.Module, factor: float) -> list
 
     The schedule and the size of the first step multiply every rate by `factor`.
     """
-    lines = list[str]()
-    matched = match_groups(model, spec.groups)
-    taken = {id(p) for members in matched.values() for p in members}
-    rest = [p for p in model.parameters() if id(p) not in taken]
-    for pattern, members in [*matched.items(), ("others", rest)] if matched else ():
+    matched = [*match_groups(model, spec.groups).items()]
+    if matched:
+        taken = {id(p) for _, members in matched for p in members}
+        matched.append(("others", [p for p in model.parameters() if id(p) not in taken]))
+    lines, rows = list[str](), list[Row]()
+    for pattern, members in matched:
         settings = spec.groups.get(pattern, {})
         rate = f"lr {settings.get('lr', spec.lr) * factor:g}"
         if settings.get("frozen"):
             rate = "frozen"
         count = plural(sum(p.numel() for p in members), "parameter")
         lines.append(f"{pattern}: {plural(len(members), 'tensor')}, {count}, {rate}")
-    rows = [row("" if place else "groups", line) for place, line in enumerate(lines)]
+        rows.append(row("" if rows else "groups", lines[-1]))
     if spec.layer_decay is not None:
-        rows.append(_depth_row(model, spec.layer_decay, spec.lr * factor))
+        by_id = depth_scales(model, spec.layer_decay)
+        scales = sorted({*by_id.values()})
+        lowest = set[str]()  # modules
+        for name, parameter in model.named_parameters():
+            if by_id[id(parameter)] == scales[0]:
+                lowest.add(name.rpartition(".")[0] or name)
+        rates = [spec.lr * factor * scale for scale in scales]
+        text = f"lr {_spaced(rates, '.3g')}, from input to output; the lowest: "
+        rows.append(row("layers", text + first_of(sorted(lowest)), layer_rates=rates))
     return [row(groups=lines), *rows, *spec.rows(model)]
-
-
-def _depth_row(model: nn.Module, decay: float, lr: float) -> Row:
-    """Give the rates that fall with the depth of a weight, from the lowest to the highest."""
-    by_id = depth_scales(model, decay)
-    scales = sorted({*by_id.values()})
-    first = set[str]()  # modules with the lowest rate
-    for name, parameter in model.named_parameters():
-        if by_id[id(parameter)] == scales[0]:
-            first.add(name.rpartition(".")[0] or name)
-    rates = [lr * scale for scale in scales]
-    shown = " ".join(f"{rate:.3g}" for rate in rates)
-    text = f"lr {shown}, from input to output; the lowest: {first_of(sorted(first))}"
-    return row("layers", text, layer_rates=rates)
 
 
 def default_row(name: str, spec: OptimizerSpec, by_job: Mapping[str, Any], why: str) -> Row:
@@ -63,15 +58,16 @@ def default_row(name: str, spec: OptimizerSpec, by_job: Mapping[str, Any], why: 
 def changes(first: OptimizerSpec, second: OptimizerSpec) -> tuple[dict[str, Any], str | None]:
     """Give what differs between two settings of an optimizer, and the same in words."""
     before, now = (vars(s) | {"options": {}} | vars(s).get("options", {}) for s in (first, second))
-    changed = {name: (before.get(name), v) for name, v in now.items() if before.get(name) != v}
-    texts = [
-        f"{name} {_spaced(old or 'default')} -> {_spaced(new)}"
-        for name, (old, new) in changed.items()
-    ]
+    changed, texts = dict[str, Any](), list[str]()
+    for name, new in now.items():
+        if (old := before.get(name)) != new:
+            changed[name] = old, new
+            texts.append(f"{name} {_spaced(old or 'default')} -> {_spaced(new)}")
     return changed, join_parts(*texts)
 
 
-def _spaced(value: object) -> str:
+def _spaced(value: object, form: str = "g") -> str:
     """Write a number, or several, for a person."""
-    several = value if isinstance(value, list | tuple) else [value]
-    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in several)
+    if isinstance(value, list | tuple):
+        return " ".join(_spaced(each, form) for each in value)
+    return format(value, form) if isinstance(value, float) else str(value)

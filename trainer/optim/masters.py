@@ -8,8 +8,7 @@ after each step the weights are their values, rounded to the nearest. Copies tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainer.core.errors import ConfigError
 from trainer.core.tensors import gradient_dtype, local_part
+from trainer.models.first_weights import with_parameters
 
 MASTERS = "master_weights"
 """Attribute of an optimizer that steps copies: its `MasterWeights`."""
@@ -43,40 +43,24 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.pairs = [
-            (weight, nn.Parameter(weight.detach().to(gradient_dtype(weight))))
-            for weight in model.parameters()
-            if weight.requires_grad and gradient_dtype(weight) != weight.dtype
-        ]
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for weight in model.parameters():
+            wide = gradient_dtype(weight)
+            if weight.requires_grad and wide != weight.dtype:
+                self.pairs.append((weight, nn.Parameter(weight.detach().to(wide))))
         self._versions: list[int] = []
 
-    def build(self, model: nn.Module, build: Callable[[], Optimizer]) -> Optimizer:
-        """Build an optimizer of a model over the copies, which it steps from then on."""
-        with self._in_place(model):
-            optimizer = build()
+    def in_place(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Have a model whose parameters are the copies, under the same names, inside the block."""
+        return with_parameters(model, {id(weight): copy for weight, copy in self.pairs})
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Bring gradients to the copies ahead of each step of an optimizer, and values back."""
         if self.pairs:
             setattr(optimizer, MASTERS, self)
             optimizer.register_step_pre_hook(self._take_gradients)
             optimizer.register_step_post_hook(self.write_back)
             self._note_writes()
-        return optimizer
-
-    @contextmanager
-    def _in_place(self, model: nn.Module) -> Iterator[None]:
-        """Have a model whose parameters are the copies, under the same names, inside the block."""
-        copies = {id(weight): copy for weight, copy in self.pairs}
-        places = []
-        # Under every name that a weight has, so that tied ones stay tied.
-        for part in model.modules():
-            named = part._parameters.items()
-            places += [(part._parameters, name, w) for name, w in named if id(w) in copies]
-        for owner, name, weight in places:
-            owner[name] = copies[id(weight)]
-        try:
-            yield
-        finally:
-            for owner, name, weight in places:
-                owner[name] = weight
 
     @torch.no_grad()
     def _take_gradients(self, *_: Any) -> None:  # noqa: ANN401 - as hooks are called

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -30,7 +30,6 @@ from trainer.optim.optimizers import (
 )
 
 SplitGroups = list[dict[str, Any]]
-_TABLES = nn.Embedding, nn.EmbeddingBag
 _USE_MUON = "use_muon"
 """Setting of a parameter group: which of the two steps it."""
 
@@ -55,14 +54,16 @@ class Muon(OptimizerSpec):
 
     def split(self, model: nn.Module, groups: SplitGroups) -> SplitGroups:
         """See the base class."""
-        hidden = _hidden_matrices(model)
-        parts = []
+        hidden, parts = _hidden_matrices(model), SplitGroups()
         for group in groups:
-            for is_hidden, name in ((True, "matrices"), (False, "others")):
-                members = [p for p in group["params"] if (id(p) in hidden) is is_hidden]
-                # Both halves keep the group's rate and decay.
-                named = {"name": f"{group['name']} {name}", "params": members}
-                parts += [{**group, **named, _USE_MUON: is_hidden}] if members else []
+            halves: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            for parameter in group["params"]:
+                halves[id(parameter) in hidden].append(parameter)
+            for is_hidden, members in halves.items():
+                if members:  # which keep the group's rate and decay
+                    name = f"{group['name']} {'matrices' if is_hidden else 'others'}"
+                    own = {"name": name, "params": members, _USE_MUON: is_hidden}
+                    parts.append(group | own)
         return parts
 
     def construct(self, params: SplitGroups) -> Optimizer:
@@ -73,20 +74,14 @@ class Muon(OptimizerSpec):
         if in_shards(matrices):
             text = "needs whole matrices, and parallel=fsdp and hsdp hold shards of them"
             raise ConfigError(f"optimizer=muon: {text}; type parallel=ddp or optimizer=adamw")
-        muon = partial(
-            without_compiler(torch.optim.Muon),
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            ns_steps=self.ns_steps,
-            adjust_lr_fn=self.adjust_lr_fn,
-        )
-        adamw = partial(
-            without_compiler(torch.optim.AdamW),
-            betas=tuple(self.betas),
-            eps=self.eps,
-            fused=all_fuse(params),
-        )
-        return without_compiler(MuonWithAdamW)(params, muon=muon, adamw=adamw)
+        names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+        own = {name: getattr(self, name) for name in names}
+        parts = {True: without_compiler(torch.optim.Muon)(matrices, **own)}
+        if others := [group for group in params if not group[_USE_MUON]]:
+            parts[False] = without_compiler(torch.optim.AdamW)(
+                others, betas=tuple(self.betas), eps=self.eps, fused=all_fuse(params)
+            )
+        return without_compiler(MuonWithAdamW)(parts)
 
     def rows(self, model: nn.Module) -> Sequence[Row]:
         """See the base class."""
@@ -99,35 +94,27 @@ class Muon(OptimizerSpec):
 
 @final
 class MuonWithAdamW(Optimizer):
-    """Two optimizers that share one state and one list of groups, so that both are saved as one.
+    """Two optimizers that share one state and one list of groups, so that both are saved as one."""
 
-    Groups name their half by `use_muon`.
-    """
-
-    def __init__(
-        self,
-        params: SplitGroups,
-        muon: Callable[[SplitGroups], Optimizer],
-        adamw: Callable[[SplitGroups], Optimizer],
-    ) -> None:
-        self._parts: dict[bool, Optimizer] = {}
-        for use_muon, build in ((True, muon), (False, adamw)):
-            if members := [group for group in params if group[_USE_MUON] is use_muon]:
-                self._parts[use_muon] = build(members)
-        super().__init__([g for part in self._parts.values() for g in part.param_groups], {})
+    def __init__(self, parts: Mapping[bool, Optimizer]) -> None:
+        self._parts = parts  # by the `use_muon` of their groups
+        super().__init__([*chain(*(part.param_groups for part in parts.values()))], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Take a step of both."""
-        for use_muon, part in self._parts.items():
+        for part in self._parts.values():
             # Loading a state replaces both the state and the groups.
-            part.state = self.state
-            part.param_groups = [g for g in self.param_groups if g[_USE_MUON] is use_muon]
+            part.state, part.param_groups = self.state, []
+        for group in self.param_groups:
+            self._parts[group[_USE_MUON]].param_groups.append(group)
+        for part in self._parts.values():
             part.step()
 
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
     """Give the ids of matrices that are neither looked up nor give the output."""
-    tables = (part for part in model.modules() if isinstance(part, _TABLES))
-    others = {id(p) for table in tables for p in table.parameters()}
-    others |= {id(p) for p in output_matrices(model)}
-    return {id(p) for p in model.parameters() if p.ndim == 2} - others  # noqa: PLR2004 - a matrix
+    found = {id(p) for p in model.parameters() if p.ndim == 2}  # noqa: PLR2004 - a matrix
+    for part in model.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            found -= {id(p) for p in part.parameters()}
+    return found - {id(p) for p in output_matrices(model)}

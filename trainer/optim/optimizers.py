@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
@@ -28,7 +29,7 @@ from trainer.core.rows import Described, Row
 from trainer.models.norms import NORMS
 from trainer.optim.bias_correction import change_betas
 from trainer.optim.depth import depth_scales
-from trainer.optim.masters import MasterWeights, widen_gradients
+from trainer.optim.masters import MasterWeights
 
 OptimizerGroups = Mapping[str, Mapping[str, Any]]
 """Settings by name pattern, in order; of several patterns that match, the first counts."""
@@ -81,13 +82,9 @@ class OptimizerSpec(Described, ABC):
     def freeze(self, model: nn.Module) -> None:
         """Freeze what the groups say, before the model is sharded. Repeating it changes nothing."""
         for pattern, members in match_groups(model, self.groups).items():
-            if self.groups[pattern].get("frozen", False):
+            if self.groups[pattern].get("frozen"):
                 for parameter in members:
                     parameter.requires_grad_(False)
-
-    def widen_gradients(self, model: nn.Module) -> None:
-        """Have gradients of trained weights in half precision added up in fp32."""
-        widen_gradients(model)
 
     def build(self, model: nn.Module) -> Optimizer:
         """Build the optimizer over the parameters of a model.
@@ -103,25 +100,23 @@ class OptimizerSpec(Described, ABC):
             ConfigError: a setting is out of range, as PyTorch's own class says, or the optimizer
                 steps within backward.
         """
-        before = hooked(model)
-        optimizer = MasterWeights(model).build(model, partial(self._build, model))
+        before, masters = hooked(model), MasterWeights(model)
+        kind: type = getattr(self, "kind", type(self))
+        with masters.in_place(model):
+            scales = {} if self.layer_decay is None else depth_scales(model, self.layer_decay)
+            groups = param_groups(model, self.lr, self.weight_decay, self.groups, scales)
+            try:
+                optimizer = self.construct(self.split(model, groups))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"optimizer: {kind.__name__} refuses: {error}") from error
+        masters.follow(optimizer)
         if new := set(hooked(model)) - set(before):
-            kind: type = getattr(self, "kind", type(self))
             raise ConfigError(
                 f"optimizer._target_={kind.__module__}.{kind.__qualname__}: steps within backward "
                 f"(a hook on {min(new)}), so every micro-batch would be a step of its own; use one "
                 "that waits for step()"
             )
         return optimizer
-
-    def _build(self, model: nn.Module) -> Optimizer:
-        scales = {} if self.layer_decay is None else depth_scales(model, self.layer_decay)
-        groups = param_groups(model, self.lr, self.weight_decay, self.groups, scales)
-        try:
-            return self.construct(self.split(model, groups))
-        except (TypeError, ValueError) as error:
-            kind: type = getattr(self, "kind", type(self))
-            raise ConfigError(f"optimizer: {kind.__name__} refuses: {error}") from error
 
     def split(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Split groups by what their parameters are in the model, where an optimizer asks."""
@@ -156,9 +151,8 @@ class AdamW(OptimizerSpec):
 
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
-        beta1, beta2 = self.betas
         return without_compiler(torch.optim.AdamW)(
-            params, betas=(beta1, beta2), eps=self.eps, fused=all_fuse(params)
+            params, betas=tuple(self.betas), eps=self.eps, fused=all_fuse(params)
         )
 
 
@@ -228,10 +222,9 @@ class OwnOptimizer(OptimizerSpec):
     def construct(self, params: list[dict[str, Any]]) -> Optimizer:
         """See the base class."""
         if issubclass(self.kind, _OF_WHOLE_WEIGHTS) and in_shards(params):
-            text = (
-                f"{self.kind.__name__} needs whole weights, and fsdp and hsdp hold shards of them"
-            )
-            raise ConfigError(f"optimizer: {text}; type parallel=ddp or optimizer=adamw")
+            text = "needs whole weights, and fsdp and hsdp hold shards of them"
+            remedy = "type parallel=ddp or optimizer=adamw"
+            raise ConfigError(f"optimizer: {self.kind.__name__} {text}; {remedy}")
         named = inspect.signature(self.kind).parameters
         if "weight_decay" not in named and any("weight_decay" in g for g in self.groups.values()):
             text = f"{self.kind.__name__} has no weight_decay; leave it out"
@@ -296,21 +289,23 @@ def param_groups(
     found: list[dict[str, Any]] = []
     for pattern, members in [*by_pattern.items(), ("", rest)]:
         settings = groups.get(pattern, {})
-        trained = [p for p in members if p.requires_grad and not settings.get("frozen", False)]
-        parts = {
-            f"{pattern} decayed": ([p for p in trained if id(p) not in exempt], weight_decay),
-            f"{pattern} not decayed": ([p for p in trained if id(p) in exempt], 0.0),
-        }
-        if "weight_decay" in settings:
-            parts = {pattern: (trained, settings["weight_decay"])}
-        rate, own = settings.get("lr", lr), {} if "lr" in settings else scales
-        for name, (part, decay) in parts.items():
-            # PyTorch has one rate for a group, so each factor needs a group of its own.
-            for scale in sorted({own.get(id(p), 1.0) for p in part}):
-                title = f"{name} at {scale:.6g}" if own else name
-                of_scale = [p for p in part if own.get(id(p), 1.0) == scale]
-                group = {"name": title.strip(), "params": of_scale, "lr": rate * scale}
-                found.append({**group, "weight_decay": decay})
+        has_decay, is_scaled = "weight_decay" in settings, bool(scales) and "lr" not in settings
+        # PyTorch has one rate and one decay for a group.
+        parts = defaultdict[tuple[bool, float], list[nn.Parameter]](list)
+        for p in members:
+            if p.requires_grad and not settings.get("frozen"):
+                scale = scales.get(id(p), 1.0) if is_scaled else 1.0
+                parts[not has_decay and id(p) in exempt, scale].append(p)
+        for (is_exempt, scale), part in sorted(parts.items()):
+            words = [pattern]
+            if not has_decay:
+                words.append("not decayed" if is_exempt else "decayed")
+            if is_scaled:
+                words.append(f"at {scale:.6g}")
+            group: dict[str, Any] = {"name": " ".join(words).strip(), "params": part}
+            group["lr"] = settings.get("lr", lr) * scale
+            group["weight_decay"] = 0.0 if is_exempt else settings.get("weight_decay", weight_decay)
+            found.append(group)
     if not found:
         raise ConfigError("optimizer.groups: every parameter is frozen, nothing is left to train")
     return found

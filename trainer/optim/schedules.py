@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, islice
@@ -223,16 +223,18 @@ def _phases(total_steps: int, warmup: float | str, decay: float | str = 0.0) -> 
     that fits.
     """
     # In whole steps, so that a share such as 0.2 of 10 steps is 2 and not 1.9999
-    begin = 0 if isinstance(warmup, str) else warmup_steps(warmup, total_steps)
-    end = 0 if isinstance(decay, str) else warmup_steps(decay, total_steps)
+    begin, end = (
+        0 if isinstance(each, str) else warmup_steps(each, total_steps) for each in (warmup, decay)
+    )
     if begin > total_steps:
         text = f"exceeds the run's {total_steps} steps; the largest valid value is {total_steps}"
         raise ConfigError(line("scheduler.warmup", warmup, text))
     if begin + end > total_steps:
         text = f"{end} steps of decay and {begin} of warm-up exceed the run's {total_steps} steps"
-        most = total_steps - begin
-        is_share = isinstance(decay, float) and decay < 1
-        fits = f"the largest valid value is {most / total_steps if is_share else most:.3g}"
+        most: float = total_steps - begin
+        if isinstance(decay, float) and decay < 1:
+            most /= total_steps
+        fits = f"the largest valid value is {most:.3g}"
         raise ConfigError(line("scheduler.decay", decay, f"{text}; {fits}"))
     return begin, end
 
@@ -255,25 +257,21 @@ class OwnScheduler(Schedule):
 
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        while len(self._known) <= step - warmup_steps:
-            factor, other = next(self._factors)
+        known, following = self._factors
+        while len(known) <= step - warmup_steps:
+            factor, other = next(following)
             if not math.isclose(factor, other, rel_tol=1e-9, abs_tol=1e-12):
                 raise ConfigError(
                     f"scheduler: {self.kind.__name__} sets rates, not factors of optimizer.lr, by "
                     "arguments such as eta_min or max_lr; type scheduler=cosine scheduler.floor=0.1"
                 )
-            self._known.append(factor)
-        return self._known[step - warmup_steps]
+            known.append(factor)
+        return known[step - warmup_steps]
 
     @cached_property
-    def _known(self) -> list[float]:
-        """The factors of the first steps."""
-        return []
-
-    @cached_property
-    def _factors(self) -> Iterator[tuple[float, float]]:
-        """The factors of the next steps, from two learning rates, which have to agree."""
-        return zip(self._walk(1.0), self._walk(0.5), strict=True)
+    def _factors(self) -> tuple[list[float], Iterator[tuple[float, float]]]:
+        """The factors of the steps up to now; those of the next, found from two learning rates."""
+        return [], zip(self._walk(1.0), self._walk(0.5), strict=True)
 
     def _walk(self, lr: float) -> Iterator[float]:
         optimizer = without_compiler(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(0))], lr=lr)
@@ -297,22 +295,27 @@ def with_length_steps(
     run which goes on has the same.
     """
     for name, span in schedule.lengths.items():
-        if match := AMOUNT.fullmatch(str(value := getattr(schedule, name))):
-            number, prefix, unit = match.groups()
-            begin = warmup_steps(schedule.warmup, total_steps) if span == "after warm-up" else 0
-            end = None if span == "after warm-up" else total_steps
-            counts: Iterable[float] = islice(_counts(order, lengths, unit), begin, end)
-            counts = reversed([*counts]) if span == "last" else counts
-            wanted, most = float(number) * 1000 ** " kMG".index(prefix or " "), 0.0
-            for steps, most in enumerate(accumulate(counts), 1):
-                if most > wanted - AMOUNT_TOLERANCE:
-                    changed: dict[str, Any] = {name: steps}
-                    schedule = replace(schedule, **changed)
-                    break
-            else:
-                shown = f"{most:.4g} epochs" if unit.startswith("epoch") else f"{most:.0f} {unit}"
-                text = f"exceeds the {shown} of the run's {total_steps} steps"
-                raise ConfigError(line(f"scheduler.{name}", value, text))
+        value = getattr(schedule, name)
+        if (match := AMOUNT.fullmatch(str(value))) is None:
+            continue
+        number, prefix, unit = match.groups()
+        counts = _counts(order, lengths, unit)
+        if span == "after warm-up":  # which may be more steps than the run has
+            counts = islice(counts, warmup_steps(schedule.warmup, total_steps), None)
+        else:
+            counts = islice(counts, total_steps)
+        if span == "last":
+            counts = iter([*counts][::-1])
+        wanted, most = float(number) * 1000 ** " kMG".index(prefix or " "), 0.0
+        for steps, most in enumerate(accumulate(counts), 1):
+            if most > wanted - AMOUNT_TOLERANCE:
+                changed: dict[str, Any] = {name: steps}
+                schedule = replace(schedule, **changed)
+                break
+        else:
+            shown = f"{most:.4g} epochs" if unit.startswith("epoch") else f"{most:.0f} {unit}"
+            text = f"exceeds the {shown} of the run's {total_steps} steps"
+            raise ConfigError(line(f"scheduler.{name}", value, text))
     schedule.check(total_steps)
     return schedule
 

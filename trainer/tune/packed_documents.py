@@ -16,8 +16,7 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
-from trainer.models.bind import AUTOCAST, OMITTED, bind
-from trainer.models.boundaries import BOUNDARIES, BOUNDARY_FIELDS, uses_flash
+from trainer.models.bind import AUTOCAST, BOUNDARIES, BOUNDARY_FIELDS, OMITTED, bind, uses_flash
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring

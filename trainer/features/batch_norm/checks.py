@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 def check_layers(mode: BatchNormMode, run: Run) -> None:
     """Refuse a mode that does not fit the model, or the sizes of the steps."""
     config, module = run.config, run.model.module
-    layers, name = layers_of(module), typed_name(run)
+    layers = layers_of(module)
     if not layers and mode.needs_layers:
-        kind = type(module).__name__
-        raise ConfigError(
-            f"batchnorm={name}: {kind} has no BatchNorm that normalises in training: leave it "
-            "out, or type batchnorm=auto"
-        )
+        text = f"{type(module).__name__} has no BatchNorm that normalises in training"
+        remedy = "leave it out, or type batchnorm=auto"
+        raise ConfigError(f"batchnorm={typed_name(run)}: {text}: {remedy}")
     if mode.precise is not None:
         _check_precise(mode.precise, run)
     if not layers:
@@ -43,9 +41,14 @@ def check_layers(mode: BatchNormMode, run: Run) -> None:
             "deterministic=layout: the running statistics of BatchNorm are sums over ranks, of "
             "other bits for other numbers of them: type batchnorm=frozen or deterministic=true"
         )
-    if coupling.kind == "group":
-        order, total_steps = run.data.order, run.data.total_steps
-        _refuse_lone_sample(coupling.size, order, total_steps)
+    # In tokens too: where groups are normalised, all samples have as many.
+    counts = step_sizes(run.data.order, run.data.total_steps) if coupling.kind == "group" else ()
+    if lone := [count for count in counts if count % coupling.size == 1]:
+        raise ConfigError(
+            f"batchnorm.group={coupling.size}: a step of {max(lone)} samples leaves a group of one "
+            "sample, which has no variance: type another batchnorm.group or size of steps, or, for "
+            "the end of an epoch, batch.tail=drop"
+        )
 
 
 def typed_name(run: Run) -> str:
@@ -77,17 +80,6 @@ def step_sizes(order: Order, total_steps: int) -> set[int]:
     return counts
 
 
-def _refuse_lone_sample(size: int, order: Order, total_steps: int) -> None:
-    """Refuse groups of one sample, which has no variance: the last of a step, or of an epoch."""
-    # In tokens too: where groups are normalised, all samples have as many.
-    if lone := [count for count in step_sizes(order, total_steps) if count % size == 1]:
-        raise ConfigError(
-            f"batchnorm.group={size}: a step of {max(lone)} samples leaves a group of one sample, "
-            "which has no variance: type another batchnorm.group or size of steps, or, for the end "
-            "of an epoch, batch.tail=drop"
-        )
-
-
 def check_lone_samples(run: Run) -> None:
     """Refuse a cut that leaves a sample by itself in a step, as the last of an epoch may be.
 
@@ -100,20 +92,17 @@ def check_lone_samples(run: Run) -> None:
         return  # the cut itself is refused
     if is_ragged or all(x.coupling.kind != "micro_batch" or x.coupling.joins_ranks for x in layers):
         return
-    counts = step_sizes(source.order, run.data.total_steps)
-    lone = [count for count in counts if _has_lone_sample(run, count)]
+    lone = []
+    for count in step_sizes(source.order, source.total_steps):
+        plan = cut.cut(np.full(count, source.lengths.max()), run.layout)
+        if any(len(slot) == 1 for slot in chain.from_iterable(plan.ranks)):
+            lone.append(count)
     if lone and _has_one_value(run):
         raise ConfigError(
             f"batchnorm={typed_name(run)}: a step of {max(lone)} samples leaves a "
             "micro-batch of one sample, which has one value of each channel: type another "
             "accum.micro or size of steps, or, for the end of an epoch, batch.tail=drop"
         )
-
-
-def _has_lone_sample(run: Run, count: int) -> bool:
-    lengths = np.full(count, run.data.lengths.max())
-    plan = run.cut.cut(lengths, run.layout)
-    return any(len(slot) == 1 for rank in plan.ranks for slot in rank)
 
 
 def _has_one_value(run: Run) -> bool:

@@ -83,10 +83,10 @@ class BatchNormLayer(_BatchNorm):
         mean, variance = _moments(sums)
         variance = variance * count / (count - 1)
         self.num_batches_tracked += is_used[0]
-        seen = self.num_batches_tracked.double()
-        weight = is_used.double() * (
-            1 / seen.clamp(min=1) if self.momentum is None else self.momentum
-        )
+        weight: Tensor | float | None = self.momentum
+        if weight is None:  # a plain mean over all steps
+            weight = 1 / self.num_batches_tracked.double().clamp(min=1)
+        weight = is_used.double() * weight
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.copy_(running.double().lerp(value, weight))
 
@@ -196,13 +196,7 @@ class RunningStatistics(Stateful):
         """See the base class."""
         if not self._layers:
             return
-        self._refuse_other_state()
-        sums = taken_sums(self._layers, self._world)
-        for layer, own in zip(self._layers, sums, strict=True):
-            layer.move(own)
-
-    def _refuse_other_state(self) -> None:
-        """Refuse, once, a model of which forwards move more than its BatchNorm layers."""
+        # Refused once: a model of which forwards move more than its BatchNorm layers.
         now = _saved_buffers(self._model) if self._others else {}
         for name, before in self._others.items():
             if name in now and not torch.equal(before, now[name]):
@@ -212,6 +206,9 @@ class RunningStatistics(Stateful):
                     "a step"
                 )
         self._others = {}
+        sums = taken_sums(self._layers, self._world)
+        for layer, own in zip(self._layers, sums, strict=True):
+            layer.move(own)
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -219,10 +216,11 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Others are caches.
     """
-    return {
-        f"{prefix}.{name}".lstrip("."): buffer.clone()
-        for prefix, part in model.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-        if not isinstance(part, BatchNormLayer)
-    }
+    found = {}
+    for prefix, part in model.named_modules():
+        if isinstance(part, BatchNormLayer):
+            continue
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer.clone()
+    return found

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -17,15 +18,23 @@ from trainer.assemble.features import Feature, StepShape
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import SamplesToEvaluate
+from trainer.config.messages import first_of
 from trainer.core.coupling import Coupling
-from trainer.core.rows import Row
+from trainer.core.format import number, plural
+from trainer.core.rows import Row, row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
-from trainer.features.batch_norm import checks, rows
-from trainer.features.batch_norm.layers import BatchNormLayer, RunningStatistics, use_mode
+from trainer.features.batch_norm.checks import check_layers, check_lone_samples
+from trainer.features.batch_norm.layers import (
+    BatchNormLayer,
+    RunningStatistics,
+    layers_of,
+    use_mode,
+)
 from trainer.features.batch_norm.precise_statistics import precise_statistics
 from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
+from trainer.plan.cut import Plan
 from trainer.training.batches import Feed
 
 DEFAULT_GROUP = 32  # samples that are normalised together, where nobody says
@@ -85,24 +94,49 @@ class BatchNormMode(Feature, ABC):
 
     def check(self, run: Run) -> None:
         """See the base class."""
-        checks.check_layers(self, run)
-        checks.check_lone_samples(run)
+        check_layers(self, run)
+        check_lone_samples(run)
 
     def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
         """See the base class."""
         return [RunningStatistics(module, world)]
 
     def rows(self, run_plan: RunPlan) -> Sequence[Row]:
-        """See the base class."""
-        return rows.batch_norm_rows(run_plan, self.precise)
+        """See the base class; of a model without BatchNorm there is nothing to say."""
+        if not (layers := layers_of(run_plan.run.model.module)):
+            return [row(batchnorm=None)]
+        scope = _scope(layers[0].mode, run_plan)
+        text = f"{plural(len(layers), 'layer')}, {scope}"
+        if self.precise:
+            text += f"; for evaluations estimated again over {number(self.precise)} samples"
+        return [row("BatchNorm", text, batchnorm=scope)]
 
     def warnings(self, run_plan: RunPlan) -> Sequence[str]:
-        """See the base class."""
-        return [] if self.accepts_cut else rows.batch_norm_warnings(run_plan, DEFAULT_GROUP)
+        """Warn of statistics of micro-batches that nobody has asked for."""
+        run, plan = run_plan.run, run_plan.plans[0]
+        layers = layers_of(run.model.module)
+        is_whole = plan.num_micro_batches == 1
+        if self.accepts_cut or is_whole or not layers or not layers[0].coupling.fixes_cut:
+            return []
+        most = max(_counts(plan))
+        group = f" batchnorm.group={most}" * (most > 1 and most % DEFAULT_GROUP > 0)
+        each = f"{plural(plan.accum_steps, 'time')} a step"
+        whose = ", by those of rank 0 alone" * (run.world.size > 1)
+        return [
+            f"BatchNorm normalises over {_samples(plan)} samples, the micro-batches of one rank, "
+            f"and not over the {number(plan.num_samples)} of the step, and its running statistics "
+            f"move {each}{whose}: so the step depends on accum.micro; batchnorm=ghost{group} "
+            "depends on no cut, batchnorm=pooled moves them once a step, and batchnorm=micro "
+            "accepts this"
+        ]
 
     def notes(self, run_plan: RunPlan) -> Sequence[str]:
-        """See the base class."""
-        return rows.batch_norm_notes(run_plan)
+        """Name the layers, and say what the mode has them normalise over."""
+        module = run_plan.run.model.module
+        if not (layers := layers_of(module)):
+            return []
+        names = [name for name, part in module.named_modules() if part in layers]
+        return [f"BatchNorm normalises {_scope(layers[0].mode, run_plan)}: {first_of(names)}"]
 
     @property
     def estimates(self) -> bool:
@@ -125,3 +159,18 @@ def batch_norm_coupling(name: str) -> Coupling:
         remedy="use GroupNorm",
         accepts=" batchnorm=micro",
     )
+
+
+def _scope(mode: BatchNormMode, run_plan: RunPlan) -> str:
+    return mode.scope(_samples(run_plan.plans[0]), run_plan.run.world.size)
+
+
+def _counts(plan: Plan) -> list[int]:
+    """Count the samples of each micro-batch that has any."""
+    return [len(ids) for ids in chain.from_iterable(plan.ranks) if len(ids)]
+
+
+def _samples(plan: Plan) -> str:
+    """Write the samples of a micro-batch: `8`, or `6 to 12`."""
+    low, high = min(_counts(plan)), max(_counts(plan))
+    return number(low) if low == high else f"{number(low)} to {number(high)}"

@@ -17,7 +17,6 @@ from trainer.features.batch_norm.layers import BatchNormLayer
 from trainer.features.batch_norm.mode import DEFAULT_GROUP, BatchNormMode, batch_norm_coupling
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Ghost(BatchNormMode):
     """Groups of consecutive samples of the global batch, which every cut leaves whole.
@@ -27,7 +26,7 @@ class Ghost(BatchNormMode):
 
     group: GroupSize = DEFAULT_GROUP  # the last group of a global batch may be short
 
-    def resolved(self, shape: StepShape) -> Ghost:
+    def resolved(self, shape: StepShape) -> BatchNormMode:
         """See the base class."""
         group, most = self.group, shape.largest
         if shape.is_padded:
@@ -141,28 +140,16 @@ class Frozen(BatchNormMode):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Auto(BatchNormMode):
+class Auto(Ghost):
     """`ghost` under a cut that chooses its sizes, where no sample is padded; else `micro`."""
 
-    group: GroupSize = DEFAULT_GROUP
     needs_layers = False
 
     def resolved(self, shape: StepShape) -> BatchNormMode:
         """See the base class; a group that nobody typed is no larger than the global batch."""
         if shape.is_stated or shape.is_padded:
             return Micro(precise=self.precise)
-        is_default = self.group == DEFAULT_GROUP
-        group = min(self.group, max(2, shape.largest)) if is_default else self.group
+        group = self.group
+        if group == DEFAULT_GROUP:
+            group = min(group, max(2, shape.largest))
         return Ghost(group=group, precise=self.precise).resolved(shape)
-
-    def coupling(self, name: str) -> Coupling:
-        """See the base class; asked of what it is resolved to."""
-        raise NotImplementedError
-
-    def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
-        """See the base class; likewise."""
-        raise NotImplementedError
-
-    def scope(self, samples: str, ranks: int) -> str:
-        """See the base class; likewise."""
-        raise NotImplementedError

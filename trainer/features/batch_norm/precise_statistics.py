@@ -27,7 +27,8 @@ def precise_statistics(model: Parallel, feed: Feed, most: int) -> Iterator[None]
     was. Collective.
     """
     layers = [each for each in layers_of(model.module) if each.running_mean is not None]
-    before = [[buffer.clone() for buffer in layer.buffers()] for layer in layers]
+    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    before = [buffer.clone() for buffer in buffers]
     if layers:
         sums = _estimated(model, feed, most, layers)
         for layer, own in zip(layers, sums, strict=True):
@@ -35,9 +36,8 @@ def precise_statistics(model: Parallel, feed: Feed, most: int) -> Iterator[None]
     try:
         yield
     finally:
-        for layer, saved in zip(layers, before, strict=True):
-            for buffer, value in zip(layer.buffers(), saved, strict=True):
-                buffer.copy_(value)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 @torch.no_grad()

@@ -70,7 +70,10 @@ class Sync(BatchNormMode):
 
 @final
 class _SumOverRanks(torch.autograd.Function):
-    """Adds a tensor over ranks, and in backward its gradient. Collective."""
+    """Adds a tensor over ranks, and in backward its gradient. Collective.
+
+    PyTorch's own (`torch.distributed.nn.functional.all_reduce`) is deprecated from 2.13 on.
+    """
 
     @staticmethod
     def forward(_: Any, values: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context

@@ -41,18 +41,14 @@ def advice_at(run: Run, noise: NoiseScale, at: Cursor) -> str | None:
     """Say whether another global batch would pay than at a position of a run."""
     order, lengths = run.data.order, run.data.lengths
     size, unit = order.size_of(at), run.config.batch.unit
-    by_samples = unit == "samples"
+    least, epoch = max(run.world.size, run.model.coupling.size), len(lengths)
+    if unit == "tokens":
+        least, epoch = 1, int(lengths.sum())
     remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
     if run.model.schedule.scale == "none":
         remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
-    return batch_advice(
-        noise.estimate(),
-        size,
-        unit,
-        least=max(run.world.size, run.model.coupling.size) if by_samples else 1,
-        most=(len(lengths) if by_samples else int(lengths.sum())) // 2,
-        remedy=remedy,
-    )
+    found = noise.estimate()
+    return batch_advice(found, size, unit, least=least, most=epoch // 2, remedy=remedy)
 
 
 def saved_advice(run: Run, loaded: Loaded) -> Row:
@@ -79,7 +75,12 @@ def batch_advice(
     """
     if noise.measurements < LEAST_MEASUREMENTS:
         return None
-    first = f"{_known(noise, unit)}; the global batch is {batch:,}"
+    low, high = short(noise.low), short(noise.high)
+    around = f"{low} to {high}" if noise.high < math.inf else f"{low} or more"
+    value = f"{around} {unit}, not settled"
+    if noise.is_precise:
+        value = f"about {short(noise.scale)} {unit} ({around})"
+    first = f"the gradient noise scale was {value}; the global batch is {batch:,}"
     scale = noise.scale
     if not noise.is_precise:  # the end of what it may be that is nearer to the batch
         if noise.low <= batch <= noise.high:
@@ -89,15 +90,15 @@ def batch_advice(
     factor = 2 ** int(abs(math.log2(ratio)))
     if factor == 1:
         return f"{first}, which is a fair one: {_needs(scale, batch, 2 * batch, unit)}"
-    larger, smaller = max(batch, min(batch * factor, most)), min(batch, max(batch // factor, least))
-    other = larger if scale > batch else smaller
+    if scale > batch:
+        other, pays = max(batch, min(batch * factor, most)), "where more ranks share a step"
+        bound = f"larger one would pay, but none above {most:,}, half an epoch, is advised"
+    else:
+        other, pays = min(batch, max(batch // factor, least)), f"where {unit} take the time"
+        bound = f"smaller one would pay, but {least:,} is the least for ranks and groups"
     if other == batch:
-        if scale > batch:
-            bound = f"none above {most:,}, half an epoch, is advised"
-            return f"{first}. A larger one would pay, but {bound}"
-        return f"{first}. A smaller one would pay, but {least:,} is the least for ranks and groups"
+        return f"{first}. A {bound}"
     needs = _needs(scale, batch, other, unit)
-    pays = "where more ranks share a step" if other > batch else f"where {unit} take the time"
     return f"{first}. {needs}, which pays {pays}: try {remedy.format(other)}"
 
 
@@ -105,16 +106,6 @@ def _needs(scale: float, batch: int, other: int, unit: str) -> str:
     """Write what another batch needs to the same loss."""
     steps, samples = trade(scale, batch, other)
     return f"{other:,} would by estimate need {_times(steps, 'steps')} and {_times(samples, unit)}"
-
-
-def _known(noise: NoiseEstimate, unit: str) -> str:
-    """Write the estimate, and how far it may be off."""
-    low, high = short(noise.low), short(noise.high)
-    around = f"{low} to {high}" if noise.high < math.inf else f"{low} or more"
-    value = f"{around} {unit}, not settled"
-    if noise.is_precise:
-        value = f"about {short(noise.scale)} {unit} ({around})"
-    return f"the gradient noise scale was {value}"
 
 
 def _times(multiple: float, what: str) -> str:

@@ -21,19 +21,32 @@ from trainer.features.batch_size.noise_scale import LEAST_MEASUREMENTS, NoiseSca
 from trainer.plan.batch_size import BatchSize, Position
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoiseSize(BatchSize):
+    """A size that follows the noise scale, which is measured whatever `log.noise_scale` says."""
+
+    unit: Literal["samples", "tokens"] = "samples"  # `batch.unit`
+
+    @cached_property
+    def noise(self) -> NoiseScale:
+        """What was measured up to now, a part of the state."""
+        return NoiseScale(self.unit)
+
+    def see_gradient(self, gradient: StepGradient) -> None:
+        """See `Stateful`."""
+        self.noise.see_gradient(gradient)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
-class NoiseRamp(BatchSize):
+class NoiseRamp(NoiseSize):
     """A multiple of `batch.global` that the noise scale is above, by two standard errors.
 
     It begins with `batch.global`, never shrinks, and at most doubles in a decision.
     """
 
-    measures_noise = True
-
     max: Count  # a multiple of `batch.global`
     every: Count = 50  # steps between decisions
-    unit: Literal["samples", "tokens"] = "samples"  # `batch.unit`
 
     # The steps behind which a size begins to count, each with that size, `batch.global` first
     _decisions: list[list[int]] = field(init=False, default_factory=list)
@@ -45,10 +58,6 @@ class NoiseRamp(BatchSize):
             text = f"must be a multiple of batch.global={super().largest}"
             raise ConfigError(line("batch.max", self.max, text))
 
-    @cached_property
-    def _noise(self) -> NoiseScale:
-        return NoiseScale(self.unit)
-
     @property
     def largest(self) -> int:
         """See the base class."""
@@ -58,16 +67,12 @@ class NoiseRamp(BatchSize):
         """See the base class."""
         return [size for step, size in self._decisions if step <= at.step][-1]
 
-    def see_gradient(self, gradient: StepGradient) -> None:
-        """See `Stateful`."""
-        self._noise.see_gradient(gradient)
-
     def after_update(self, step: int) -> None:
         """Decide on the size of the steps that follow; waits for the device then."""
         (_, first), (_, size) = self._decisions[0], self._decisions[-1]
         if step % self.every or size == self.max:
             return
-        noise = self._noise.estimate()
+        noise = self.noise.estimate()
         carried = int(noise.low) // first * first
         larger = min(carried, 2 * size, self.max)
         if larger > size and noise.measurements >= LEAST_MEASUREMENTS:
@@ -75,7 +80,7 @@ class NoiseRamp(BatchSize):
 
     def state(self) -> State:
         """See `Stateful`."""
-        return {"decisions": self._decisions, "noise": self._noise.state()}
+        return {"decisions": self._decisions, "noise": self.noise.state()}
 
     def load(self, state: State) -> None:
         """See `Stateful`."""
@@ -86,7 +91,7 @@ class NoiseRamp(BatchSize):
             text = f"the batch of the run has grown to {grown} already; type as much or more"
             raise ConfigError(f"batch.max={self.max}: {text}")
         self._decisions[:] = [[int(step), int(size)] for step, size in state["decisions"]]
-        self._noise.load(state["noise"])
+        self.noise.load(state["noise"])
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""

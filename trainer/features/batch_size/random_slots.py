@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
 
 from trainer.assemble.run_plan import RunPlan
 from trainer.core.errors import ConfigError
+from trainer.features.batch_size.noise_ramp import NoiseSize
 from trainer.plan.cut import Cut, Layout, Plan
 from trainer.plan.partition import pad_lengths, padded_apart, reduce_groups
 from trainer.plan.permutation import drawn_whole
@@ -33,17 +35,19 @@ def steps_between(asked: int | str | None, run_plan: RunPlan) -> int | None:
     Left to itself by what such a step takes beyond one of the cut's.
     """
     run, plans = run_plan.run, run_plan.plans
-    cut, layout = run.cut, run.layout
-    # A class of anyone's whose sizes follow the noise scale says so, and cannot do without.
-    is_needed = getattr(run.data.order.sizes, "measures_noise", False)
+    layout = run.layout
+    is_needed = isinstance(run.data.order.sizes, NoiseSize)  # which cannot do without
     if asked is None and not is_needed:
         return None
-    random = [with_random_slots(p, cut, layout, "") for p in plans if run.model.adds_up]
-    is_measured = any(plan.random_slots for plan in (random[:1] if is_needed else random))
+    random = list[Plan]()
+    if run.model.adds_up:
+        random = [with_random_slots(plan, run.cut, layout, "") for plan in plans]
+    is_measured = any(plan.random_slots for plan in random)
+    what, remedy = f"log.noise_scale={asked}: the noise scale", "log.noise_scale=auto"
+    if is_needed:
+        is_measured = bool(random) and random[0].random_slots > 0
+        what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
     if not is_measured and (is_needed or isinstance(asked, int)):
-        what, remedy = f"log.noise_scale={asked}: the noise scale", "log.noise_scale=auto"
-        if is_needed:
-            what, remedy = "batch: sizes follow the noise scale, which", "accum=auto"
         raise ConfigError(
             f"{what} needs two micro-batches of a step, each of one backward: type {remedy} or a "
             "larger batch.global, or see docs/how-to/batch-size.md"
@@ -68,13 +72,14 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     """
     wanted = -(-NUM_RANDOM // layout.world_size)
     # A cut whose samples are of one length, or lie in their order, cannot have looked at lengths.
-    slots = [slot for own in plan.ranks for slot in own]
+    slots = [*chain.from_iterable(plan.ranks)]
     is_in_order = all((np.diff(slot) == 1).all() for slot in slots)
     is_constant = (plan.lengths == plan.lengths[:1]).all()
     if (is_constant or is_in_order) and plan.num_micro_batches > 1:
-        measured = [slot for own in plan.ranks for slot in own[:wanted] if len(slot)]
         # Noise shows in how micro-batches differ, so one alone shows none.
-        return replace(plan, random_slots=wanted) if len(measured) > 1 else plan
+        first = chain.from_iterable(own[:wanted] for own in plan.ranks)
+        is_alone = np.count_nonzero([len(slot) for slot in first]) <= 1
+        return plan if is_alone else replace(plan, random_slots=wanted)
     size = layout.group_size
     num_groups = plan.num_samples // size  # a short last one stays where it is
     room = max(2, num_groups // LARGEST_SHARE)
@@ -82,8 +87,15 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     count = wanted * layout.world_size
     if not cut.chooses_sizes or num_groups < max(2, count):
         return plan
+    # As many groups as a micro-batch may have and need no more than the plan's largest.
+    padded = plan.lengths if layout.packed else pad_lengths(plan.lengths, layout)
+    if layout.packed:
+        needs = reduce_groups(np.add, np.maximum(padded, 1), size)
+    else:
+        needs = reduce_groups(np.maximum, padded, size) * size
+    most = min(max(map(len, slots)) // size, plan.max_positions // max(1, int(needs.max())))
+    per_slot = max(1, min(room // count, most))
     groups = drawn_whole(num_groups, key)
-    per_slot = max(1, min(room // count, _most_groups(plan, layout)))
     groups = np.sort(groups[: count * per_slot].reshape(count, per_slot), axis=1)
     drawn = (groups[..., None] * size + np.arange(size)).reshape(count, -1)
     ranks = [(*drawn[rank * wanted : (rank + 1) * wanted],) for rank in range(layout.world_size)]
@@ -92,23 +104,10 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     if not len(rest):
         return replace(own, random_slots=wanted)
     others = cut.cut(plan.lengths[rest], layout)
+    both = [
+        (*first, *(rest[slot] for slot in behind))
+        for first, behind in zip(ranks, others.ranks, strict=True)
+    ]
     pairs = zip(own.padded_lengths, others.padded_lengths, strict=True)
-    return replace(
-        own,
-        ranks=tuple(
-            (*first, *(rest[slot] for slot in slots))
-            for first, slots in zip(ranks, others.ranks, strict=True)
-        ),
-        padded_lengths=tuple((*first, *lengths) for first, lengths in pairs),
-        random_slots=wanted,
-    )
-
-
-def _most_groups(plan: Plan, layout: Layout) -> int:
-    """Count the groups that a micro-batch may have and need no more than the plan's largest."""
-    most = max(len(slot) for own in plan.ranks for slot in own) // layout.group_size
-    padded = plan.lengths if layout.packed else pad_lengths(plan.lengths, layout)
-    sums = reduce_groups(np.add, np.maximum(padded, 1), layout.group_size)
-    tops = reduce_groups(np.maximum, padded, layout.group_size) * layout.group_size
-    longest = int((sums if layout.packed else tops).max())
-    return min(most, plan.max_positions // max(1, longest))
+    padded_lengths = tuple((*first, *behind) for first, behind in pairs)
+    return replace(own, ranks=(*both,), padded_lengths=padded_lengths, random_slots=wanted)

@@ -69,16 +69,22 @@ class Contrastive(CoupledObjective):
         """
         output = embed(model, fields)
         sides = embeddings_of(output)
-        rows = {
-            name: F.normalize(at_least_single(side), dim=-1)
-            for name, side in zip(SIDES[0], sides, strict=True)
-        }
+        query, document = (F.normalize(at_least_single(side), dim=-1) for side in sides)
+        rows = {"query": query, "document": document}
         for name in (SCALE, BIAS):
             value = output_part(output, name)
             if value is None:  # a root's own parameters are there after its forward, sharded or not
                 value = getattr(getattr(model, "module", None), name, None)
-            if value is not None:
-                rows[name] = at_least_single(_one(name, value)).expand(len(sides[0]))
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                shape = f"shape {(*value.shape,)}" if isinstance(value, Tensor) else None
+                raise ConfigError(
+                    f"model.{name}: has {shape or type(value).__name__}, and objective=contrastive "
+                    "takes a parameter of one number: make it nn.Parameter(torch.tensor([2.66])), "
+                    "or give it another name"
+                )
+            rows[name] = at_least_single(value.reshape(())).expand(len(sides[0]))
         digests = content_digests(fields)
         return rows if digests is None else {**rows, DIGESTS: digests}
 
@@ -92,7 +98,14 @@ class Contrastive(CoupledObjective):
                 f"objective.loss=siglip: needs {SCALE} and {BIAS}, parameters of the model of "
                 "shape (1,): add them, or type objective.loss=infonce"
             )
-        scale = self._scale(rows, bounds=loss == "infonce").to(query.dtype)
+        if self.temperature is not None or SCALE not in rows:
+            scale = torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
+        else:
+            scale = rows[SCALE].mean()
+            if loss == "infonce":  # the gradient is that at the bound, so that it can come back
+                scale = scale + (MAX_LOG_SCALE - scale).clamp(max=0).detach()
+            scale = scale.exp()
+        scale = scale.to(query.dtype)
         bias = rows[BIAS].mean() if loss == "siglip" else scale.new_zeros(())
         own = (query * document).sum(1) * scale + bias
         if loss == "siglip":  # softplus(-x) = softplus(x) - x for each sample's own pair
@@ -107,40 +120,23 @@ class Contrastive(CoupledObjective):
             metrics |= _recalls(*pairs)
         return Sums(losses={"contrastive": total}, metrics=metrics)
 
-    def _scale(self, rows: Mapping[str, Tensor], *, bounds: bool) -> Tensor:
-        """Give what cosines are multiplied by, 0-d."""
-        if self.temperature is not None or SCALE not in rows:
-            return torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
-        scale = rows[SCALE].mean()
-        if bounds:  # the gradient is that at the bound, so that it can come back
-            scale = scale + (MAX_LOG_SCALE - scale).clamp(max=0).detach()
-        return scale.exp()
-
 
 def embeddings_of(output: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - models return what they like
     """Find the two embeddings in what a model gives, `(samples, width)` each."""
-    parts = {name: output_part(output, name) for names in SIDES for name in names}
-    parts = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-    for first, second in SIDES:
-        one, other = parts.get(first), parts.get(second)
-        if one is not None and other is not None and one.shape == other.shape and one.ndim == 2:  # noqa: PLR2004
-            return one, other
+    shapes = list[str]()
+    for names in SIDES:
+        pair = list[Tensor]()
+        for name in names:
+            if isinstance(part := output_part(output, name), Tensor):
+                pair.append(part)
+                shapes.append(f"{name} {tuple(part.shape)}")
+        if len(pair) == 2 and pair[0].shape == pair[1].shape and pair[0].ndim == 2:  # noqa: PLR2004
+            return pair[0], pair[1]
     kind = "Tensor" if isinstance(output, Tensor) else type(output).__name__
-    shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
     raise ConfigError(
-        f"model: forward gives {shapes or 'no embeddings'} in a {kind}: "
+        f"model: forward gives {', '.join(shapes) or 'no embeddings'} in a {kind}: "
         "objective=contrastive needs two of one shape (samples, width); return a mapping with "
         "query and document, or text_embeds and image_embeds"
-    )
-
-
-def _one(name: str, value: Any) -> Tensor:  # noqa: ANN401 - models have what they like
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
-    found = f"shape {(*value.shape,)}" if isinstance(value, Tensor) else type(value).__name__
-    raise ConfigError(
-        f"model.{name}: has {found}, and objective=contrastive takes a parameter of one number: "
-        "make it nn.Parameter(torch.tensor([2.66])), or give it another name"
     )
 
 

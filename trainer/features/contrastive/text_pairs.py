@@ -26,8 +26,10 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
     pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
     if pooling is None or ids is None or ids.shape[1:-1] != (2,):
         return model(fields)
-    is_of_text = {name: field.shape == ids.shape for name, field in fields.items()}
-    rows = {n: f.flatten(0, 1) if is_of_text[n] else f for n, f in fields.items()}
+    rows = dict(fields)
+    for name, field in fields.items():
+        if field.shape == ids.shape:
+            rows[name] = field.flatten(0, 1)
     hidden = output_part(model(rows), "last_hidden_state")
     query, document = pooled(hidden, rows[ATTENTION_MASK], pooling).view(len(ids), 2, -1).unbind(1)
     return {"query": query, "document": document}
@@ -44,16 +46,15 @@ def content_digests(fields: Fields) -> Tensor | None:
         found.append(((ids + 1) * mask).view(len(ids), -1, ids.shape[-1]))
     if pixels is not None:
         found.append(pixels.double().flatten(1).view(torch.int64)[:, None])
-    return torch.cat([*map(_digests, found)], 1) if found else None
-
-
-def _digests(contents: Tensor) -> Tensor:
-    """Sum numbers by factors that look drawn, one for each place; int64 wraps around."""
-    factors = torch.arange(1, 1 + contents.shape[-1], device=contents.device)
-    for multiplier in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
-        factors = factors * multiplier
-        factors = factors ^ (factors >> 29)
-    return (contents * factors).sum(-1)
+    for place, contents in enumerate(found):
+        # Numbers are summed by factors that look drawn, one for each place: by the constants of
+        # splitmix64 (Steele et al. 2014) without their top bit. int64 wraps around.
+        factors = torch.arange(1, 1 + contents.shape[-1], device=contents.device)
+        for multiplier in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
+            factors = factors * multiplier
+            factors = factors ^ (factors >> 29)
+        found[place] = (contents * factors).sum(-1)
+    return torch.cat(found, 1) if found else None
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from trainer.core.format import duration, number, percent, plural, size
-from trainer.features.page.saved_run import SavedRun, as_mapping, numbers_of
+from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, numbers_of
 
+Piece = tuple[str, str, float]
+"""A part of a bar: its name, how much it is in words, and its share of the bar."""
 MOST_RANKS, MOST_BLOCKS = 8, 160  # of the plan that are drawn
 _TIMES = {
     "data": "waiting for samples",
@@ -19,58 +21,46 @@ _TIMES = {
     "rest": "records and the rest",
 }
 
-PlanShape = Mapping[str, Any]
+Block = dict[str, Any]
+"""A micro-batch as page.html draws it: its `positions`, what `share` is real, `label`, `text`."""
 
 
 def plan(run: SavedRun) -> dict[str, Any]:
     """Measure the micro-batches of step 1, rank by rank, as wide as they are computed."""
-    found = run.plan.get("shapes")
-    ranks: dict[int, list[PlanShape]] = {}
-    for shape in found if isinstance(found, list) else []:
-        names = "rank", "num_samples", "length"
-        if isinstance(shape, dict) and all(type(shape.get(name)) is int for name in names):
-            ranks.setdefault(shape["rank"], []).append(shape)
+    ranks: dict[int, list[Block]] = {}
+    for shape in map(as_mapping, as_list(run.plan.get("shapes"))):
+        if all(type(shape.get(name)) is int for name in ("rank", "num_samples", "length")):
+            ranks.setdefault(shape["rank"], []).append(_block(shape, run.noun))
     if not ranks:
         return {}
-    widest = max(sum(map(_positions, own)) for own in ranks.values()) or 1
-    record, longest = numbers_of(run.plan), max(map(len, ranks.values()))
-    padding, cap, batch = (record.get(n) for n in ("padding", "max_tokens", "global_batch"))
-    facts = [
-        f"{number(batch)} {run.plan.get('unit')} a step" if batch else "",
-        plural(sum(map(len, ranks.values())), "micro-batch"),
-        plural(longest, "accumulation step"),
-        "" if padding is None else f"{percent(padding)} padding",
-        "" if cap is None else f"cap {number(cap)} {run.noun}s",
-    ]
-    return {
-        "note": " · ".join(filter(None, facts)),
-        "left": len(ranks) - MOST_RANKS,
-        "ranks": [
-            (f"rank {rank}", _blocks(own, run.noun), widest - sum(map(_positions, own)))
-            for rank, own in islice(ranks.items(), MOST_RANKS)
-        ],
-    }
+    widths = {rank: sum(block["positions"] for block in own) for rank, own in ranks.items()}
+    counts = [len(own) for own in ranks.values()]
+    facts = [plural(sum(counts), "micro-batch"), plural(max(counts), "accumulation step")]
+    record = numbers_of(run.plan)
+    if batch := record.get("global_batch"):
+        facts.insert(0, f"{number(batch)} {run.plan.get('unit')} a step")
+    if (padding := record.get("padding")) is not None:
+        facts.append(f"{percent(padding)} padding")
+    if (cap := record.get("max_tokens")) is not None:
+        facts.append(f"cap {number(cap)} {run.noun}s")
+    drawn = list[tuple[str, list[Block], int]]()
+    for rank, own in islice(ranks.items(), MOST_RANKS):
+        idle = (max(widths.values()) or 1) - widths[rank]
+        drawn.append((f"rank {rank}", own[:MOST_BLOCKS], idle))
+    return {"note": " · ".join(facts), "left": len(ranks) - MOST_RANKS, "ranks": drawn}
 
 
-def _blocks(own: Sequence[PlanShape], noun: str) -> list[dict[str, object]]:
-    blocks = list[dict[str, object]]()
-    for shape in own[:MOST_BLOCKS]:
-        positions, count, length = _positions(shape), shape["num_samples"], shape["length"]
-        tokens = numbers_of(shape).get("num_tokens", positions)
-        room = f"{number(tokens)} {noun}s in {number(positions)} positions"
-        blocks.append(
-            {
-                "positions": positions,
-                "share": 100 * tokens / positions if positions else 0,
-                "label": "packed" if shape.get("packed") else f"{count} \u00d7 {length}",
-                "text": f"{plural(count, 'sample')} of up to {plural(length, noun)}: {room}",
-            }
-        )
-    return blocks
-
-
-def _positions(shape: PlanShape) -> int:
-    return int(shape["length"] * (1 if shape.get("packed") else shape["num_samples"]))
+def _block(shape: Mapping[str, Any], noun: str) -> Block:
+    """Measure a micro-batch, and say what is in it."""
+    count, length = shape["num_samples"], shape["length"]
+    positions, label = count * length, f"{count} \u00d7 {length}"
+    if shape.get("packed"):
+        positions, label = length, "packed"
+    tokens = numbers_of(shape).get("num_tokens", positions)
+    room = f"{number(tokens)} {noun}s in {number(positions)} positions"
+    text = f"{plural(count, 'sample')} of up to {plural(length, noun)}: {room}"
+    share = 100 * tokens / max(1, positions)
+    return {"positions": positions, "share": share, "label": label, "text": text}
 
 
 def memory(run: SavedRun) -> dict[str, Any]:
@@ -80,41 +70,36 @@ def memory(run: SavedRun) -> dict[str, Any]:
     whole = max(predicted or 0.0, measured or 0.0)
     if not whole:
         return {}
-    # Else the other bars would be slivers.
-    shown_limit = limit if limit is not None and limit <= 4 * whole else None
-    whole = max(whole, shown_limit or 0.0)
-    parts = {n: v for n, v in numbers_of(run.plan.get("memory_parts")).items() if v}
-    pieces = [(name, size(each), each / whole) for name, each in parts.items()]
-    bars = {"predicted": predicted, "measured": measured, "limit": shown_limit}
-    share = f", of which {percent(predicted / limit)} is predicted" if predicted and limit else ""
-    return {
-        "note": f"limit {size(limit)}{share}" if limit else "",
-        "parts": pieces,
-        "bars": [
-            (
-                name,
-                (name == "predicted" and pieces) or [(name, size(value), value / whole)],
-                size(value),
-            )
-            for name, value in bars.items()
-            if value
-        ],
-    }
+    bars, note = {"predicted": predicted, "measured": measured}, ""
+    if limit:
+        note = f"limit {size(limit)}"
+        if predicted:
+            note += f", of which {percent(predicted / limit)} is predicted"
+        if limit <= 4 * whole:  # else the other bars would be slivers
+            bars["limit"], whole = limit, max(whole, limit)
+    pieces, drawn = list[Piece](), list[tuple[str, list[Piece], str]]()
+    for name, value in numbers_of(run.plan.get("memory_parts")).items():
+        if value:
+            pieces.append((name, size(value), value / whole))
+    for name, total in bars.items():
+        if total:
+            own = [(name, size(total), total / whole)]
+            drawn.append((name, pieces if pieces and name == "predicted" else own, size(total)))
+    return {"note": note, "parts": pieces, "bars": drawn}
 
 
 def times(run: SavedRun) -> dict[str, Any]:
     """Say where the time of a step went."""
     record = as_mapping(run.result.get("time"))
     seconds, whole = numbers_of(record.get("seconds")), numbers_of(record)
-    shares = {name: share for name, share in numbers_of(record.get("share")).items() if share}
+    shares, rows = list[Piece](), list[tuple[str, ...]]()
+    for name, share in numbers_of(record.get("share")).items():
+        if share:
+            shares.append((name, percent(share), share))
+            what = _TIMES.get(name, "")
+            rows.append((name, what, duration(seconds.get(name)), percent(share)))
     if not shares:
         return {}
     steps = plural(whole.get("steps", 0), "step")
-    return {
-        "note": f"{duration(whole.get('step_seconds'))} a step, mean of {steps}",
-        "shares": [(name, percent(share), share) for name, share in shares.items()],
-        "rows": [
-            (name, _TIMES.get(name, ""), duration(seconds.get(name)), percent(share))
-            for name, share in shares.items()
-        ],
-    }
+    note = f"{duration(whole.get('step_seconds'))} a step, mean of {steps}"
+    return {"note": note, "shares": shares, "rows": rows}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -38,27 +38,31 @@ _FIRST = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "paddi
 
 def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     """List what is drawn: for each metric its curves in training and over what is held out."""
-    trained = _names([entry for run in runs for entry in run.steps])
-    evaluated = _names([entry for run in runs for entry in run.evaluations])
-    pairs = [(n, f"eval_{n}" if f"eval_{n}" in evaluated else "") for n in trained]
-    pairs += [(n, "") for n in evaluated if n.removeprefix("eval_") not in trained]
-    rank = {name: place for place, name in enumerate(_FIRST)}
+    trained = _names([*chain.from_iterable(run.steps for run in runs)])
+    evaluated = _names([*chain.from_iterable(run.evaluations for run in runs)])
+    held_out = dict.fromkeys(trained, "")  # name of the curve beside each
+    for name in evaluated:
+        beside = name.removeprefix("eval_")
+        if beside not in held_out:
+            held_out[name] = ""
+        elif beside != name:
+            held_out[beside] = name
 
-    def place(pair: tuple[str, str]) -> float:  # metrics first, figures of single blocks last
-        is_metric = pair[1] or pair[0].startswith("eval_")
-        return rank.get(pair[0], 0.5 if is_metric else len(rank) + ("/" in pair[0]))
+    def place(name: str) -> float:  # metrics first, figures of single blocks last
+        if name in _FIRST:
+            return _FIRST.index(name)
+        is_metric = held_out[name] or name.startswith("eval_")
+        return 0.5 if is_metric else len(_FIRST) + ("/" in name)
 
-    is_samples = all(run.noun == "sample" for run in runs)
-    own_titles = {"tokens_per_second": "samples per second"} if is_samples else {}
-    return [
-        {
-            "key": name,
-            "held_out": held_out,
-            "title": own_titles.get(name) or TITLES.get(name) or title_of(name),
-            "kind": "bytes" if name.endswith("_bytes") else "share" if name == "padding" else "",
-        }
-        for name, held_out in sorted(pairs, key=place)
-    ]
+    titles = dict(TITLES)
+    if all(run.noun == "sample" for run in runs):
+        titles["tokens_per_second"] = "samples per second"
+    charts = []
+    for name in sorted(held_out, key=place):
+        kind = "share" if name == "padding" else "bytes" * name.endswith("_bytes")
+        title = titles.get(name) or title_of(name)
+        charts.append({"key": name, "held_out": held_out[name], "title": title, "kind": kind})
+    return charts
 
 
 def _names(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -83,19 +87,18 @@ def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) ->
     is smoothed.
     """
     limit = max(LEAST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // num_runs))
-    times = accumulate(_or_zero(entry.get("seconds")) for entry in run.steps)
-    places = [(0, 0.0, 0.0, 0.0)]
-    places += [
-        (e["step"], _or_zero(e.get("samples")), _or_zero(e.get("tokens")), round(time, 2))
-        for e, time in zip(run.steps, times, strict=True)
-    ]
-    stride = 1 + len(places) // limit
+    places, seconds = [(0, 0.0, 0.0, 0.0)], 0.0
+    for entry in run.steps:
+        samples, tokens, more = (_or_zero(entry.get(n)) for n in ("samples", "tokens", "seconds"))
+        seconds += more
+        places.append((entry["step"], samples, tokens, round(seconds, 2)))
     curves = {}
     for chart in charts:
         held_out = chart["held_out"] or chart["key"]
         for name, entries in ((chart["key"], run.steps), (held_out, run.evaluations)):
-            if own := [(e["step"], e[name]) for e in entries if name in e]:
+            if own := [(entry["step"], entry[name]) for entry in entries if name in entry]:
                 curves[name] = _thinned(own, limit)
+    stride = 1 + len(places) // limit
     shown = [*places[:-1:stride], places[-1]]
     return {
         "x": dict(zip(AXES, zip(*shown, strict=True), strict=True)),
@@ -116,8 +119,9 @@ def _thinned(
     bounds = [round(k * width) for k in range(limit // 2 + 1)]
     chosen, middles, means = {0, len(own) - 1}, list[float](), list[float]()
     for begin, end in zip(bounds, [*bounds[1:-1], len(own)], strict=False):
-        there = [(v, i) for i in range(begin, end) if (v := values[i]) is not None]
-        chosen.update(next(([i] for i in range(begin, end) if values[i] is None), ()))
+        if None in values[begin:end]:
+            chosen.add(values.index(None, begin))
+        there = [(v, i) for i, v in enumerate(values[begin:end], begin) if v is not None]
         if there:
             chosen |= {min(there)[1], max(there)[1]}
             middles.append(own[(begin + end) // 2][0])

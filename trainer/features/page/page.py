@@ -78,9 +78,8 @@ def _names(runs: Sequence[SavedRun]) -> list[str]:
         return names
     typed = [dict.fromkeys(run.typed.split()[1:]) for run in runs]
     common = set.intersection(*map(set, typed))
-    own = [" ".join(word for word in words if word not in common) for words in typed]
-    labels = [
-        f"{run.folder.name}: {words}"[:_MOST_LETTERS].removesuffix(": ")
-        for run, words in zip(runs, own, strict=True)
-    ]
+    labels = []
+    for run, words in zip(runs, typed, strict=True):
+        own = " ".join(word for word in words if word not in common)
+        labels.append(f"{run.folder.name}: {own}"[:_MOST_LETTERS].removesuffix(": "))
     return labels if len(set(labels)) == len(labels) else [shown_path(run.folder) for run in runs]

@@ -93,9 +93,8 @@ class SavedRun:
     @cached_property
     def worst(self) -> list[Entry]:
         """The samples with the largest loss, with texts where `train evaluate` wrote them."""
-        found = self._files.record(RunFolder.EVALUATION).get("worst")
-        found = found if isinstance(found, list) else []
-        return [e for e in found if isinstance(e, dict) and "loss" in e][:SHOWN_SAMPLES]
+        found = as_list(self._files.record(RunFolder.EVALUATION).get("worst"))
+        return [entry for entry in found if "loss" in as_mapping(entry)][:SHOWN_SAMPLES]
 
     @cached_property
     def generated(self) -> list[Entry]:
@@ -143,8 +142,8 @@ class SavedRun:
     @property
     def seconds(self) -> float:
         """Seconds in steps and evaluations."""
-        times = (e.get("seconds", e.get("eval_seconds")) for e in self._entries)
-        return math.fsum(time for time in times if is_number(time))
+        times = (entry.get("seconds", entry.get("eval_seconds")) for entry in self._entries)
+        return math.fsum(filter(is_number, times))
 
     @property
     def last_step(self) -> int:
@@ -158,15 +157,18 @@ class SavedRun:
 
     def last(self, name: str) -> float | None:
         """The last number of a metric; None where there is none."""
-        found = (entry.get(name) for entry in reversed(self._entries))
-        return next((value for value in found if is_number(value)), None)
+        for entry in reversed(self._entries):
+            if is_number(value := entry.get(name)):
+                return value
+        return None
 
     @property
     def best(self) -> tuple[float, int] | None:
         """The least held-out loss, and its step."""
-        losses = [
-            (e["eval_loss"], e["step"]) for e in self.evaluations if is_number(e.get("eval_loss"))
-        ]
+        losses = list[tuple[float, int]]()
+        for entry in self.evaluations:
+            if is_number(value := entry.get("eval_loss")):
+                losses.append((value, entry["step"]))
         return min(losses, default=None)
 
 
@@ -178,6 +180,11 @@ def is_number(value: object) -> TypeGuard[float]:
 def numbers_of(record: object) -> dict[str, float]:
     """Give the finite numbers of a mapping in a record; none where it is no mapping."""
     return {name: value for name, value in as_mapping(record).items() if is_number(value)}
+
+
+def as_list(value: object) -> list[Any]:
+    """Give a list of a record; an empty one where it is something else."""
+    return value if isinstance(value, list) else []
 
 
 def as_mapping(value: object) -> dict[str, Any]:

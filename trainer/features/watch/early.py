@@ -70,20 +70,19 @@ class EarlyWatch(Feature):
     def _spike(self, step: int, value: float, norm: float) -> str | None:
         if len(self._losses) < LEAST or step < self._silent_until:
             return None
-        usual = median(self._losses)
-        found = f"loss {loss(value)}", loss(usual)
-        if value <= usual + max(
-            FAR_DEVIATIONS * _deviation(self._losses), FAR_LOSS * abs(usual), LEAST_JUMP
-        ):
+        middle = median(self._losses)
+        far = FAR_DEVIATIONS * _deviation(self._losses)
+        now, usual = f"loss {loss(value)}", loss(middle)
+        if value <= middle + max(far, FAR_LOSS * abs(middle), LEAST_JUMP):
             # Norms vary by factors.
             logs = [math.log(each + SMALLEST_NORM) for each in self._norms]
             high = median(logs) + max(FAR_DEVIATIONS * _deviation(logs), math.log(FAR_NORM))
             if norm <= max(math.exp(high), median(first for _, first in self._first)):
                 return None
-            found = f"gradient norm {rate(norm)}", rate(median(self._norms))
+            now, usual = f"gradient norm {rate(norm)}", rate(median(self._norms))
         self._silent_until = step + QUIET_STEPS
         return (
-            f"{found[0]} is far above that of the {len(self._losses)} steps before, {found[1]}: "
+            f"{now} is far above that of the {len(self._losses)} steps before, {usual}: "
             "often a learning rate too high, a warm-up too short, or bad samples"
         )
 
