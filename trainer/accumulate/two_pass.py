@@ -52,14 +52,7 @@ class GiveRows(Pass):
 
 @final
 class TwoPass(GradientStrategy):
-    """Exact for every `CoupledObjective`, however the batch is cut.
-
-    Args:
-        objective: of the run.
-
-    Raises:
-        ConfigError: it gives no rows.
-    """
+    """Exact for every `CoupledObjective`, however the batch is cut."""
 
     couplings = frozenset({"batch"})
     before = (GiveRows(),)

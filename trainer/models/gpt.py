@@ -28,28 +28,7 @@ class GPT(nn.Module):
 
     Samples are padded on the right. Under causal attention no token looks to its right, so no
     real position ever sees padding and no mask is needed; what is computed at padded positions
-    is ignored by the objective.
-
-    Args:
-        vocab_size: number of token ids.
-        width: channels of the residual stream.
-        num_layers: blocks.
-        num_heads: attention heads; divides `width`, for rotary positions into even parts.
-        max_length: longest document, in tokens.
-        mlp_width: hidden channels of the MLP; `None` is 8/3 of the width for SwiGLU (rounded up
-            to 32) and 4 times the width for GELU, which cost the same.
-        dropout: share of activations dropped after the embedding, each attention and each MLP,
-            and of attention probabilities.
-        tied: the output layer is the embedding. It saves parameters; small models learn faster
-            without.
-        norm: `rms` (RMSNorm) or `layer` (LayerNorm).
-        mlp: `swiglu` or `gelu` (tanh approximation).
-        positions: `rotary` or `learned`.
-        bias: linear layers and LayerNorm have biases; the output layer never has.
-        init_std: deviation of fresh weights, 0.02 in GPT-2; `None` is `1 / sqrt(fan_in)`.
-
-    Raises:
-        ConfigError: the heads do not share the width.
+    is ignored by the objective. What the arguments mean stands in `conf/model/gpt_tiny.yaml`.
     """
 
     draws_on_meta: ClassVar[bool] = True
@@ -80,9 +59,9 @@ class GPT(nn.Module):
         self.max_length = max_length
         self.head_dim = width // num_heads
         self.embedding = nn.Embedding(vocab_size, width)
-        self.position_embedding = (
-            nn.Embedding(max_length, width) if positions == "learned" else None
-        )
+        self.position_embedding = None
+        if positions == "learned":
+            self.position_embedding = nn.Embedding(max_length, width)
         self.dropout = nn.Dropout(dropout)
         make_norm = nn.RMSNorm if norm == "rms" else partial(nn.LayerNorm, bias=bias)
         make_mlp = SwiGLU if mlp == "swiglu" else GELU
@@ -133,21 +112,11 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Score the next token at every position.
+        """Score the next token at every position: `(batch, time)` to logits, `(.., .., vocab)`.
 
-        Args:
-            input_ids: `(batch, time)`, token ids.
-            cu_seqlens: `(documents + 1,)`, where packed documents begin, and the end of the last;
-                the batch is then one row, and no document sees another.
-            position_ids: `(batch, time)`, position of each token within its document; `None`
-                counts from the start of the row, or of each packed document.
-            max_seqlen: tokens of the longest packed document, where they fill the row.
-
-        Returns:
-            Logits, `(batch, time, vocab)`.
-
-        Raises:
-            ConfigError: if a sample is longer than the model takes.
+        Where documents are packed into one row, `cu_seqlens`, `(documents + 1,)`, says where each
+        begins, and the end of the last; none sees another. `max_seqlen` is the longest's tokens,
+        where they fill the row. Positions count from the start of each document.
         """
         time = input_ids.shape[1]
         longest = max_seqlen or time
@@ -250,7 +219,11 @@ class Attention(nn.Module):
             q, k, v = qkv.unbind(2)
         else:
             qk, value = qkv.split([2, 1], dim=2)
-            (q, k), v = rotate(qk, rotation).unbind(2), value.squeeze(2)
+            cos, sin = (table.to(qk.dtype) for table in rotation)
+            # Turns channel pairs (i, i + head_dim / 2). One roll with the sign in the sine table
+            # runs in two thirds of the time of splitting halves.
+            qk = qk * cos + qk.roll(qk.shape[-1] // 2, dims=-1) * sin
+            (q, k), v = qk.unbind(2), value.squeeze(2)
         dropout = self.dropout if self.training else 0.0
         attend = causal_attention if documents is None else documents.attention
         out: Tensor = self.out(attend(q, k, v, dropout).flatten(2))
@@ -306,15 +279,6 @@ def rotary_tables(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Ro
     tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     cos, sin = (table.to(dtype)[:, :, None, None] for table in tables)
     return cos, sin
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn channel pairs `(i, i + head_dim / 2)` of `(batch, time, 2, heads, head_dim)`.
-
-    One roll with the sign in the sine table runs in two thirds of the time of splitting halves.
-    """
-    cos, sin = rotation[0].to(x.dtype), rotation[1].to(x.dtype)
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def _refuse_uneven_heads(width: int, num_heads: int, *, is_rotary: bool) -> None:

@@ -25,7 +25,7 @@ IS_LAST = "gives_logits"
 @final
 @dataclass(frozen=True)
 class ModelRun:
-    """A call of a model that can leave the output layer out."""
+    """A call of a model, as objectives get it, that can leave the output layer out."""
 
     run: Callable[[Fields], Any]
     module: nn.Module
@@ -36,8 +36,8 @@ class ModelRun:
         return self.run(fields)
 
     @property
-    def output_layer(self) -> nn.Module | None:
-        """The layer that gives the logits; None where they are not its outputs, or nobody knows."""
+    def output_layer(self) -> Any:  # noqa: ANN401 - of any class
+        """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
         layer = candidate(self.module)
         if layer is not None and (self.declares_logits or IS_LAST in vars(layer)):
             return layer

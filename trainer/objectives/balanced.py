@@ -46,12 +46,8 @@ class BalancedNextToken(CoupledObjective):
     def rows(self, model: ModelCall, fields: Fields) -> Mapping[str, Tensor]:
         """Sum over the tokens of each sample.
 
-        Returns:
-            `cross_entropy` and `tokens`, `(samples,)`; `taken` and `probability` of each expert,
-            a mean over layers, `(samples, experts)`.
-
-        Raises:
-            ConfigError: the model gives no `router_logits`, or documents are packed.
+        Gives `cross_entropy` and `tokens`, `(samples,)`; `taken` and `probability` of each expert,
+        a mean over layers, `(samples, experts)`.
         """
         if "cu_seqlens" in fields:
             raise ConfigError(

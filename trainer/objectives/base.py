@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol, Self, final
+from typing import Any, Literal, NoReturn, Self, final
 
 import torch
 from torch import Tensor
@@ -41,24 +41,6 @@ from trainer.objectives.by_source import Recorded, figure_of, marks_by_source, s
 
 ModelCall = Callable[[Fields], Any]
 """Calls the model with those fields its `forward` names; gives what the model gives."""
-
-
-class LayeredCall(Protocol):
-    """A call of a model that can leave the output layer out, as that of a step can."""
-
-    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
-        """Call the model as it is."""
-
-    @property
-    def output_layer(self) -> Any:  # noqa: ANN401 - of any class
-        """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
-
-    @property
-    def compiled_by(self) -> str | None:
-        """The backend that compiles the model now."""
-
-    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
-        """Call the model with what goes into that layer in place of the logits."""
 
 
 @final
@@ -93,14 +75,6 @@ class Objective(Described, ABC):
     in which the step takes them, the last of which may be short; a micro-batch holds whole groups,
     one after the other. Under `Coupling("batch")` it couples all samples of a step (contrastive),
     and only a gradient strategy that lists `batch` in its `couplings` computes it."""
-
-    scope: str = "sample"
-    """In a subclass, `embedding` is short for `coupling = Coupling("batch")`."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if vars(cls).get("scope") == "embedding" and "coupling" not in vars(cls):
-            cls.coupling = Coupling("batch", why=f"{cls.__name__} compares all samples of a step")
 
     metric_names: Collection[str] = ()
     """Which names of `weights` are metrics, as a tuple; a subclass adds its own to its parent's.

@@ -94,7 +94,7 @@ class Recorded:
         return self._outputs["whole"]
 
     def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401 - any model
-        """See `LayeredCall`."""
+        """See `ModelRun`."""
         if "inner" not in self._outputs:
             self._outputs["inner"] = self._call.without_output_layer(fields)  # type: ignore[attr-defined]
         return self._outputs["inner"]

@@ -41,11 +41,7 @@ class Classify(Objective):
     label_smoothing: Share = 0.0  # share of the target spread over the classes, in [0, 1)
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
-        """Sum the class weights of the labels for the loss, and count them for the accuracy.
-
-        Raises:
-            ConfigError: a label has no class weight.
-        """
+        """Sum the class weights of the labels for the loss, and count them for the accuracy."""
         labels = labels_of(fields)
         valid = labels[labels != IGNORED].long()
         count = float(valid.numel())
@@ -68,18 +64,10 @@ class Classify(Objective):
         return [(each[each != IGNORED].tolist(), c[each != IGNORED].tolist()) for each, c in pairs]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
-        """Sum over the batch; the sums are at least float32.
+        """Sum over the batch, in float32 at least.
 
-        Args:
-            model: gives logits, `(batch, classes)`, or `(batch, classes, ...)` with the classes at
-                `class_axis`.
-            fields: `labels`, `(batch,)` or `(batch, ...)`, and what the model needs.
-
-        Returns:
-            The term `cross_entropy` and the metric `accuracy`.
-
-        Raises:
-            ConfigError: logits, labels and class weights do not belong together.
+        Logits are `(batch, classes)` and labels `(batch,)`; or `(batch, classes, ...)`, with the
+        classes at `class_axis`, and `(batch, ...)`.
         """
         labels = labels_of(fields).long()
         logits = at_least_single(logits_from(model, fields))

@@ -59,21 +59,14 @@ def linear_cross_entropy(
     observe: Callable[[Tensor, Tensor], None] | None = None,
     terms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum the cross entropy of `hidden @ weight.T + bias`, and count the hits.
+    """Sum the cross entropy of `hidden @ weight.T + bias` in nats, 0-d, in fp32 at least.
 
-    Args:
-        hidden: `(positions, width)`, in the dtype of the products.
-        layer: the weight, `(classes, width)`, and the bias, `(classes,)`.
-        targets: `(positions,)`, int64; -100 is no loss term.
-        label_smoothing: share of the target spread over the classes.
-        backend: of `torch.compile`, for what is not a matrix product; None computes it as it is.
-        observe: is given the logits, `(rows, classes)`, and targets of each chunk where no gradient
-            is recorded.
-        terms: `(positions,)`, into which the loss of each position is written.
-
-    Returns:
-        The cross entropy in nats, 0-d, in fp32 at least, and, where no gradient is recorded, how
-        often the best class is the label.
+    `hidden` is `(positions, width)`, in the dtype of the products; `layer` is the weight,
+    `(classes, width)`, and the bias; `targets` are `(positions,)`, int64, of which -100 is no term.
+    What is not a matrix product is compiled by `backend`, where there is one. The loss of each
+    position is written into `terms`. Where no gradient is recorded `observe` gets the logits,
+    `(rows, classes)`, and targets of each chunk, and the second sum is how often the best class is
+    right.
     """
     kind, classes = gpu.kind_of(hidden.device), len(layer[0])
     inputs = (hidden, *layer, targets)

@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer.config.components import NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
+from trainer.models.output_layer import ModelRun
 from trainer.objectives.base import (
-    LayeredCall,
     ModelCall,
     Objective,
     Sums,
@@ -65,20 +65,16 @@ class TokenEntropy(Objective):
         return {**weights, "z_loss": count} if self.z_loss else weights
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
-        """Sum over `(batch, time)`; the sums are at least float32.
-
-        Raises:
-            ConfigError: the model's logits do not belong to the labels.
-        """
+        """Sum over `(batch, time)`, in float32 at least."""
         targets, fields = self.targets(fields), self.inputs(model, fields)
         # `isinstance` of a protocol would take 20 us.
         if (layer := getattr(model, "output_layer", None)) is not None:
             logits_bytes = 4 * targets.numel() * len(layer.weight)
             if logits_bytes >= LEAST_BYTES and not self.z_loss:
-                return self._in_chunks(cast("LayeredCall", model), fields, targets)
+                return self._in_chunks(cast("ModelRun", model), fields, targets)
         return self._from_logits(logits_of(model(fields)), targets)
 
-    def _in_chunks(self, model: LayeredCall, fields: Fields, targets: Tensor) -> Sums:
+    def _in_chunks(self, model: ModelRun, fields: Fields, targets: Tensor) -> Sums:
         """Sum from what goes into the output layer, without the logits of all positions."""
         layer, hidden = model.output_layer, logits_of(model.without_output_layer(fields))
         _check_shapes(hidden, targets)

@@ -36,13 +36,10 @@ def widen_gradients(model: nn.Module) -> None:
 
 @final
 class MasterWeights:
-    """The copies that an optimizer steps in place of weights whose gradients are wider.
-
-    Attributes:
-        pairs: each weight of a model with its copy, in shards where the weight is.
-    """
+    """The copies that an optimizer steps in place of weights whose gradients are wider."""
 
     def __init__(self, model: nn.Module) -> None:
+        # Each weight of a model with its copy, in shards where the weight is
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for weight in model.parameters():
             wide = gradient_dtype(weight)

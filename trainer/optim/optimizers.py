@@ -87,18 +87,10 @@ class OptimizerSpec(Described, ABC):
                     parameter.requires_grad_(False)
 
     def build(self, model: nn.Module) -> Optimizer:
-        """Build the optimizer over the parameters of a model.
+        """Build the optimizer over the parameters of a model that stands on its device.
 
-        Args:
-            model: on its device; sharded, but not wrapped, so that its names are the user's.
-
-        Returns:
-            An optimizer whose groups each have a `name` and an `lr`. It steps fp32 copies of
-            weights whose gradients are wider than they are.
-
-        Raises:
-            ConfigError: a setting is out of range, as PyTorch's own class says, or the optimizer
-                steps within backward.
+        Its groups have a `name` and an `lr`. It steps fp32 copies of weights whose gradients are
+        wider than they are.
         """
         before, masters = hooked(model), MasterWeights(model)
         kind: type = getattr(self, "kind", type(self))

@@ -69,9 +69,18 @@ class BatchNormMode(Feature, ABC):
         """The mode in which statistics are estimated again; None where they never are."""
         return None
 
-    @abstractmethod
     def coupling(self, name: str) -> Coupling:
-        """Say how far the samples of a step depend on each other through the layer of a name."""
+        """Say how far the samples of a step depend on each other through the layer of a name.
+
+        By default as far as the micro-batch, which it normalises over itself.
+        """
+        return Coupling(
+            "micro_batch",
+            why=f"{name} is BatchNorm, which normalises within each micro-batch",
+            key="model",
+            remedy="use GroupNorm",
+            accepts=" batchnorm=micro",
+        )
 
     @abstractmethod
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
@@ -148,17 +157,6 @@ class BatchNormMode(Feature, ABC):
         if self.precise is None:
             return nullcontext()
         return precise_statistics(model, feed, self.precise)
-
-
-def batch_norm_coupling(name: str) -> Coupling:
-    """Say that the layer of a name normalises each micro-batch over itself."""
-    return Coupling(
-        "micro_batch",
-        why=f"{name} is BatchNorm, which normalises within each micro-batch",
-        key="model",
-        remedy="use GroupNorm",
-        accepts=" batchnorm=micro",
-    )
 
 
 def _scope(mode: BatchNormMode, run_plan: RunPlan) -> str:

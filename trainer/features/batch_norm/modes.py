@@ -14,7 +14,7 @@ from trainer.config.components import GroupSize
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.errors import ConfigError
 from trainer.features.batch_norm.layers import BatchNormLayer
-from trainer.features.batch_norm.mode import DEFAULT_GROUP, BatchNormMode, batch_norm_coupling
+from trainer.features.batch_norm.mode import DEFAULT_GROUP, BatchNormMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,6 @@ class Pooled(BatchNormMode):
         """See the base class."""
         return self
 
-    def coupling(self, name: str) -> Coupling:
-        """See the base class."""
-        return batch_norm_coupling(name)
-
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
         """See the base class."""
         return layer.in_pieces(values)
@@ -102,10 +98,6 @@ class Micro(BatchNormMode):
     def estimating(self) -> Pooled:
         """See the base class."""
         return Pooled()
-
-    def coupling(self, name: str) -> Coupling:
-        """See the base class."""
-        return batch_norm_coupling(name)
 
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
         """See the base class."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.core.coupling import Coupling
 from trainer.features.batch_norm.layers import BatchNormLayer
-from trainer.features.batch_norm.mode import BatchNormMode, batch_norm_coupling
+from trainer.features.batch_norm.mode import BatchNormMode
 from trainer.features.batch_norm.modes import Pooled
 
 
@@ -32,7 +32,7 @@ class Sync(BatchNormMode):
 
     def coupling(self, name: str) -> Coupling:
         """See the base class."""
-        return replace(batch_norm_coupling(name), joins_ranks=True)
+        return replace(super().coupling(name), joins_ranks=True)
 
     def normalize(self, layer: BatchNormLayer, values: Tensor) -> Tensor:
         """See the base class; on one rank, and outside of a run's steps, as `pooled`."""

@@ -195,8 +195,8 @@ def summing_norms(
         if each.ids:
             share = part = len(each.ids) / batch.plan.num_samples
             if context.model.normalizer != "samples":
-                terms = [each.weights[name] / own[name] for name in context.losses if own[name]]
-                part = fmean(terms or [0.0])
+                names = [name for name in context.losses if own[name]]
+                part = fmean(each.weights[name] / own[name] for name in names) if names else 0.0
             total += square / (scale**2 * share)
             weight, count = weight + part**2 / share, count + 1
     measured |= zip(MEASURED, (count, weight, total), strict=True)

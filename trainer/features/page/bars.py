@@ -65,7 +65,7 @@ def _block(shape: Mapping[str, Any], noun: str) -> Block:
 
 def memory(run: SavedRun) -> dict[str, Any]:
     """Set predicted, measured and allowed memory side by side."""
-    record, measured = numbers_of(run.plan), run.peak_bytes
+    record, measured = numbers_of(run.plan), run.peak_bytes()
     predicted, limit = (record.get(n) for n in ("predicted_peak_bytes", "memory_limit_bytes"))
     whole = max(predicted or 0.0, measured or 0.0)
     if not whole:

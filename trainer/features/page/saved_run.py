@@ -6,11 +6,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard, final
 
@@ -27,149 +24,92 @@ _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 
 
 @final
-@dataclass(frozen=True)
 class SavedRun:
-    """What a page shows of a run."""
+    """What a page shows of a run, read once."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        files = RunFolder(folder)
+        self.folder = folder
+        # The resolved config by dotted keys; empty where there is none
+        self.config: dict[str, Any] = flat(files.config())
+        # The user's word for the run, else that of its folder
+        self.name = str(self.config.get("name") or folder.name)
+        # The command line, without secrets; of the latest start, where the run went on. Without
+        # Hydra's own quotes around a path, which a shell does not need
+        words = [_QUOTED.sub(r"\1\2", word) for word in files.typed()]
+        self.typed = without_secrets(shlex.join(["train", *words]), os.environ)
+        # How it goes, or ended
+        self.status = files.status()
+        self.state = str(self.status.get("state", "unknown"))
+        # What was planned, and the figures of a run that completed; one that went on has some of
+        # before
+        self.plan = files.record(RunFolder.PLAN)
+        self.result = files.record(RunFolder.RESULT) if self.state == "completed" else {}
+        counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
+        # What lengths count
+        self.noun = "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
+        self._entries = _read(folder / RunFolder.METRICS)
+        self.steps = [entry for entry in self._entries if "loss" in entry]
+        self.evaluations = [entry for entry in self._entries if "loss" not in entry]
+        self.last_step: int = self.steps[-1]["step"] if self.steps else 0  # in metrics.jsonl
+        times = (entry.get("seconds", entry.get("eval_seconds")) for entry in self._entries)
+        self.seconds = math.fsum(filter(is_number, times))  # in steps and evaluations
+        # The samples with the largest loss, with texts where `train evaluate` wrote them
+        worst = as_list(files.record(RunFolder.EVALUATION).get("worst"))
+        self.worst = [entry for entry in worst if "loss" in as_mapping(entry)][:SHOWN_SAMPLES]
+        # What prompts gave at the last evaluation that continued any
+        texts = _read(folder / RunFolder.TEXTS)
+        self.generated = [entry for entry in texts if entry["step"] == texts[-1]["step"]]
+        self.started: str | None = None  # in the time of this machine
+        with suppress(OSError, OverflowError, ValueError):
+            if began := files.began():
+                self.started = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M")
 
-    @cached_property
-    def _files(self) -> RunFolder:
-        return RunFolder(self.folder)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The resolved config by dotted keys; empty where there is none."""
-        return flat(self._files.config())
-
-    @cached_property
-    def typed(self) -> str:
-        """The command line, without secrets; of the latest start, where the run went on."""
-        # Hydra's own quotes around a path, which a shell does not need.
-        words = [_QUOTED.sub(r"\1\2", word) for word in self._files.typed()]
-        return without_secrets(shlex.join(["train", *words]), os.environ)
-
-    @cached_property
-    def name(self) -> str:
-        """The user's word for the run, else that of its folder."""
-        return str(self.config.get("name") or self.folder.name)
-
-    @cached_property
-    def status(self) -> dict[str, Any]:
-        """How the run goes, or ended."""
-        return self._files.status()
-
-    @cached_property
-    def result(self) -> dict[str, Any]:
-        """The figures of a run that completed; a run that went on has some of before."""
-        return self._files.record(RunFolder.RESULT) if self.state == "completed" else {}
-
-    @cached_property
-    def plan(self) -> dict[str, Any]:
-        """What was planned."""
-        return self._files.record(RunFolder.PLAN)
-
-    @property
-    def continuation(self) -> Iterator[str]:
+    def continuation(self) -> list[str]:
         """Say from which run and step it went on, where it did."""
-        fork = self._files.record(RunFolder.FORK)
+        files, found = RunFolder(self.folder), list[str]()
+        fork = files.record(RunFolder.FORK)
         # A resumed run's config has none.
-        words = (word.partition("=") for word in self._files.typed(first=True))
+        words = (word.partition("=") for word in files.typed(first=True))
         typed = {key: value.strip("'") for key, _, value in words}
         init = self.config.get("init") or typed.get("init") or "null"
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
         if init != "null":
-            yield f"begun with the weights of {shown_path(Path(str(init)))}"
+            found.append(f"begun with the weights of {shown_path(Path(str(init)))}")
         if run := fork.get("run"):
-            yield f"forked from {shown_path(Path(str(run)))} at step {step}"
+            found.append(f"forked from {shown_path(Path(str(run)))} at step {step}")
         if is_number(resumed) and resumed != step:
             none = ", and took none since" if resumed == self.last_step else ""
-            yield f"resumed after step {number(resumed)}{none}"
+            found.append(f"resumed after step {number(resumed)}{none}")
         elif resumed is None and (self.folder / RunFolder.RESUMED).is_dir():
-            yield (
-                "begun again: nothing had been saved" if "resumed_step" in self.plan else "resumed"
-            )
+            was_new = "resumed_step" in self.plan
+            found.append("begun again: nothing had been saved" if was_new else "resumed")
+        return found
 
-    @cached_property
-    def worst(self) -> list[Entry]:
-        """The samples with the largest loss, with texts where `train evaluate` wrote them."""
-        found = as_list(self._files.record(RunFolder.EVALUATION).get("worst"))
-        return [entry for entry in found if "loss" in as_mapping(entry)][:SHOWN_SAMPLES]
-
-    @cached_property
-    def generated(self) -> list[Entry]:
-        """What prompts gave at the last evaluation that continued any."""
-        with suppress(OSError):
-            found = journal.read(self.folder / RunFolder.TEXTS)
-            return [entry for entry in found if entry["step"] == found[-1]["step"]]
-        return []
-
-    @cached_property
-    def _entries(self) -> list[Entry]:
-        with suppress(OSError):
-            return journal.read(self.folder / RunFolder.METRICS)
-        return []
-
-    @cached_property
-    def steps(self) -> list[Entry]:
-        """The entries of optimizer steps."""
-        return [entry for entry in self._entries if "loss" in entry]
-
-    @cached_property
-    def evaluations(self) -> list[Entry]:
-        """The entries of evaluations."""
-        return [entry for entry in self._entries if "loss" not in entry]
-
-    @property
-    def state(self) -> str:
-        """How it goes, or ended."""
-        return str(self.status.get("state", "unknown"))
-
-    @property
-    def noun(self) -> str:
-        """What lengths count."""
-        counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
-        return "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
-
-    @property
-    def started(self) -> str | None:
-        """When it began, in the time of this machine."""
-        began = self._files.began()
-        with suppress(OSError, OverflowError, ValueError):
-            return datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M") if began else None
-        return None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in steps and evaluations."""
-        times = (entry.get("seconds", entry.get("eval_seconds")) for entry in self._entries)
-        return math.fsum(filter(is_number, times))
-
-    @property
-    def last_step(self) -> int:
-        """The last step in metrics.jsonl; 0 where there is none."""
-        return self.steps[-1]["step"] if self.steps else 0
-
-    @property
     def peak_bytes(self) -> float | None:
-        """The most memory measured."""
+        """Give the most memory measured."""
         return numbers_of(self.result).get("peak_bytes") or self.last("memory_bytes")
 
     def last(self, name: str) -> float | None:
-        """The last number of a metric; None where there is none."""
+        """Give the last number of a metric; None where there is none."""
         for entry in reversed(self._entries):
             if is_number(value := entry.get(name)):
                 return value
         return None
 
-    @property
     def best(self) -> tuple[float, int] | None:
-        """The least held-out loss, and its step."""
+        """Give the least held-out loss, and its step."""
         losses = list[tuple[float, int]]()
         for entry in self.evaluations:
             if is_number(value := entry.get("eval_loss")):
                 losses.append((value, entry["step"]))
         return min(losses, default=None)
+
+
+def _read(file: Path) -> list[Entry]:
+    with suppress(OSError):
+        return journal.read(file)
+    return []
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -29,7 +29,7 @@ def facts(run: SavedRun) -> list[str]:
     """Say when a run began, how long it took, what it trains, and from where it went on."""
     length = duration(run.seconds) + " of steps and evaluations" if run.seconds else None
     model = str(run.config.get("model._target_") or "").rpartition(".")[2]
-    return [*filter(None, (run.started, length, model, *run.continuation))]
+    return [*filter(None, (run.started, length, model, *run.continuation()))]
 
 
 def ending(run: SavedRun) -> str | None:
@@ -57,7 +57,7 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
     if (trained := run.last("loss")) is not None:
         tiles.append(("training loss", loss(trained), None))
     if (held_out := run.last("eval_loss")) is not None:
-        best = run.best
+        best = run.best()
         note = f"best {loss(best[0])} at step {number(best[1])}" if best else None
         tiles.append(("held-out loss", loss(held_out), note))
     tiles += _metrics(run)
@@ -67,7 +67,7 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
     name = "tokens_per_second"
     if speed := numbers_of(run.result).get(name) or run.last(name):
         tiles.append((f"{run.noun}s per second", short(speed), None))
-    if peak := run.peak_bytes:
+    if peak := run.peak_bytes():
         note = "of the whole process" if run.plan.get("device") == "cpu" else "of tensors"
         tiles.append(("peak memory", size(peak), note))
     notes = {"skipped": "without an update", "replays": "after memory ran out"}
