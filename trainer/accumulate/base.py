@@ -30,7 +30,7 @@ from trainer.core.rows import Described
 from trainer.core.tensors import dtype_name
 from trainer.core.world import World
 from trainer.data import samples
-from trainer.models.check import refuse_sparse_gradients, unmoved
+from trainer.models.check import unmoved
 from trainer.objectives.base import Objective, at_least_single
 from trainer.objectives.metrics import add_statistics
 from trainer.parallel.base import Parallel
@@ -161,8 +161,6 @@ class Pass(ABC):
                 own = _taken(rows, micro_batch.positions)
                 given = self.micro_batch(model, objective, here, divisors.each[index], own)
                 given = _checked(given, self, "micro_batch", num_samples=len(micro_batch.ids))
-                if index == 0:  # all of its micro-batches take the same way
-                    refuse_sparse_gradients(model.module)
             if given.loss is not None:
                 # In float64: of thousands of shares a float32 sum would lose three digits. Without
                 # its graph, whose tensors would stay.

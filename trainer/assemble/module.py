@@ -25,7 +25,6 @@ from trainer.core.errors import ConfigError
 from trainer.core.tensors import LazyTensor
 from trainer.core.world import World, rng_key
 from trainer.data.samples import preserve_generators
-from trainer.models.check import refuse_lazy
 from trainer.models.first_weights import (
     FIRST_WEIGHTS,
     Filled,
@@ -147,7 +146,7 @@ def _construct(
     `has_first` is whether the maker is to say itself where weights are.
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
-    module = refuse_lazy(construct(config.model, "model", nn.Module, config.trust, given))
+    module = construct(config.model, "model", nn.Module, config.trust, given)
     found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
     if has_first and found is None:
         raise _NeedsValues
@@ -162,7 +161,6 @@ def _construct(
         module = transform(module)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
-    refuse_lazy(module)
     # A model may have what a transform cannot do there, such as a head that is copied.
     if has_first and not all(map(_draws_on_meta, transforms)):
         raise _NeedsValues

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from trainer.core.errors import ConfigError, DataError
 
@@ -20,27 +18,6 @@ def required(name: str, value: int | None) -> int:
     if value is None:
         raise ConfigError(f"model.{name}=null: the data do not say it; type a number")
     return value
-
-
-def refuse_lazy(model: nn.Module) -> nn.Module:
-    """Refuse a model with weights that have no shape yet, and give any other back."""
-    for name, part in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(part):
-            raise ConfigError(
-                f"model: {name} has no shape before the first forward: give lazy modules their "
-                "sizes, e.g. nn.Linear in place of nn.LazyLinear"
-            )
-    return model
-
-
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Refuse gradients that are there and sparse, whatever made them."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ConfigError(
-                f"model: {name} gets sparse gradients, which are not clipped, reduced or saved "
-                "here: build its embedding with sparse=False, whose gradient is the same"
-            )
 
 
 def refuse_dtypes(error: Exception, model: nn.Module, fields: Mapping[str, Any]) -> None:

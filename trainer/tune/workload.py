@@ -23,7 +23,6 @@ from trainer.core.world import World
 from trainer.data.collate import PACKING
 from trainer.data.samples import preserve_generators
 from trainer.models.bind import Casts
-from trainer.models.check import refuse_sparse_gradients
 from trainer.models.first_weights import drawn, is_on_meta
 from trainer.models.recompute import with_checkpointing
 from trainer.objectives.base import sums_of
@@ -71,7 +70,6 @@ class Workload:
         """Add the gradient of one micro-batch to `.grad`."""
         losses = sums_of(self.model.objective, self.model.call, fields, None).losses
         sum_of([*losses.values()]).backward()  # type: ignore[no-untyped-call] # untyped in torch
-        refuse_sparse_gradients(self.model.module)
 
     def filled(self) -> AbstractContextManager[None]:
         """Have the model whole inside the block, wherever its parameters are outside of it."""
