@@ -325,8 +325,10 @@ def _counts(order: Order, lengths: Lengths, unit: str) -> Iterator[float]:
     cursor = order.start
     while True:
         batch = order.next(cursor)
-        if unit.startswith("epoch"):
-            yield order.fractional_epoch(batch.after) - order.fractional_epoch(cursor)
+        if unit == "samples":
+            yield len(batch.ids)
+        elif unit == "tokens":
+            yield int(lengths[batch.ids].sum())
         else:
-            yield len(batch.ids) if unit == "samples" else int(lengths[batch.ids].sum())
+            yield order.fractional_epoch(batch.after) - order.fractional_epoch(cursor)
         cursor = batch.after

@@ -62,19 +62,18 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
         tiles.append(("held-out loss", loss(held_out), note))
     tiles += _metrics(run)
     planned = numbers_of(run.plan).get("steps")
-    of_planned = f"of {number(planned)} planned" if planned else None
-    tiles.append(("steps", number(run.last_step), of_planned))
+    note = f"of {number(planned)} planned" if planned else None
+    tiles.append(("steps", number(run.last_step), note))
     name = "tokens_per_second"
     if speed := numbers_of(run.result).get(name) or run.last(name):
         tiles.append((f"{run.noun}s per second", short(speed), None))
     if peak := run.peak_bytes():
         note = "of the whole process" if run.plan.get("device") == "cpu" else "of tensors"
         tiles.append(("peak memory", size(peak), note))
-    notes = {"skipped": "without an update", "replays": "after memory ran out"}
-    titles = {"skipped": "skipped steps", "replays": "replays"}
-    for name, note in notes.items():
-        if count := sum(name in entry for entry in run.steps):
-            tiles.append((titles[name], number(count), note))
+    if count := sum("skipped" in entry for entry in run.steps):
+        tiles.append(("skipped steps", number(count), "without an update"))
+    if count := sum("replays" in entry for entry in run.steps):
+        tiles.append(("replays", number(count), "after memory ran out"))
     return tiles
 
 
