@@ -76,6 +76,14 @@ class Objective(Described, ABC):
     one after the other. Under `Coupling("batch")` it couples all samples of a step (contrastive),
     and only a gradient strategy that lists `batch` in its `couplings` computes it."""
 
+    scope: str = "sample"
+    """In a subclass, `embedding` is short for `coupling = Coupling("batch")`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if vars(cls).get("scope") == "embedding" and "coupling" not in vars(cls):
+            cls.coupling = Coupling("batch", why=f"{cls.__name__} compares all samples of a step")
+
     metric_names: Collection[str] = ()
     """Which names of `weights` are metrics, as a tuple; a subclass adds its own to its parent's.
 
