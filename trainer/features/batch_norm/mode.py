@@ -22,7 +22,6 @@ from trainer.config.messages import first_of
 from trainer.core.coupling import Coupling
 from trainer.core.format import number, plural
 from trainer.core.rows import Row, row
-from trainer.core.stateful import Stateful
 from trainer.core.world import World
 from trainer.features.batch_norm.checks import check_layers, check_lone_samples
 from trainer.features.batch_norm.layers import (
@@ -34,7 +33,6 @@ from trainer.features.batch_norm.layers import (
 from trainer.features.batch_norm.precise_statistics import precise_statistics
 from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
-from trainer.plan.cut import Plan
 from trainer.training.batches import Feed
 
 DEFAULT_GROUP = 32  # samples that are normalised together, where nobody says
@@ -106,7 +104,7 @@ class BatchNormMode(Feature, ABC):
         check_layers(self, run)
         check_lone_samples(run)
 
-    def parts(self, module: nn.Module, world: World) -> Sequence[Stateful]:
+    def parts(self, module: nn.Module, world: World) -> Sequence[RunningStatistics]:
         """See the base class."""
         return [RunningStatistics(module, world)]
 
@@ -127,16 +125,16 @@ class BatchNormMode(Feature, ABC):
         is_whole = plan.num_micro_batches == 1
         if self.accepts_cut or is_whole or not layers or not layers[0].coupling.fixes_cut:
             return []
-        most = max(_counts(plan))
+        most = max(_counts(run_plan))
         group = f" batchnorm.group={most}" * (most > 1 and most % DEFAULT_GROUP > 0)
         each = f"{plural(plan.accum_steps, 'time')} a step"
         whose = ", by those of rank 0 alone" * (run.world.size > 1)
         return [
-            f"BatchNorm normalises over {_samples(plan)} samples, the micro-batches of one rank, "
-            f"and not over the {number(plan.num_samples)} of the step, and its running statistics "
-            f"move {each}{whose}: so the step depends on accum.micro; batchnorm=ghost{group} "
-            "depends on no cut, batchnorm=pooled moves them once a step, and batchnorm=micro "
-            "accepts this"
+            f"BatchNorm normalises over {_samples(run_plan)} samples, the micro-batches of one "
+            f"rank, and not over the {number(plan.num_samples)} of the step, and its running "
+            f"statistics move {each}{whose}: so the step depends on accum.micro; batchnorm=ghost"
+            f"{group} depends on no cut, batchnorm=pooled moves them once a step, and "
+            "batchnorm=micro accepts this"
         ]
 
     def notes(self, run_plan: RunPlan) -> Sequence[str]:
@@ -160,15 +158,15 @@ class BatchNormMode(Feature, ABC):
 
 
 def _scope(mode: BatchNormMode, run_plan: RunPlan) -> str:
-    return mode.scope(_samples(run_plan.plans[0]), run_plan.run.world.size)
+    return mode.scope(_samples(run_plan), run_plan.run.world.size)
 
 
-def _counts(plan: Plan) -> list[int]:
-    """Count the samples of each micro-batch that has any."""
-    return [len(ids) for ids in chain.from_iterable(plan.ranks) if len(ids)]
+def _counts(run_plan: RunPlan) -> list[int]:
+    """Count the samples of each micro-batch of step 1 that has any."""
+    return [len(ids) for ids in chain.from_iterable(run_plan.plans[0].ranks) if len(ids)]
 
 
-def _samples(plan: Plan) -> str:
+def _samples(run_plan: RunPlan) -> str:
     """Write the samples of a micro-batch: `8`, or `6 to 12`."""
-    low, high = min(_counts(plan)), max(_counts(plan))
+    low, high = min(_counts(run_plan)), max(_counts(run_plan))
     return number(low) if low == high else f"{number(low)} to {number(high)}"

@@ -78,8 +78,8 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     if (is_constant or is_in_order) and plan.num_micro_batches > 1:
         # Noise shows in how micro-batches differ, so one alone shows none.
         first = chain.from_iterable(own[:wanted] for own in plan.ranks)
-        is_alone = np.count_nonzero([len(slot) for slot in first]) <= 1
-        return plan if is_alone else replace(plan, random_slots=wanted)
+        has_one = np.count_nonzero([len(slot) for slot in first]) <= 1
+        return plan if has_one else replace(plan, random_slots=wanted)
     size = layout.group_size
     num_groups = plan.num_samples // size  # a short last one stays where it is
     room = max(2, num_groups // LARGEST_SHARE)

@@ -21,13 +21,13 @@ _TIMES = {
     "rest": "records and the rest",
 }
 
-Block = dict[str, Any]
+PlanBlock = dict[str, Any]
 """A micro-batch as page.html draws it: its `positions`, what `share` is real, `label`, `text`."""
 
 
 def plan(run: SavedRun) -> dict[str, Any]:
     """Measure the micro-batches of step 1, rank by rank, as wide as they are computed."""
-    ranks: dict[int, list[Block]] = {}
+    ranks: dict[int, list[PlanBlock]] = {}
     for shape in map(as_mapping, as_list(run.plan.get("shapes"))):
         if all(type(shape.get(name)) is int for name in ("rank", "num_samples", "length")):
             ranks.setdefault(shape["rank"], []).append(_block(shape, run.noun))
@@ -43,14 +43,14 @@ def plan(run: SavedRun) -> dict[str, Any]:
         facts.append(f"{percent(padding)} padding")
     if (cap := record.get("max_tokens")) is not None:
         facts.append(f"cap {number(cap)} {run.noun}s")
-    drawn = list[tuple[str, list[Block], int]]()
+    drawn = list[tuple[str, list[PlanBlock], int]]()
     for rank, own in islice(ranks.items(), MOST_RANKS):
         idle = (max(widths.values()) or 1) - widths[rank]
         drawn.append((f"rank {rank}", own[:MOST_BLOCKS], idle))
     return {"note": " · ".join(facts), "left": len(ranks) - MOST_RANKS, "ranks": drawn}
 
 
-def _block(shape: Mapping[str, Any], noun: str) -> Block:
+def _block(shape: Mapping[str, Any], noun: str) -> PlanBlock:
     """Measure a micro-batch, and say what is in it."""
     count, length = shape["num_samples"], shape["length"]
     positions, label = count * length, f"{count} \u00d7 {length}"
