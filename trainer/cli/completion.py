@@ -72,14 +72,14 @@ def quoted(text: str, quote: str) -> str:
 def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
     """List what the last word may become; Hydra knows no commands, nor what views take."""
     *before, last = words or [""]
-    typed = {*before} & COMMAND_HELP.keys()
-    if not typed.isdisjoint(views()) and "=" not in last:
+    commands = [word for word in before if word in COMMAND_HELP]
+    if not views().keys().isdisjoint(commands) and "=" not in last:
         return [f"{key}=" for key in SETTINGS if f"{key}=".startswith(last)]
     key, equals, value = last.rpartition("=")
     plugin = DefaultCompletionPlugin(hydra.config_loader)
     if equals and value.startswith((".", "/")):
         return sorted(f"{key}={path}" for path in plugin.complete_files(value))
     # Hydra would take a word with a space for two.
-    rest = [each for each in before if each not in typed and not any(map(str.isspace, each))]
-    found = plugin._query(CONFIG_NAME, " ".join([*rest, last]))
-    return [*(each for each in COMMAND_HELP if not typed and each.startswith(last)), *found]
+    rest = [word for word in before if word not in commands and word.split() == [word]]
+    found = [word for word in COMMAND_HELP if not commands and word.startswith(last)]
+    return [*found, *plugin._query(CONFIG_NAME, " ".join([*rest, last]))]

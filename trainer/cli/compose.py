@@ -8,7 +8,7 @@ wording for `key=`, `+key=` and `++key=`, and the options alone stay at hand as 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -104,6 +104,7 @@ class Composer:
         recipes.register(own)
         overrides = [*overrides]
         load_plugins(overrides)
+        # Hydra is one for the whole process.
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
         lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
@@ -144,6 +145,7 @@ class Composer:
             chosen = [line for line in lines if line.startswith(recipes.RECIPE_GROUP)]
             raise ConfigError(clip(f"{chosen[0]}: extends itself, by its defaults")) from None
         if is_ours:
+            # What is composed once knows the folder in which that was.
             full = deepcopy(_COMPOSED.setdefault((*lines,), full))
             with open_dict(full.hydra):
                 full.hydra.runtime.cwd = str(Path.cwd())
@@ -174,7 +176,7 @@ class Composer:
             chosen = runtime["choices"].get(recipes.RECIPE_GROUP)
             tree = plain_of(full)
             _drop_foreign_arguments(tree, keys)
-            faults += _folder_faults(full, tree, keys)
+            faults += _folder_faults(full)
             faults += consent.key_faults(tree, examples, typed, self.own_folder)
             config = validate(
                 tree,
@@ -188,13 +190,20 @@ class Composer:
         except ConfigError as error:
             faults += error.faults
         if faults:
-            raise ConfigError(*dict.fromkeys(_with_versions(faults, keys, chosen)))
+            versions = "; ".join(other_versions(chosen, __version__))
+            for number, fault in enumerate(faults):
+                key, is_unknown, _ = fault.partition(": unknown setting.")
+                # A key that was not typed is the recipe's, and may be one of another version.
+                if versions and is_unknown and key not in keys:
+                    faults[number] = clip(f"{fault}; {versions}")
+            raise ConfigError(*dict.fromkeys(faults))
         refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         node = OmegaConf.to_container(full.hydra, resolve=False)
         for _, target in components.targets_in("hydra", node):
             OWN_CODE.permit(target)
         lines = (*parts.hydra, *parts.lines)
+        # Which values are paths is known once all is composed, so it is done again.
         if paths := absolute_paths(config):
             rest = [each for each in overrides if dotted(each) not in paths]
             job = self.check([*rest, *paths.values()], replayed=replayed, own_classes=own_classes)
@@ -227,18 +236,6 @@ class Composer:
                 OmegaConf.update(full, path, OmegaConf.select(options, path), merge=False)
         _set_values(full, parts.values)
         return full, examples
-
-
-def _with_versions(faults: list[str], typed: Collection[str], chosen: object) -> list[str]:
-    """Add to settings that are unknown, and not typed, for which version their recipe is."""
-    versions = "; ".join(other_versions(chosen, __version__))
-    unknown = ": unknown setting."
-    return [
-        clip(f"{fault}; {versions}")
-        if versions and unknown in fault and fault.partition(unknown)[0] not in typed
-        else fault
-        for fault in faults
-    ]
 
 
 def explain(error: BaseException) -> list[str]:
@@ -303,22 +300,19 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> Non
     for path in (path for path in components.COMPONENTS if f"{path}.{TARGET}" in typed):
         ours = KEYS.keys() - {f"{path}.{name}" for name in components.SHARED.get(path, ())}
         section = lookup(tree, path)
+        # The program's own keys of a component, such as `accum.packed`, are of any class.
         for name in list(section):
             key = f"{path}.{name}"
             if not any(f"{k}.".startswith(f"{key}.") for k in (*ours, *typed)):
                 del section[name]
 
 
-def _folder_faults(
-    full: DictConfig, tree: Mapping[str, Any], typed: Collection[str]
-) -> Iterator[str]:
+def _folder_faults(full: DictConfig) -> Iterator[str]:
     """Give a line for each fault in where a run would write."""
-    outputs = Path(str(tree.get("outputs")))
+    outputs = Path(str(full.outputs))
     for key in ("run.dir", "sweep.dir", "output_subdir"):
         folder = Path(str(OmegaConf.select(full.hydra, key)))
         if ".." in folder.parts and ".." not in outputs.parts:
             yield clip(f"hydra.{key}={folder}: must not lead upwards with ..")
         if folder.is_absolute() and key == "output_subdir":
             yield clip(f"hydra.{key}={folder}: must be relative, below the run folder")
-    if "outputs" not in typed and outputs.is_absolute():
-        yield clip(f"outputs={outputs}: an absolute path is accepted only on the command line")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trainer import __version__
 from trainer.cli import exit_messages
-from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
+from trainer.cli.argv import PAGE_WORDS, split_argv
 from trainer.config.messages import clip
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
@@ -72,8 +72,11 @@ def _run(argv: Sequence[str]) -> int:
         with exit_messages.piped(), composer.open() as hydra:
             show_by_hydra(flags, request.overrides, hydra)
         return 0
-    if (run_lines := _of_feature(request)) is not None:
-        return run_lines(lines, composer, request.faults)
+    # What a feature runs, by a flag that it brought; Hydra has a setting for each flag of its own.
+    for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
+        if f"--{flag}" in flags or f"hydra.mode={flag.upper()}" in request.overrides:
+            code: int = pkgutil.resolve_name(option["_target_"])(lines, composer, request.faults)
+            return code
     from trainer.cli.prepare import prepare_run  # noqa: PLC0415
     from trainer.cli.start import run_and_report, start_job  # noqa: PLC0415
 
@@ -90,13 +93,3 @@ def _run(argv: Sequence[str]) -> int:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
     return start_job(job, composer)
-
-
-def _of_feature(request: CommandLine) -> Callable[..., int] | None:
-    """Find what runs a command line with a flag that a feature brought; None without one."""
-    for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
-        # Hydra has a setting for its own flag.
-        if f"--{flag}" in request.flags or f"hydra.mode={flag.upper()}" in request.overrides:
-            found: Callable[..., int] = pkgutil.resolve_name(option["_target_"])
-            return found
-    return None

@@ -116,6 +116,7 @@ def _read_typed(line: str) -> Override:
     try:
         return read_override(line)
     except HydraException:
+        # Perhaps only keys in quotes, as JSON has them, are in the way.
         return read_override(_QUOTED_KEY.sub(r"\2:", line))
 
 
@@ -142,9 +143,11 @@ def quote(value: object) -> str:
 
 def word_of(overrides: Iterable[Override], key: str) -> str | None:
     """Give what a key is set to, as text; None where it is not, or null, or swept."""
-    own = (each for each in overrides if each.key_or_group == key and not each.is_sweep_override())
-    value = next((each.value() for each in own), None)
-    return None if value is None else str(value)
+    for override in overrides:
+        if override.key_or_group == key and not override.is_sweep_override():
+            value = override.value()
+            return None if value is None else str(value)
+    return None
 
 
 def without(overrides: Iterable[Override], *keys: str) -> list[Override]:
@@ -154,8 +157,11 @@ def without(overrides: Iterable[Override], *keys: str) -> list[Override]:
 
 def values_in(overrides: Iterable[Override]) -> dict[str, Any]:
     """Give what overrides set by dotted key, what is inside a mapping one by one."""
-    pairs = [(dotted(o), o.value()) for o in overrides if not o.is_delete()]
-    return {key: value for k, v in pairs for key, value in flat({k: v}).items()}
+    found = dict[str, Any]()
+    for override in overrides:
+        if not override.is_delete():
+            found |= flat({dotted(override): override.value()})
+    return found
 
 
 def classify(overrides: Sequence[Override], groups: ConfigGroups) -> Classified:
@@ -185,8 +191,9 @@ def refuse_twice(override: Override) -> None:
     """Refuse a flat mapping that gives a name twice, of which Hydra takes the last."""
     names = re.findall(r"[{,]\s*([^\s{}\[\],:]+)\s*:", override.input_line or "")
     is_flat = isinstance(override.value(), dict) and (override.input_line or "").count("{") == 1
-    if is_flat and (twice := [n for i, n in enumerate(names) if n in names[:i]]):
-        raise ValueError(f"{twice[0]} stands in it twice; leave one out")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if is_flat and twice is not None:
+        raise ValueError(f"{twice} stands in it twice; leave one out")
 
 
 def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:

@@ -37,8 +37,11 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
     targets |= {key: each.target for key, each in config.listed() if owner_of(key)}
     targets |= {key: each["_target_"] for key, each in sources(to_plain(config)).items()}
-    types = {f"{p}.{n}": kind for p in targets for n, kind in declared(targets[p]).types.items()}
-    declare = {k for k, kind in types.items() if ExistingPath in (kind, *get_args(kind))}
+    declare = set()
+    for path, target in targets.items():
+        for name, kind in declared(target).types.items():
+            if ExistingPath in (kind, *get_args(kind)):
+                declare.add(f"{path}.{name}")
     for key, value in values.items():
         is_named = owner_of(key) and NAMES_A_PATH.fullmatch(key)
         is_argument = is_named or key in declare

@@ -151,6 +151,7 @@ def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
             for name, option in options_of(path).items()
             if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
         }
+        # Options of one class differ in their values; those that were changed are few.
         if num_equal:
             chosen[path] = max(num_equal, key=lambda name: num_equal[name])
     return chosen

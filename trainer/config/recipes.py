@@ -161,13 +161,16 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
         yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
     defaults = tree.get("defaults", [])
     items = defaults if isinstance(defaults, list) else [{"": defaults}]
-    pairs = [p for i in items for p in (i if isinstance(i, dict) else {RECIPE_GROUP: i}).items()]
-    for entry, options in pairs:
-        if not _ENTRY.fullmatch(str(entry)):
-            yield f"defaults: {entry}: is not a group that a recipe may set"
-        for option in options if isinstance(options, list) else [options]:
-            if option is not None and not _OPTION.fullmatch(str(option)):
-                yield f"defaults: {option}: is not the name of an option"
+    for item in items:
+        # A name alone is a recipe that this one extends.
+        choices = item if isinstance(item, dict) else {RECIPE_GROUP: item}
+        for entry, options in choices.items():
+            if not _ENTRY.fullmatch(str(entry)):
+                yield f"defaults: {entry}: is not a group that a recipe may set"
+            for option in options if isinstance(options, list) else [options]:
+                if option is not None and not _OPTION.fullmatch(str(option)):
+                    yield f"defaults: {option}: is not the name of an option"
+    # References to keys are taken away; what is left of `${` would call a resolver.
     text = json.dumps({key: value for key, value in tree.items() if key != "defaults"}, default=str)
     while (shorter := _REFERENCE.sub("", text)) != text:  # nested ones, inside first
         text = shorter

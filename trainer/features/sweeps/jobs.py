@@ -62,6 +62,7 @@ class Slots:
 
     def environment(self, slot: int) -> dict[str, str]:
         """Give what a job of a slot finds in its environment."""
+        # Else each rank starts a thread for every processor of the machine.
         threads = max(1, self.cores // (self.count * self.ranks))
         found = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
         if self.gpus:
