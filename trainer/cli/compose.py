@@ -119,7 +119,6 @@ class Composer:
             GlobalHydra.instance().hydra = before
 
     def _options(self, hydra: Any, lines: list[str]) -> dict[str, list[str]]:  # noqa: ANN401
-        """Find the options of each group on the search path."""
         is_ours = self.own_folder is None and not lines
         if is_ours and _OPTIONS:
             return _OPTIONS.copy()
@@ -308,7 +307,6 @@ def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> Non
 
 
 def _folder_faults(full: DictConfig) -> Iterator[str]:
-    """Give a line for each fault in where a run would write."""
     outputs = Path(str(full.outputs))
     for key in ("run.dir", "sweep.dir", "output_subdir"):
         folder = Path(str(OmegaConf.select(full.hydra, key)))

@@ -55,9 +55,9 @@ def _run(argv: Sequence[str]) -> int:
     request = split_argv(argv)
     flags = request.flags
     page = "help" if "--help" in flags else request.command
-    from trainer.cli.pages import show_by_hydra, show_page  # noqa: PLC0415
-
     if page in PAGE_WORDS:
+        from trainer.cli.pages import show_page  # noqa: PLC0415 - these alone need it
+
         with exit_messages.piped():
             show_page(page, request.overrides, flags.get("--config-dir"))
         return 0
@@ -69,8 +69,13 @@ def _run(argv: Sequence[str]) -> int:
     composer = Composer.of(flags.get("--config-dir"))
     lines = request.lines
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
+        from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
+
         with exit_messages.piped(), composer.open() as hydra:
-            show_by_hydra(flags, request.overrides, hydra)
+            if "--info" in flags:
+                hydra.show_info(flags["--info"], "config", [*request.overrides])
+            else:
+                exit_messages.print_out(completion(request.overrides, hydra))
         return 0
     # What a feature runs, by a flag that it brought; Hydra has a setting for each flag of its own.
     for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
@@ -84,7 +89,8 @@ def _run(argv: Sequence[str]) -> int:
     raise_on_interrupt()
     if "--cfg" in flags:
         with exit_messages.piped(), composer.open() as hydra:
-            show_by_hydra(flags, job.typed, hydra)
+            package, is_resolved = flags.get("--package"), "--resolve" in flags
+            hydra.show_cfg("config", [*job.typed], flags["--cfg"], package, resolve=is_resolved)
         return 0
     if job.done is not None:
         exit_messages.print_out(f"{job.done}\n", is_prose=True)

@@ -6,9 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from trainer.cli.exit_messages import print_out
 from trainer.config import trackers
 from trainer.config.messages import clip
 from trainer.config.option_files import options_of
@@ -26,20 +24,6 @@ REPORTED_PACKAGES = (
     "pillow",
 )
 _VARIABLES = ("TRAIN_", "CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "HF_", "SLURM_")
-
-
-def show_by_hydra(flags: Mapping[str, str], lines: Sequence[str], hydra: Any) -> None:  # noqa: ANN401
-    """Print a config, what Hydra knows of itself, or what a shell completes a line with."""
-    from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
-
-    name, overrides = "config", list(lines)
-    if "--cfg" in flags:
-        package, is_resolved = flags.get("--package"), "--resolve" in flags
-        hydra.show_cfg(name, overrides, flags["--cfg"], package, resolve=is_resolved)
-    elif "--info" in flags:
-        hydra.show_info(flags["--info"], name, overrides)
-    else:
-        print_out(completion(overrides, hydra))
 
 
 def show_page(word: str, settings: Sequence[str], own_folder: str | None) -> None:

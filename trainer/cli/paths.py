@@ -79,5 +79,4 @@ def refuse_missing(config: RunConfig) -> None:
 
 
 def _below(path: str) -> str:
-    """Name the folder that a relative path was looked for in."""
     return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"

@@ -115,7 +115,6 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
 def _find(
     overrides: Sequence[Override], typed: str, key: str, composer: Composer
 ) -> RunFolder | None:
-    """Find the run that is typed under a key; `None` for a new one."""
     command = word_of(overrides, "command")
     if typed != saved_runs.AUTO:
         is_read = command in READING and key == "run"

@@ -24,7 +24,7 @@ from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
 from trainer.config.option_files import options_of
-from trainer.config.run_config import RunConfig, evaluation_file
+from trainer.config.run_config import evaluation_file
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
@@ -45,14 +45,6 @@ class FinishedRun:
     folder: Path
     exit_code: int  # as of the command line
     result: Mapping[str, Any]  # as in the file that the command writes; empty for export
-
-    @classmethod
-    def of(cls, config: RunConfig, folder: Path, exit_code: int) -> FinishedRun:
-        """Read what a command wrote."""
-        files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
-        file = (files | {"evaluate": evaluation_file(config)}).get(config.command)
-        result = {} if file is None else read_json(folder / file)
-        return cls(folder=folder, exit_code=exit_code, result=result)
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -103,7 +95,10 @@ def train(
     composer = Composer.of(config_dir)
     job = prepare_run(overrides_of(config, composer), composer)
     code = start_job(job, composer, is_python=True) if job.done is None else 0
-    return FinishedRun.of(job.config, job.folder, code)
+    files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
+    file = (files | {"evaluate": evaluation_file(job.config)}).get(job.config.command)
+    result = {} if file is None else read_json(job.folder / file)
+    return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
 
 def overrides_of(config: Mapping[str, Any] | Sequence[str], composer: Composer) -> list[str]:

@@ -87,7 +87,6 @@ def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 @lru_cache(maxsize=1000)  # a run asks some hundred times
 def _secrets_of(name: str, value: str) -> tuple[str, ...]:
-    """Find the secrets in one variable."""
     # Proxies and databases have their password within an address, whatever the variable's name.
     found = {value} if _VARIABLE.search(name) else set()
     found.update(re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value))

@@ -64,10 +64,7 @@ class OwnCode:
         return PathFinder.find_spec(name, [str(self.folder)])
 
     def file_of(self, package: str) -> str:
-        """Name the file, or folder, that a top-level module comes from; empty where there is none.
-
-        It is not imported.
-        """
+        """Name the file, or folder, that a top-level module would come from; empty for none."""
         installed = PathFinder.find_spec(package)
         spec = installed
         if _origin(installed) is None:  # a folder of that name may lie anywhere on the path

@@ -62,7 +62,6 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _last_frame(error: BaseException) -> tuple[FrameType, int] | None:
-    """Find the innermost frame of the user's code, and its line."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename

@@ -84,7 +84,6 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
 
 
 def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class
-    """Let Hydra start the jobs of a sweep."""
     task = SweepTask(composer=composer, sweep=sweep, host=socket.gethostname(), pid=os.getpid())
     passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
     with passing:
@@ -169,7 +168,6 @@ def cover(lines: Iterable[str]) -> list[list[str]]:
 
 
 def _each(line: str) -> list[str]:
-    """Write an override once for each of its values."""
     key, equals, _ = line.partition("=")
     return [f"{key}{equals}{value}" for value in values_of(read_override(line))]
 
