@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -136,14 +136,18 @@ def about(path: Path) -> dict[str, str]:
 
 def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:
     """Say of each chosen recipe that it was written for another version, or a newer one, alone."""
-    names = [chosen] if isinstance(chosen, str) else chosen or []
-    waiting = [*map(str, names)] if isinstance(names, Collection) else []
+    waiting = [chosen] if isinstance(chosen, str) else []
+    if isinstance(chosen, list):
+        waiting = [*map(str, chosen)]
     for name in waiting:
-        meta = about(path) if (path := path_of(name)) else {}
-        bases = meta.get("extends", "").split(", ")
-        waiting += [each for each in bases if each and each not in waiting]
-        theirs = _version(meta.get("version", here))
-        if theirs > _version(here) if newer else theirs != _version(here):
+        path = path_of(name)
+        meta = {} if path is None else about(path)
+        for base in meta.get("extends", "").split(", "):
+            if base and base not in waiting:
+                waiting.append(base)
+        ours, theirs = _version(here), _version(meta.get("version", here))
+        is_other = theirs > ours if newer else theirs != ours
+        if is_other:
             yield clip(f"recipe={name}: written for version {meta['version']}, this is {here}")
 
 
