@@ -144,7 +144,7 @@ def shifted_labels(fields: Fields) -> Tensor:
     The last position of each document, also of packed ones, predicts nothing. Its label is -100
     rather than missing: the logits then need not be cut, which would copy them.
     """
-    targets = F.pad(sequences_of(fields)[:, 1:], (0, 1), value=IGNORED).long()
+    targets = torch.constant_pad_nd(sequences_of(fields)[:, 1:], (0, 1), IGNORED).long()
     if "cu_seqlens" in fields:
         ends = fields["cu_seqlens"][1:].long() - 1
         targets.index_fill_(1, ends, IGNORED)

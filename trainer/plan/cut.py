@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -117,7 +118,9 @@ class Plan:
 
     def slots(self) -> Iterator[tuple[int, int]]:
         """Walk over the micro-batches: `(rank, slot)`, rank by rank."""
-        return ((rank, slot) for rank, own in enumerate(self.ranks) for slot in range(len(own)))
+        for rank, own in enumerate(self.ranks):
+            for slot in range(len(own)):
+                yield rank, slot
 
     @cached_property
     def num_positions(self) -> int:
@@ -127,13 +130,16 @@ class Plan:
     @cached_property
     def max_positions(self) -> int:
         """Computed positions of the largest micro-batch."""
-        return max((self.positions(rank, slot) for rank, slot in self.slots()), default=0)
+        return max(self.positions(rank, slot) for rank, slot in self.slots())
 
     @cached_property
     def max_shared_positions(self) -> int:
         """Computed positions of the largest micro-batch that can be cut: of two groups or more."""
-        shared = ((r, s) for r, s in self.slots() if len(self.ranks[r][s]) > self.group_size)
-        return max((self.positions(rank, slot) for rank, slot in shared), default=0)
+        largest = 0
+        for rank, slot in self.slots():
+            if len(self.ranks[rank][slot]) > self.group_size:
+                largest = max(largest, self.positions(rank, slot))
+        return largest
 
     @cached_property
     def padding(self) -> float:
@@ -172,14 +178,13 @@ class Plan:
 
     def check(self, layout: Layout) -> None:
         """Refuse a plan that would train on another global batch, or hang, under its layout."""
-        fault = self._fault(layout)
-        if fault:
+        if fault := self._fault(layout):
             raise ConfigError(f"accum: the micro-batch plan is invalid: it {fault}")
 
     def _fault(self, layout: Layout) -> str | None:
         if len(self.ranks) != layout.world_size:
             return f"is for a world size of {len(self.ranks)}, not {layout.world_size}"
-        flat = [ids for slots in self.ranks for ids in slots]
+        flat = [*chain.from_iterable(self.ranks)]
         cut = np.sort(np.concatenate(flat or [self.lengths[:0]]))
         if not np.array_equal(cut, np.arange(self.num_samples)):
             return "does not hold every sample of the global batch exactly once"
@@ -189,9 +194,9 @@ class Plan:
                 "as many, or type sync=deferred"
             )
         tokens = per_slot(np.add if self.packed else np.maximum, self.lengths, self.ranks)
-        room = np.array([length for slots in self.padded_lengths for length in slots])
-        for index in np.flatnonzero(tokens > room).tolist()[:1]:
-            rank, slot = list(self.slots())[index]
+        too_long = tokens > np.array([*chain.from_iterable(self.padded_lengths)])
+        if too_long.any():
+            rank, slot = list(self.slots())[too_long.argmax()]
             return f"cuts tokens off in micro-batch {slot} of rank {rank}"
         size = layout.group_size
         for ids in flat if size > 1 else ():
@@ -207,7 +212,7 @@ def per_slot(combine: np.ufunc, values: IntArray, ranks: Sequence[Sequence[IntAr
 
     For all at once: on 1,024 ranks there are thousands of them.
     """
-    slots = [ids for own in ranks for ids in own]
+    slots = [*chain.from_iterable(ranks)]
     sizes = np.array([len(ids) for ids in slots], dtype=np.int64)
     is_full = sizes > 0
     found = np.zeros(len(slots), dtype=np.int64)

@@ -8,7 +8,7 @@ small, frozen and JSON-able, so that a checkpoint holds them and a resumed run c
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NoReturn, Self, final
 
 import numpy as np
@@ -89,7 +89,7 @@ class Fixed(Cut):
 
     def smaller(self, plan: Plan) -> Fixed | None:
         """Halve the samples per micro-batch; see `Cut.smaller`."""
-        largest = max((len(ids) for slots in plan.ranks for ids in slots), default=0)
+        largest = max(map(len, chain.from_iterable(plan.ranks)))
         num_groups = -(-largest // plan.group_size)
         if num_groups <= 1:
             return None
@@ -114,8 +114,8 @@ class LayoutInvariant(Cut):
         """Cut one global batch; see `Cut.cut`."""
         everyone = np.arange(len(lengths), dtype=np.int64)
         pieces = split_at(everyone, np.arange(0, len(lengths), self.micro, dtype=np.int64))
-        first = [*map(int, even_starts(len(pieces), layout.world_size)), len(pieces)]
-        ranks = tuple(tuple(pieces[begin:end]) for begin, end in pairwise(first))
+        first = [*even_starts(len(pieces), layout.world_size).tolist(), len(pieces)]
+        ranks = [pieces[begin:end] for begin, end in pairwise(first)]
         return padded_apart(ranks, lengths, layout)
 
     def smaller(self, plan: Plan) -> NoReturn:
@@ -148,11 +148,9 @@ class _Capped(Cut):
         # which of the two failed is not known here. So the cap falls with every failure, and after
         # at most `log(cap) / log(10 / 7)` of them each micro-batch is one sample.
         shared = plan.max_shared_positions
-        return (
-            replace(self, cap_after_failure=max(1, shared * SHRINK[0] // SHRINK[1]))
-            if shared
-            else None
-        )
+        if not shared:
+            return None
+        return replace(self, cap_after_failure=max(1, shared * SHRINK[0] // SHRINK[1]))
 
     def _dearest(self, lengths: IntArray, layout: Layout) -> tuple[int, int]:
         """Find the longest sample of the dearest group, and the tokens which that group takes."""
@@ -174,7 +172,9 @@ class _Capped(Cut):
 
     def _cheapest(self, lengths: IntArray, layout: Layout, max_tokens: int) -> Plan:
         cap = min(max_tokens, self.cap_after_failure or max_tokens)
-        return (pack if layout.packed else partition)(lengths, layout, cap, self.micro)
+        if layout.packed:
+            return pack(lengths, layout, cap, self.micro)
+        return partition(lengths, layout, cap, self.micro)
 
 
 @final
@@ -223,9 +223,9 @@ class Auto(_Capped):
     @property
     def hard_cap(self) -> int | None:
         """See the base class."""
-        return (
-            None if self.max_tokens is None else max(self.max_tokens, self.single_sample_cap or 0)
-        )
+        if self.max_tokens is None:
+            return None
+        return max(self.max_tokens, self.single_sample_cap or 0)
 
     @property
     def needs_tuning(self) -> bool:

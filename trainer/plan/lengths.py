@@ -127,11 +127,9 @@ class Lengths:
 
     @cached_property
     def _totals(self) -> tuple[tuple[int, int], tuple[int, int], int]:
-        """Find the shortest length and its first sample, the longest, negated, likewise; the sum.
-
-        Of no samples all are 0.
-        """
-        if not self._count or self._values.strides == (0,):  # one number, repeated in no memory
+        """Find the shortest length and its first sample, likewise the longest, negated; the sum."""
+        # Without samples, or of one number that is repeated in no memory.
+        if not self._count or self._values.strides == (0,):
             length = int(self._values[0]) if self._count else 0
             return (length, 0), (-length, 0), self._count * length
         low, high, tokens = (1 << 62, 0), (0, 0), 0

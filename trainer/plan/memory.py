@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple, final
 
 from trainer.plan.cut import Cut, Layout, Plan
@@ -24,12 +25,11 @@ def largest_shapes(plans: Iterable[Plan]) -> tuple[Shape, ...]:
     Those with the most positions, with the most pairs, and with the most samples, each of which may
     have a state of its own. A packed row counts as documents of their mean length, rounded up.
     """
-    shapes = {
-        Shape(count, -(-plan.positions(rank, slot) // count))
-        for plan in plans
-        for rank, slot in plan.slots()
-        for count in (max(1, len(plan.ranks[rank][slot])),)
-    }
+    shapes = set[Shape]()
+    for plan in plans:
+        for rank, slot in plan.slots():
+            count = max(1, len(plan.ranks[rank][slot]))
+            shapes.add(Shape(count, -(-plan.positions(rank, slot) // count)))
     by_positions = max(shapes, key=lambda shape: (shape.num_samples * shape.length, shape))
     by_pairs = max(shapes, key=lambda shape: (shape.num_samples * shape.length**2, shape))
     return tuple(dict.fromkeys((by_positions, by_pairs, max(shapes))))
@@ -45,7 +45,7 @@ def dearest_shapes(
     """
     if "micro_batch" not in cut.couplings or layout.packed:
         return largest_shapes(plans)
-    most = max(len(ids) for plan in plans for own in plan.ranks for ids in own)
+    most = max(max(map(len, chain.from_iterable(plan.ranks))) for plan in plans)
     return (Shape(most, pad_length(longest, layout)),)
 
 

@@ -71,21 +71,10 @@ class Order:
     Epoch `e` is permuted by the key `(seed, e)`. A step costs its own samples, in time and in
     memory, wherever in an epoch it is: beyond `DRAWN_WHOLE` samples a `Bijection` gives their ids.
     Up to there the permutation is drawn whole: 8 bytes a sample, and a sort an epoch. A global
-    batch never crosses an epoch.
+    batch never crosses an epoch; `tail` says what becomes of last samples that do not fill one.
 
-    Args:
-        num_samples: samples of the training split.
-        seed: selects the permutations.
-        sizes: samples, or tokens, behind each optimizer step; at least 1.
-        unit: what `sizes` count. With `tokens`, a step closes with the first sample that
-            makes the sum reach it.
-        tail: what becomes of an epoch's last samples that do not fill a global batch.
-        lengths: `(num_samples,)`, tokens of each sample; needed under `unit="tokens"`, and where
-            sizes follow tokens.
-
-    Raises:
-        ConfigError: a size is below 1, or above the largest.
-        DataError: the data cannot fill a single step.
+    Under `unit="tokens"` a step closes with the first sample that makes the sum reach its size.
+    `lengths`, tokens of each sample, are needed there, and where sizes follow tokens.
     """
 
     def __init__(
@@ -106,14 +95,12 @@ class Order:
         self._lengths = self._tokens if unit == "tokens" else None
         # The epoch that is open: its number, and its permutation, drawn or not.
         self._epoch: tuple[int, IntArray | Bijection] | None = None
-        total = num_samples
-        if not self.keeps_tail and self._lengths is not None:
-            total = self._lengths.sum()
-        if not self.keeps_tail and total < sizes.largest:
-            raise DataError(
-                f"batch.tail=drop leaves no step: an epoch holds {total} {unit}, fewer than "
-                f"batch.global={sizes.largest}; use batch.tail=keep or a smaller batch.global"
-            )
+        if not self.keeps_tail:
+            total = num_samples if self._lengths is None else self._lengths.sum()
+            if total < sizes.largest:
+                text = f"an epoch holds {total} {unit}, fewer than batch.global={sizes.largest}"
+                remedy = "use batch.tail=keep or a smaller batch.global"
+                raise DataError(f"batch.tail=drop leaves no step: {text}; {remedy}")
 
     def position(self, cursor: Cursor) -> Position:
         """Give a position in the words of sizes of steps."""
@@ -156,7 +143,8 @@ class Order:
         O(global batch), and a sort where it enters another epoch that is drawn whole.
         """
         at = self._enter(cursor)
-        stop, is_tail = self._end_of_batch(at, size := self.size_of(at))
+        size = self.size_of(at)
+        stop, is_tail = self._end_of_batch(at, size)
         ids, after = self._ids(at.epoch, at.offset, stop), self._enter(self._behind(at, stop))
         return GlobalBatch(ids, at.epoch, size, is_tail, at, after)
 
@@ -165,8 +153,7 @@ class Order:
         cursor = self._enter(self.start)
         for _ in range(num_steps):
             yield cursor
-            stop, _ = self._end_of_batch(cursor, self.size_of(cursor))
-            cursor = self._enter(self._behind(cursor, stop))
+            cursor = self._after(cursor)
         yield cursor
 
     def stages(self, num_steps: int) -> tuple[Stage, ...]:
@@ -179,10 +166,13 @@ class Order:
             return ()
         first = last = self._enter(self.start)
         for last in self.walk(num_steps):
-            if (size := self.size_of(first)) != self.size_of(last):
+            size = self.size_of(first)
+            if size != self.size_of(last):
                 found.append(Stage(size, first, last))
                 first = last
-        return (*found, *([Stage(self.size_of(first), first, last)] if first != last else []))
+        if first != last:
+            found.append(Stage(self.size_of(first), first, last))
+        return tuple(found)
 
     def batch_of(self, size: int) -> IntArray:
         """Take the samples of a step of a size that the first epoch would begin with."""
@@ -224,6 +214,11 @@ class Order:
         """Express a position in epochs: 1.5 is the middle of the second."""
         return cursor.epoch + cursor.offset / self.num_samples
 
+    def _after(self, cursor: Cursor) -> Cursor:
+        """Give where the step that follows the one at a cursor begins."""
+        stop, _ = self._end_of_batch(cursor, self.size_of(cursor))
+        return self._enter(self._behind(cursor, stop))
+
     def _behind(self, cursor: Cursor, stop: int) -> Cursor:
         """Give the position behind a step that begins at a cursor and ends at a place."""
         tokens, samples = cursor.tokens, cursor.samples + stop - cursor.offset
@@ -260,44 +255,42 @@ class Order:
 
     def _enter(self, cursor: Cursor) -> Cursor:
         """Move a position from which its epoch offers no further step to the next epoch."""
-        is_over = cursor.offset >= self.num_samples or (
-            not self.keeps_tail and self._end_of_batch(cursor, self.size_of(cursor))[1]
-        )
-        return replace(cursor, epoch=cursor.epoch + 1, offset=0) if is_over else cursor
+        is_over = cursor.offset >= self.num_samples
+        if not is_over and not self.keeps_tail:
+            _, is_over = self._end_of_batch(cursor, self.size_of(cursor))
+        if is_over:
+            return replace(cursor, epoch=cursor.epoch + 1, offset=0)
+        return cursor
 
     def _count_epoch(self, cursor: Cursor) -> tuple[int, Cursor]:
-        """Count the steps of an epoch that begins at a cursor, and give where the next begins.
-
-        Equal steps of ragged tokens are counted in chunks; one takes the rest of that before along.
-        """
+        """Count the steps of an epoch that begins at a cursor, and give where the next begins."""
         lengths, size = self._lengths, self.size_of(cursor)
-        following = replace(cursor, epoch=cursor.epoch + 1)
         if not self.sizes.is_constant:
-            return self._count_by_steps(cursor)
-        if lengths is None or lengths.is_constant:
+            # A size follows from where its step begins, so that every step is walked over.
+            after = self._enter(cursor)
+            while after.epoch == cursor.epoch:
+                after = self._after(after)
+            return after.step - cursor.step, after
+        if lengths is None:
+            count, rest = divmod(self.num_samples, size)
+        elif lengths.is_constant:
             # A step of tokens takes whole samples, so it rounds up.
-            each = -(-size // (1 if lengths is None else lengths.max()))
-            count, rest = divmod(self.num_samples, each)
-            return count + (1 if rest and self.keeps_tail else 0), following
-        count = rest = 0
-        for start in range(0, self.num_samples, LENGTHS_AT_ONCE):
-            ids = self._ids(cursor.epoch, start, min(start + LENGTHS_AT_ONCE, self.num_samples))
-            # Tokens since the last step that ended before this chunk, up to each sample of it.
-            sums = rest + np.cumsum(lengths[ids])
-            begun = 0
-            while True:
-                end = int(np.searchsorted(sums, begun + size))
-                if end == len(sums):
-                    break
-                count, begun = count + 1, int(sums[end])
-            rest = int(sums[-1]) - begun
-        return count + (1 if rest and self.keeps_tail else 0), following
-
-    def _count_by_steps(self, cursor: Cursor) -> tuple[int, Cursor]:
-        """Count the same where sizes follow the position."""
-        epoch, first = cursor.epoch, cursor.step
-        cursor = self._enter(cursor)
-        while cursor.epoch == epoch:
-            stop, _ = self._end_of_batch(cursor, self.size_of(cursor))
-            cursor = self._enter(self._behind(cursor, stop))
-        return cursor.step - first, cursor
+            samples_per_step = -(-size // lengths.max())
+            count, rest = divmod(self.num_samples, samples_per_step)
+        else:
+            # In chunks, as all lengths at once would take 8 bytes a sample. A step that a chunk
+            # does not complete goes on in the next: `rest` are its tokens so far.
+            count = rest = 0
+            for start in range(0, self.num_samples, LENGTHS_AT_ONCE):
+                stop = min(start + LENGTHS_AT_ONCE, self.num_samples)
+                sums = rest + np.cumsum(lengths[self._ids(cursor.epoch, start, stop)])
+                # Steps end in few of the places, so each end is searched for: O(log chunk).
+                begun = 0
+                end = int(np.searchsorted(sums, size))
+                while end < len(sums):
+                    count, begun = count + 1, int(sums[end])
+                    end = int(np.searchsorted(sums, begun + size))
+                rest = int(sums[-1]) - begun
+        if rest and self.keeps_tail:
+            count += 1
+        return count, replace(cursor, epoch=cursor.epoch + 1)

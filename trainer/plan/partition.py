@@ -19,7 +19,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,10 @@ def partition(lengths: IntArray, layout: Layout, cap: int, max_micro: int | None
         ranks = _cut_in_lockstep(longest_first, padded, layout.world_size, cost, cap, limit)
     else:
         shares = deal_by_cost(cost.per_sample(padded[longest_first]), layout.world_size)
-        ranks = [
-            split_at(own, cut_sorted(padded[own], cap, cost, limit))
-            for own in (longest_first[share] for share in shares)
-        ]
+        ranks = []
+        for share in shares:
+            own = longest_first[share]
+            ranks.append(split_at(own, cut_sorted(padded[own], cap, cost, limit)))
     return padded_apart(samples_of_groups(ranks, size, len(lengths)), lengths, layout)
 
 
@@ -112,18 +112,18 @@ def padded_apart(
     if cap is not None and layout.max_shapes is not None:
         step *= -(-cap // layout.max_shapes // step)
 
-    def length(own: int, num_samples: int) -> int:
-        if not layout.packed or not num_samples:
-            return own
-        rounded = -(-max(own, 1) // step) * step
-        return rounded if cap is None else max(own, min(rounded, cap))
-
-    combined = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
-    found = map(length, combined.tolist(), (len(ids) for slots in ranks for ids in slots))
+    found = per_slot(np.add if layout.packed else np.maximum, padded, ranks)
+    if layout.packed:
+        rounded = -(-np.maximum(found, 1) // step) * step
+        if cap is not None:  # which a single long document may exceed
+            rounded = np.maximum(found, np.minimum(rounded, cap))
+        is_empty = [len(ids) == 0 for ids in chain.from_iterable(ranks)]
+        found = np.where(is_empty, found, rounded)
+    lengths_of_slots = iter(found.tolist())
     return Plan(
         ranks=tuple(map(tuple, ranks)),
         lengths=lengths,
-        padded_lengths=tuple(tuple(islice(found, len(slots))) for slots in ranks),
+        padded_lengths=tuple(tuple(islice(lengths_of_slots, len(slots))) for slots in ranks),
         packed=layout.packed,
         group_size=layout.group_size,
     )

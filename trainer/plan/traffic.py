@@ -61,11 +61,12 @@ def traffic_of(
     shard, size = sizes.shard, sizes.model_bytes
     weights = size if sizes.gathered_bytes is None else sizes.gathered_bytes
     ring = (shard - 1) / shard
-    scattered = collectives.reductions * size * (2 if sizes.scatters_whole else 1)
-    # Whole parameters and gradients; under ddp what is reduced already waits aside, a second one.
-    unsharded = size + weights
-    if lockstep:
-        unsharded = weights + 2 * size if sizes.mode == "ddp" else 0
+    scattered = collectives.reductions * size
+    if sizes.scatters_whole:
+        scattered *= 2
+    unsharded = weights + size  # whole parameters and gradients
+    if lockstep:  # under ddp what is reduced already waits aside, a second gradient
+        unsharded = unsharded + size if sizes.mode == "ddp" else 0
     return Traffic(
         policy=policy,
         within=ring * (collectives.gathers * weights + scattered),

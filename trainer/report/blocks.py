@@ -40,8 +40,7 @@ def start_block(
     if resumed_step is not None:
         is_fork = (folder / RunFolder.FORK).is_file()
         where = "of the run that it was forked from" if is_fork else "in the same folder"
-        text = f"after step {number(resumed_step)}, {where}"
-        shown.append(Row("resumed", text))
+        shown.append(Row("resumed", f"after step {number(resumed_step)}, {where}"))
     return Group(title_line(f"train {name}"), _grid(shown), _warnings(warnings))
 
 
@@ -57,8 +56,17 @@ def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableT
 def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) -> RenderableType:
     """Lay out how a run ended and what it is worth, from what plan.json and result.json hold."""
     blocks: list[RenderableType] = [title_line("done"), _outcome(plan, result, rows)]
-    if result["eval_loss"] is not None and result["baselines"]:
-        blocks.append(section("held-out loss", _losses(result)))
+    ours = result["eval_loss"]
+    if ours is not None and result["baselines"]:
+        table = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 3, 0, 0))
+        table.add_row("this model", Text(loss(ours), "bold green"), "")
+        for name, baseline in result["baselines"].items():
+            word, style = f"worse, after {plural(result['step'], 'step')}", "yellow"
+            if baseline >= ours:
+                word, style = "better", "green"
+            difference = f"this model is {abs(baseline - ours):.4f} {word}"
+            table.add_row(name, loss(baseline), Text(difference, style))
+        blocks.append(section("held-out loss", table))
     if result["advice"]:
         blocks.append(section("bottlenecks", *map(Text, result["advice"])))
     return Group(*blocks, section("look further"))
@@ -78,19 +86,19 @@ def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
         positions = length * (1 if packed else samples)  # a packed micro-batch is one row
         table.add_row(*map(number, (rank, count, samples, length, positions)))
     left = len(groups) - MAX_SHAPE_ROWS
-    more = f"and {number(left)} more; all are in {shown_path(file)}"
-    return Group(table, *([Text(more, "dim")] if left > 0 else []))
+    if left <= 0:
+        return table
+    return Group(table, Text(f"and {number(left)} more; all are in {shown_path(file)}", "dim"))
 
 
 def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
     table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        style = "bold green" if row["is_chosen"] else "" if row["fits"] else "dim"
-        notes = (
-            row["is_chosen"] and "<- chosen",
-            row["recomputes"] and "recomputing",
-            not row["fits"] and "does not fit",
-        )
+        style = "" if row["fits"] else "dim"
+        if row["is_chosen"]:
+            style = "bold green"
+        chosen, recomputes = row["is_chosen"] and "<- chosen", row["recomputes"] and "recomputing"
+        notes = chosen, recomputes, not row["fits"] and "does not fit"
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
         costs = size(row["predicted_bytes"]), duration(row["predicted_seconds"])
         table.add_row(*counts, *costs, join_parts(*notes), style=style)
@@ -103,43 +111,32 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
     shares = result["time"]["share"].items() if result["time"] else ()
     peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
-    best = found if (found := result.get("best")) and found["value"] is not None else None
     took = duration(result["seconds"])  # of this start, where the run was resumed
-    own = metrics.keys() - {"loss", "eval_loss"}
-    figures = [f"{name} {mean:.4f}" for name, mean in metrics.items() if name in own]
+    lines = dict[str, str | None]()
+    lines["completed"] = f"{plural(result['step'], 'step')}, {took} after the start"
+    lines["stopped"] = result.get("stopped")
+    best = result.get("best")
+    if best and best["value"] is not None:
+        lines["best"] = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
+    lines["time"] = join_parts(*(part and f"{name} {percent(part)}" for name, part in shares))
+    if speed:
+        lines["speed"] = f"{number(round(speed))} {noun_of(plan)}s/s"
+    if peak:
+        lines["memory"] = f"{size(peak)} at the peak of {peak_of}"
+    if skipped:
+        lines["skipped"] = f"{plural(skipped, 'step')} without an update"
+    if replays:
+        lines["replayed"] = f"{plural(replays, 'time')}, after memory ran out"
+    own = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
     if result["eval_loss"] is not None and not result["baselines"]:
-        figures.insert(0, f"loss {loss(result['eval_loss'])}")
-    return labelled_lines(
-        [
-            ("completed", f"{plural(result['step'], 'step')}, {took} after the start"),
-            ("stopped", result.get("stopped")),
-            ("best", best and f"{best['metric']} {best['value']:.4f} at step {best['step']}"),
-            ("time", join_parts(*(f"{name} {percent(part)}" for name, part in shares if part))),
-            ("speed", f"{number(round(speed))} {noun_of(plan)}s/s" if speed else None),
-            ("memory", f"{size(peak)} at the peak of {peak_of}" if peak else None),
-            ("skipped", f"{plural(skipped, 'step')} without an update" if skipped else None),
-            ("replayed", f"{plural(replays, 'time')}, after memory ran out" if replays else None),
-            ("held out", join_parts(*figures)),
-            *((row.label, row.text) for row in rows),
-        ]
-    )
-
-
-def _losses(result: PlanRecord) -> Table:
-    """Set the held-out loss beside each baseline, with the difference."""
-    table = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 3, 0, 0))
-    table.add_row("this model", Text(loss(result["eval_loss"]), "bold green"), "")
-    for name, baseline in result["baselines"].items():
-        gain = baseline - result["eval_loss"]
-        word = "better" if gain >= 0 else f"worse, after {plural(result['step'], 'step')}"
-        style = "green" if gain >= 0 else "yellow"
-        table.add_row(name, loss(baseline), Text(f"this model is {abs(gain):.4f} {word}", style))
-    return table
+        own.insert(0, f"loss {loss(result['eval_loss'])}")
+    lines["held out"] = join_parts(*own)
+    return labelled_lines([*lines.items(), *((row.label, row.text) for row in rows)])
 
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:
     lines = [Text.assemble(("warning: ", "bold yellow"), text) for text in warnings]
-    return Padding(Group(*lines), (1 if lines else 0, 0, 0, 2), expand=False)
+    return Padding(Group(*lines), (min(1, len(lines)), 0, 0, 2), expand=False)
 
 
 def title_line(text: str) -> RenderableType:

@@ -80,12 +80,10 @@ class Screen:
     def line(
         self, text: str, style: str = "", label: str = "", *, is_command: bool = False
     ) -> None:
-        """Print one line, without secrets or control codes it may quote.
-
-        A terminal breaks it at words, but a command, which is copied whole.
-        """
+        """Print one line, without secrets or control codes it may quote."""
         text = printable_lines(without_secrets(f"{label}{text}", os.environ))
         for console in self._consoles:
+            # A terminal breaks a line at words, but a command, which is copied whole.
             labelled = Text(text if is_command else at_words(text, console.file), style)
             labelled.stylize("bold yellow", 0, len(label))
             _print(console, labelled, soft_wrap=True)

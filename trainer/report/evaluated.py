@@ -29,9 +29,8 @@ def report_evaluation(
 ) -> None:
     """Print the figures of a checkpoint, and write them and the predictions into the run.
 
-    `facts` say of each part what it is, in words and for the record. `worst` gives the predictions
-    with the largest loss, with their texts; it is called once the rest is written, since the user's
-    `decode` may raise.
+    `facts` say of each part what it is, in words and for the record. `worst`, the predictions with
+    the largest loss, is called once the rest is written, since the user's `decode` may raise.
     """
     texts, record, sets = list[str](), dict[str, Any](), dict[str, Facts]()
     for part, metrics in means.items():
@@ -41,12 +40,13 @@ def report_evaluation(
             sets[part] = about
         else:
             record |= about
-    texts[-1] += f" (written to {shown_path(file)})" if file.name != RunFolder.EVALUATION else ""
+    if file.name != RunFolder.EVALUATION:
+        texts[-1] += f" (written to {shown_path(file)})"
     texts += [_write(file, part, lines) for part, lines in predictions.items()]
     show_read(loaded, *texts)
-    names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record |= {"sets": sets} if sets else {}
     record |= {"weights": "ema"} if loaded.is_average else {}
+    names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record = {"step": loaded.step, **names, **record}
     write_record(file, record)
     if found := worst():

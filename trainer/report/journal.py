@@ -126,13 +126,13 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file; move it away")
     content = path.read_bytes() if path.exists() else b""
-    whole = b"".join(
-        line.rstrip(b"\n") + b"\n"
-        for line in content.splitlines(keepends=True)
-        if (entry := _parse(line)) is not None and entry["step"] <= step
-    )
+    whole = bytearray()
+    for line in content.splitlines(keepends=True):
+        entry = _parse(line)
+        if entry is not None and entry["step"] <= step:
+            whole += line.rstrip(b"\n") + b"\n"
     if whole != content:
-        write_file_atomic(path, whole)
+        write_file_atomic(path, bytes(whole))
 
 
 def _parse(line: bytes) -> Entry | None:

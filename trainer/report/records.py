@@ -60,24 +60,22 @@ def git_revision(folder: Path) -> dict[str, str] | None:
     Whether files differ is not asked: `git status` starts programs that the repository, perhaps a
     stranger's, names.
     """
-    try:
-        answer = subprocess.run(
+    with suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.check_output(
             ["git", "-C", str(folder), "rev-parse", "HEAD"],
-            check=False,
-            capture_output=True,
             stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             timeout=GIT_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return {"commit": answer.stdout.decode().strip()} if answer.returncode == 0 else None
+        return {"commit": commit.decode().strip()}
+    return None
 
 
 def num_cores() -> int:
     """Count the processors that this process may use."""
-    # macOS binds no process to some of them.
-    can_tell = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # macOS binds no process to some of them
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:

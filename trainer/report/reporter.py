@@ -92,10 +92,9 @@ class RunReporter:
         """
         step = entry["step"]
         if "replays" in entry:
-            self.line(
-                f"{step_text(step, self._steps)}  out of memory: computed again, in "
-                f"{entry['micro_batches']} micro-batches; nothing is lost or counted twice"
-            )
+            text = f"computed again, in {entry['micro_batches']} micro-batches"
+            text += "; nothing is lost or counted twice"
+            self.line(f"{step_text(step, self._steps)}  out of memory: {text}")
         size, before = entry.get("batch_size"), self._batch_size
         if before is not None and size != before:
             self.line(f"{step_text(step, self._steps)}  the global batch is {size:,} from here on")

@@ -66,15 +66,18 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
         if isinstance(error, _REFUSALS) and _files(folder / STAGED):
             raise
         reason = without_secrets(str(error) or type(error).__name__, os.environ).splitlines()[0]
-        code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        code = error.exit_code if isinstance(error, errors.TrainError) else code
-        is_saved = isinstance(error, errors.Preempted)
-        step = saved_step(folder) if is_saved else last_step(folder)
-        run.write_status("preempted" if is_saved else "failed", step, code, reason)
-        if config.command == "train" and not is_saved and has_stepped(folder):
-            saved = saved_step(folder)
-            how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
-            error.add_note(f"after step {step}; {how} with: {to_go_on(config, folder)}")
+        code = error.exit_code if isinstance(error, errors.TrainError) else 1
+        if isinstance(error, KeyboardInterrupt):
+            code = errors.INTERRUPTED
+        saved = saved_step(folder)
+        if isinstance(error, errors.Preempted):
+            run.write_status("preempted", saved, code, reason)
+        else:
+            last = last_step(folder)
+            run.write_status("failed", last, code, reason)
+            if config.command == "train" and has_stepped(folder):
+                how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
+                error.add_note(f"after step {last}; {how} with: {to_go_on(config, folder)}")
         write_views(folder)
         raise
     run.write_status("completed", last_step(folder), 0)
@@ -90,15 +93,14 @@ def trusting(config: RunConfig, run: Path) -> list[str]:
 def to_go_on(config: RunConfig, folder: Path) -> str:
     """Say what to type for a run to go on, or to begin again where nothing is saved yet."""
     words = ["train", f"resume={shown_path(folder)}", *trusting(config, folder)]
-    words += [
-        f"{each.name}.{key}={value}"
-        for each in config.logger
-        for key, value in each.params.items()
-        if sends(each.target, key, value)
-    ]
+    for tracker in config.logger:
+        for key, value in tracker.params.items():
+            if sends(tracker.target, key, value):
+                words.append(f"{tracker.name}.{key}={value}")
     if config.init and not saved_step(folder):
         words.append(f"init={config.init}")
-        words += [f"step={config.step}"] if config.step != "last" else []
+        if config.step != "last":
+            words.append(f"step={config.step}")
     return " ".join(words)
 
 
@@ -106,12 +108,11 @@ def keep_traceback(error: BaseException, folder: Path, rank: int) -> Path | None
     """Write a traceback into the run folder, and say where; None where there is no room."""
     path = RunFolder(folder).traceback(rank)
     whole = without_secrets("".join(traceback.format_exception(error)), os.environ)
-    try:
+    with suppress(OSError):
         durable.make_folders(path.parent)
         durable.write_file_atomic(path, whole.encode())
-    except OSError:
-        return None
-    return path
+        return path
+    return None
 
 
 def drop_empty(log: Path) -> None:

@@ -108,11 +108,10 @@ def _waiting(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
 
 
 def _sync(time: Mapping[str, Any], plan: Mapping[str, Any]) -> TimeLine:
-    sent = {
-        row["policy"]: size(round(row["within"] + row["across"]))
-        for row in plan["sync_table"]
-        if row["fits"] or row["policy"] == plan["sync"]
-    }
+    sent = dict[str, str]()
+    for row in plan["sync_table"]:
+        if row["fits"] or row["policy"] == plan["sync"]:
+            sent[row["policy"]] = size(round(row["within"] + row["across"]))
     what, remedy = "is traffic", "a larger batch.global sends gradients less often"
     if plan["sync"] in sent:
         what += f", {sent[plan['sync']]} sent"

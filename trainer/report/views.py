@@ -44,8 +44,9 @@ def views() -> dict[str, View]:
 
 def write_views(folder: Path) -> None:
     """Show a run, or a sweep, that ended; what goes wrong is one warning."""
-    has_begun = (folder / RunFolder.METRICS).is_file() or not (folder / RunFolder.CONFIG).is_file()
-    runs = runs_in(folder) if has_begun else []
+    if (folder / RunFolder.CONFIG).is_file() and not (folder / RunFolder.METRICS).is_file():
+        return  # a run without a step
+    runs = runs_in(folder)
     for view in views().values() if runs else ():
         try:
             view.write(runs, folder / view.file)

@@ -47,14 +47,11 @@ class ParameterNorms(Stateful):
         """See the base class."""
         if gradient.step % self._every:
             return
-        grads = [[w.grad for w, _ in pairs if w.grad is not None] for pairs in self._groups]
-        self._gradients = self._squares([[*map(local_part, each)] for each in grads])
-        for pairs in self._groups:
+        self._gradients, self._before = [], []
+        for pairs in self._weights.values():
+            grads = [local_part(weight.grad) for weight, _ in pairs if weight.grad is not None]
+            self._gradients += self._squares([grads])
             self._before.append([local_part(stepped).clone() for _, stepped in pairs])
-
-    @property
-    def _groups(self) -> Sequence[Sequence[tuple[nn.Parameter, nn.Parameter]]]:
-        return [*self._weights.values()]
 
     def _squares(self, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         return [sum_of_squares(each, self._model.world.device) for each in groups]
@@ -64,7 +61,7 @@ class ParameterNorms(Stateful):
         if step % self._every:
             return
         weights = self._squares(self._before)
-        for pairs, copies in zip(self._groups, self._before, strict=True):
+        for pairs, copies in zip(self._weights.values(), self._before, strict=True):
             torch._foreach_sub_(copies, [local_part(stepped) for _, stepped in pairs])
         updates, self._before = self._squares(self._before), []
         each = torch.stack([*weights, *self._gradients, *updates])

@@ -62,11 +62,7 @@ def count(context: StepContext, batch: PlannedBatch) -> StepDivisors:
 
 
 def compute(
-    context: StepContext,
-    batch: PlannedBatch,
-    each: Pass,
-    divisors: StepDivisors,
-    rows: Rows,
+    context: StepContext, batch: PlannedBatch, each: Pass, divisors: StepDivisors, rows: Rows
 ) -> Outcome:
     """Walk a pass over the micro-batches of this rank; the last makes room for the reduction."""
     context.world.note("compute")

@@ -120,16 +120,18 @@ def measurement_key(work: Workload, length: int, counts: ComputeCounts | None) -
     optimizer = model.spec.build(module)
     parts = (*module.modules(), model.objective, optimizer)
     tensors = [*module.named_parameters(), *module.named_buffers()]
+    classes = list[str]()
+    for kind in set(map(type, parts)):
+        package = sys.modules.get(kind.__module__.partition(".")[0])
+        version = getattr(package, "__version__", "")
+        classes.append(f"{kind.__module__}.{kind.__qualname__} {version}")
     groups = optimizer.param_groups
+    settings = [{k: v for k, v in group.items() if k not in RATES} for group in groups]
     return {
-        "classes": sorted(  # with the version of each one's package
-            f"{kind.__module__}.{kind.__qualname__} {getattr(package, '__version__', '')}"
-            for kind in set(map(type, parts))
-            for package in [sys.modules.get(kind.__module__.partition(".")[0])]
-        ),
+        "classes": sorted(classes),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],
         "operators": counts and counts.operators,
-        "optimizer": str([{k: v for k, v in group.items() if k not in RATES} for group in groups]),
+        "optimizer": str(settings),
         "average": work.ema_decay is not None,
         "length": length,
         "precision": model.precision,

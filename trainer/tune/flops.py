@@ -112,7 +112,11 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
     layer = getattr(work.model.call, "output_layer", None)
 
     def note_rows(table: nn.Embedding, given: tuple[Tensor, ...]) -> None:
-        if ids is not None and given and _is_all_of(given[0], ids):
+        if ids is None or not given:
+            return
+        index, base = given[0], ids if ids._base is None else ids._base
+        # The ids, or another view of all that is in them.
+        if index is ids or (index._base is base and index.numel() == ids.numel()):
             limits[INPUT_IDS] = min(table.num_embeddings, limits.get(INPUT_IDS, sys.maxsize))
 
     def note_classes(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
@@ -127,12 +131,6 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
             part.register_forward_pre_hook(note_rows)
     work.model.module.register_forward_hook(note_classes)
     return limits
-
-
-def _is_all_of(index: Tensor, field: Tensor) -> bool:
-    """Whether an index is a field, or another view of all that is in it."""
-    base = field if field._base is None else field._base
-    return index is field or (index._base is base and index.numel() == field.numel())
 
 
 def card_cost(counts: ComputeCounts | None, card: Card | None, precision: str) -> Cost:
@@ -199,8 +197,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in 
         packet = func._overloadpacket
         if (formula := flop_registry.get(packet)) is not None:
             flops = float(formula(*args, **(kwargs or {}), out_val=found))
-            self.pairs += flops * (packet in BATCHED)
-            self.products += flops * (packet not in BATCHED)
+            if packet in BATCHED:
+                self.pairs += flops
+            else:
+                self.products += flops
         return found
 
 

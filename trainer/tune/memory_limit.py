@@ -63,8 +63,8 @@ def memory_limit(
         left, source = gpu.free_bytes(device), "free GPU memory"
     else:
         left, source = min(_host_limits(root))
-        left //= local_ranks
-        source += f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
+        if local_ranks > 1:
+            left, source = left // local_ranks, f"{source}, shared by {local_ranks} ranks"
     reserve = reserve_share(gpu.kind_of(device), left)
     return MemoryLimit(
         bytes=resident_bytes + int(left * (1 - reserve)),

@@ -31,13 +31,7 @@ from trainer.parallel.sync import Deferred
 from trainer.plan.memory import Shape
 from trainer.tune.peak_bytes import MemoryEstimate, PeakBytes
 from trainer.tune.speed import fit_shapes, terms
-from trainer.tune.workload import (
-    LayOut,
-    Workload,
-    fullest_steps,
-    gradients,
-    restoring,
-)
+from trainer.tune.workload import LayOut, Workload, fullest_steps, gradients, restoring
 
 # Longest sample of a probe, if samples are as short; long enough for activations to outweigh
 # temporaries of weights

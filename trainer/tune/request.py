@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any, Literal, final
 
 import numpy as np
@@ -98,12 +97,6 @@ class TuningRequest:
     num_steps: int = 1000  # of the run, for the time that tuning may take
     longest_id: int = 0  # the longest sample, for the message when it does not fit
 
-    @property
-    def num_positions(self) -> float:
-        """What one rank computes in the whole run, without padding."""
-        per_step = fmean(float(lengths.sum()) for lengths in self.batches)
-        return self.num_steps * per_step / self.layout.world_size
-
     def padded(self, length: int) -> int:
         """Round a length up as the layout asks."""
         return pad_length(length, self.layout)
@@ -136,17 +129,17 @@ class TuningRequest:
         """The largest cap worth asking about: one rank's share as one micro-batch."""
         share = -(-max(len(lengths) for lengths in self.batches) // self.layout.world_size)
         whole = min(share, self.most_samples) * self.padded(self.longest)
-        bound = LARGEST_TIMED[gpu.kind_of(self.work.model.device)] if self.timed else self.fixed_cap
+        bound = self.fixed_cap
+        if self.timed:
+            bound = LARGEST_TIMED[gpu.kind_of(self.work.model.device)]
         if self.as_needed:
             bound = max(plan.max_positions for plan in self.plans_under(whole, self.layout.cost))
         return max(self.single_sample_cap, min(whole, bound or whole))
 
     def plans_under(self, cap: int, cost: Cost) -> list[Plan]:
         """Cut the sampled batches under a cap, at the least cost."""
-        cut, layout = (
-            self.cut_at(cap, cost, self.single_sample_cap),
-            replace(self.layout, cost=cost),
-        )
+        cut = self.cut_at(cap, cost, self.single_sample_cap)
+        layout = replace(self.layout, cost=cost)
         return [cut.cut(lengths, layout) for lengths in self.batches]
 
     @property

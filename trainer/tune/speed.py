@@ -113,8 +113,9 @@ class Timings:
         most when another program takes a core.
         """
         quickest, least = {shape: min(runs) for shape, runs in self.taken.items()}, math.inf
-        for size in reversed([size for size in self.sizes if size in quickest]):
-            quickest[size] = least = min(least, quickest[size])
+        for size in reversed(self.sizes):
+            if size in quickest:
+                quickest[size] = least = min(least, quickest[size])
         return quickest
 
     @property
@@ -129,33 +130,30 @@ class Timings:
 
         Infinite where no two sizes were run often enough to be compared.
         """
-        gaps = {shape: gap(runs) for shape, runs in self.taken.items()}
-        compared = [size for size in self.sizes if math.isfinite(gaps.get(size, math.inf))]
-        known = [each for each in gaps.values() if math.isfinite(each)]
-        return median_high(known) if len(compared) >= min(2, len(self.sizes)) else math.inf
-
-    def fell_behind(self) -> bool:
-        """Tell whether the last two sizes are both clearly slower than the best before them."""
-        # Two stand for none, so that three sizes are needed.
-        *before, second, last = [math.inf, math.inf, *self.rates.values()]
-        return min(second, last) > CONTENDER * min(before, default=math.inf)
+        gaps = {shape: gap(runs) for shape, runs in self.taken.items() if len(runs) >= FEWEST}
+        compared = gaps.keys() & set(self.sizes)
+        if not gaps or len(compared) < min(2, len(self.sizes)):
+            return math.inf
+        return median_high(gaps.values())
 
     def is_promising(self, shape: Shape, budget: Callable[[float], float]) -> bool:
         """Leave out what takes more than half of the time left, and sizes once two fell behind."""
+        *before, second, last = [math.inf, math.inf, *self.rates.values()]
+        # With fewer than three sizes there is none before the last two.
+        fell_behind = min(second, last) > CONTENDER * min(before, default=math.inf)
         rate = min(self.rates.values())
         has_time = rate * positions(shape) <= (budget(rate) - self.spent_s) / 2
-        return has_time and not (shape in self.sizes and self.fell_behind())
+        return has_time and not (shape in self.sizes and fell_behind)
 
     def undecided(self) -> list[Shape]:
         """Give the shapes that few runs know, and those whose runs disagree and time matters."""
-        rates = self.rates
+        rates, shapes = self.rates, list[Shape]()
         enough = CONTENDER * min(rates.values())
-        return [
-            shape
-            for shape, runs in self.taken.items()
-            if len(runs) < FEWEST
-            or (gap(runs) > NEAR_BEST and len(runs) < MOST and rates.get(shape, 0.0) <= enough)
-        ]
+        for shape, runs in self.taken.items():
+            disagree = len(runs) < MOST and gap(runs) > NEAR_BEST
+            if len(runs) < FEWEST or (disagree and rates.get(shape, 0.0) <= enough):
+                shapes.append(shape)
+        return shapes
 
 
 def gap(runs: Sequence[float]) -> float:
@@ -226,7 +224,9 @@ class SpeedModel:
         for rank, slot in plan.slots():
             count = max(1, len(plan.ranks[rank][slot]))  # a packed row: of their mean length
             ranks[rank].append(self.seconds(Shape(count, plan.positions(rank, slot) // count)))
-        return float(sum(map(max, zip(*ranks, strict=True)))) if lockstep else max(map(sum, ranks))
+        if lockstep:
+            return float(sum(map(max, zip(*ranks, strict=True))))
+        return max(map(sum, ranks))
 
 
 def speed_of(cost: Cost) -> SpeedModel:
@@ -254,13 +254,11 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     # And no micro-batch begins for free, whatever chance makes of the constant: a cut at no cost
     # would put every sample alone.
     coefficients[1] = max(coefficients[1] + OVERHEAD_S, LEAST_FIXED * coefficients[0])
-    ascending = sorted(sizes, key=positions)
-    fitted = [float(np.dot(coefficients, terms(shape))) for shape in ascending]
-    return SpeedModel(
-        coefficients=coefficients,
-        sizes=[*map(positions, ascending)],
-        bends=[(sizes[s] + OVERHEAD_S) / line for s, line in zip(ascending, fitted, strict=True)],
-    )
+    ascending, bends = sorted(sizes, key=positions), list[float]()
+    for shape in ascending:
+        fitted = float(np.dot(coefficients, terms(shape)))
+        bends.append((sizes[shape] + OVERHEAD_S) / fitted)
+    return SpeedModel(coefficients=coefficients, sizes=[*map(positions, ascending)], bends=bends)
 
 
 def terms(shape: Shape) -> tuple[float, float, float]:

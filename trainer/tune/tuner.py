@@ -10,6 +10,7 @@ import time
 from bisect import bisect, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean
 from typing import NoReturn, final
 
@@ -24,15 +25,7 @@ from trainer.tune.memory_limit import MEBI, TYPED_LIMIT
 from trainer.tune.peak_bytes import MemoryEstimate
 from trainer.tune.predict import CannotRunFake, Predictor
 from trainer.tune.request import Candidate, Tuning, TuningRequest, usual_cap
-from trainer.tune.speed import (
-    NEAR_BEST,
-    Clock,
-    SpeedModel,
-    fit_speed,
-    measure,
-    rehearsal,
-    speed_of,
-)
+from trainer.tune.speed import NEAR_BEST, Clock, SpeedModel, fit_speed, measure, rehearsal, speed_of
 from trainer.tune.workload import Workload, restoring
 
 # With and without activation checkpointing, by `TuningRequest.recompute`
@@ -41,9 +34,8 @@ VARIANTS = {False: (False,), True: (True,), "auto": (False, True)}
 RECOMPUTED = 4 / 3
 ON_LINE = 2048, 4096  # positions of the runs whose peaks the line goes through
 BELIEVED_SHARE = 0.8  # share of the memory below which the line alone is believed
-TINY_PARTS = (
-    16  # parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
-)
+# Parts of a typical sample; two (of one, a graph more is compiled) are all fixed cost
+TINY_PARTS = 16
 QUADRATIC_TOKENS = 2048  # size at which further lengths are timed, to tell attention's share
 # What timing may take: a share of the run, within bounds in seconds
 RUN_SHARE, LEAST_BUDGET_S, MOST_BUDGET_S = 0.02, 1.5, 5.0
@@ -90,7 +82,8 @@ def tune(
         limit_bytes=best.limit_bytes,
         method=_describe_choice(best, row, fastest_s),
         candidates=tuple(
-            replace(each, chosen=each is row) for variant in variants for each in variant.rows
+            replace(each, chosen=each is row)
+            for each in chain.from_iterable(variant.rows for variant in variants)
         ),
     )
 
@@ -124,23 +117,18 @@ def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
     """Take the fastest row; of those in its scatter, what recomputes least and is most usual."""
     request = variants[0].request
     usual = usual_cap(request.work.model.device)
-    # Where nothing is timed, only the largest cap may be chosen.
-    first = 0 if request.timed else -1
-    pool = [(variant, row) for variant in variants for row in variant.rows[first:]]
-    margin = max(NEAR_BEST, *(variant.scatter for variant in variants))
-    enough = (1.0 + margin) * min(variant.times[row.max_tokens] for variant, row in pool)
-    return min(
-        [(variant, row) for variant, row in pool if variant.times[row.max_tokens] <= enough],
-        key=lambda at: (at[0].recompute, abs(math.log2(at[1].max_tokens / usual))),
+    pool = list[tuple[float, MemoryVariant, Candidate]]()
+    for variant in variants:
+        # Where nothing is timed, only the largest cap may be chosen.
+        for row in variant.rows if request.timed else variant.rows[-1:]:
+            pool.append((variant.times[row.max_tokens], variant, row))
+    scatter = max(NEAR_BEST, *(variant.scatter for variant in variants))
+    enough = (1.0 + scatter) * min(time for time, *_ in pool)
+    _, variant, row = min(
+        (each for each in pool if each[0] <= enough),
+        key=lambda each: (each[1].recompute, abs(math.log2(each[2].max_tokens / usual))),
     )
-
-
-def _doublings(smallest: int, largest: int) -> tuple[int, ...]:
-    """List caps, each twice the one before, and the largest."""
-    caps = [min(smallest, largest)]
-    while caps[-1] * 2 < largest:
-        caps.append(caps[-1] * 2)
-    return tuple(dict.fromkeys((*caps, largest)))
+    return variant, row
 
 
 @final
@@ -168,8 +156,8 @@ class MemoryVariant:
     @property
     def limit_bytes(self) -> int:
         """What tensors may take: less than where memory ran out for real."""
-        limit = self.request.limit.bytes
-        return limit if self.facts.failed_bytes is None else min(limit, self.facts.failed_bytes - 1)
+        limit, failed = self.request.limit.bytes, self.facts.failed_bytes
+        return limit if failed is None else min(limit, failed - 1)
 
     def fits(self, peak: MemoryEstimate) -> bool:
         """Tell whether there is memory for a peak and what allocating it costs."""
@@ -183,7 +171,11 @@ class MemoryVariant:
             self.speed = self.timed_speed(fits)
             fits = self.largest_fit()
         if fits is not None:
-            self.rows = [self.row(cap) for cap in _doublings(self.request.smallest_cap, fits)]
+            self.rows = [self.row(cap) for cap in self.caps_up_to(fits)]
+
+    def caps_up_to(self, largest: int) -> tuple[int, ...]:
+        """List caps, each twice the one before, and the largest."""
+        return candidate_caps(min(self.request.smallest_cap, largest), largest, ratio=2.0)
 
     def row(self, cap: int) -> Candidate:
         """Work out what a step takes under a cap, in the mean of the sampled batches."""
@@ -206,9 +198,9 @@ class MemoryVariant:
 
     def leave_out(self, row: Candidate) -> None:
         """Offer smaller caps alone: of the rows or, below them all, half of the least."""
-        smaller = [each for each in self.rows if each.max_tokens < row.max_tokens]
-        half = row.max_tokens // 2
-        self.rows = smaller or ([self.row(half)] if half else [])
+        self.rows = self.rows[: self.rows.index(row)]
+        if not self.rows and row.max_tokens > 1:
+            self.rows = [self.row(row.max_tokens // 2)]
 
     def largest_fit(self) -> int | None:
         """Find the largest cap that fits; None when not even one sample does.
@@ -228,10 +220,8 @@ class MemoryVariant:
             fitting = [cap for cap in caps if self.fits(self.estimate(cap))]
             cap = fitting[-1] if fitting else caps[0]
             shape = request.fullest(cap)
-            is_far = (
-                cap == request.top
-                and self.estimate(cap).peak_bytes < BELIEVED_SHARE * self.limit_bytes
-            )
+            believed = BELIEVED_SHARE * self.limit_bytes
+            is_far = cap == request.top and self.estimate(cap).peak_bytes < believed
             if shape in self.facts.peaks or (fitting and is_far):
                 return cap if fitting else None
             self.peak(shape)
@@ -277,10 +267,8 @@ class MemoryVariant:
         self.how = "timed in an earlier run"
         if facts.scatter > SCATTERED or known.keys().isdisjoint(sizes):
             started = self.clock()
-            with (
-                self.request.work.filled(),
-                rehearsal(self.request.work, recompute=self.recompute) as prepare,
-            ):
+            work = self.request.work
+            with work.filled(), rehearsal(work, recompute=self.recompute) as prepare:
                 timings = measure(prepare, sizes, others, self.budget_s, self.clock, self.meter)
             facts.add_timings(timings.seconds, timings.scatter)
             if timings.failed is not None:
@@ -288,20 +276,22 @@ class MemoryVariant:
             taken_s = self.clock() - started
             self.how = f"timed {plural(len(timings.seconds), 'shape')} in {taken_s:.1f} s"
         of_sizes = {shape: known[shape] for shape in sizes if shape in known}
-        if not of_sizes:
+        if not of_sizes:  # memory ran out for the smallest
             _refuse(self)
         self.scatter = facts.scatter
         return fit_speed(of_sizes, {shape: known[shape] for shape in others if shape in known})
 
     def budget_s(self, rate: float) -> float:
         """Give the seconds that timing may take, by those that a position takes."""
-        run_s = rate * self.request.num_positions
+        request = self.request
+        per_step = fmean(float(lengths.sum()) for lengths in request.batches)
+        run_s = rate * (request.num_steps * per_step / request.layout.world_size)
         return min(max(RUN_SHARE * run_s, LEAST_BUDGET_S), MOST_BUDGET_S)
 
     def _shapes_to_time(self, fits: int) -> tuple[list[Shape], list[Shape]]:
         """Choose shapes: sizes at the typical length, one at others, and a tiny one: fixed cost."""
         request, typical = self.request, self.request.typical
-        caps = _doublings(request.smallest_cap, fits)
+        caps = self.caps_up_to(fits)
         middle = min(caps, key=lambda cap: abs(cap - QUADRATIC_TOKENS))
 
         def shape(size: int, length: int) -> Shape:
@@ -310,9 +300,8 @@ class MemoryVariant:
         sizes = list(dict.fromkeys(shape(cap, typical) for cap in caps))
         if request.shortest == request.longest:
             return sizes, []  # attention's share is the same in every sample, and so is the cut
-        tiny, quarter = (
-            request.padded(max(request.shortest, typical // n)) for n in (TINY_PARTS, 4)
-        )
+        tiny = request.padded(max(request.shortest, typical // TINY_PARTS))
+        quarter = request.padded(max(request.shortest, typical // 4))
         lengths = sorted({quarter, request.padded(request.longest)} - {typical})
         return sizes, [shape(min(fits, 2 * tiny), tiny), *(shape(middle, n) for n in lengths)]
 
@@ -327,10 +316,9 @@ def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> s
         how += f", {slower:.0%} above the fastest row, which is within the noise of timings"
         how += f" ({best.scatter:.0%}): of such rows the most usual one is taken"
     method = [best.facts.method, how, request.limit.source]
-    if row.max_tokens < request.single_sample_cap:
-        method.insert(
-            0, f"longer samples, up to {request.single_sample_cap:,}, get a micro-batch each"
-        )
+    sample_cap = request.single_sample_cap
+    if row.max_tokens < sample_cap:
+        method = [f"longer samples, up to {sample_cap:,}, get a micro-batch each", *method]
     return "; ".join(method)
 
 
@@ -339,9 +327,9 @@ def _refuse(variant: MemoryVariant) -> NoReturn:
     request, limit, there = variant.request, variant.request.limit, variant.limit_bytes
     count, longest = request.single
     needed = limit.with_overhead(variant.peak(request.single))
-    lengths = range(1, longest)
+    # The number of lengths that fit is the longest of them, since they begin at 1.
     fits = bisect_right(
-        lengths, there, key=lambda n: limit.with_overhead(variant.peak(Shape(count, n)))
+        range(1, longest), there, key=lambda n: limit.with_overhead(variant.peak(Shape(count, n)))
     )
     remedies = []
     if limit.source.startswith(TYPED_LIMIT):

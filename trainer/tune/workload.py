@@ -210,8 +210,8 @@ def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Di
     """
     ascending = lengths.argsort(kind="stable")
     places = np.unique(np.linspace(0, len(ascending) - 1, SAMPLES).round().astype(np.int64))
-    ids = ascending[places].tolist()
-    seen = [(int(lengths[i]), fields) for i in ids if (fields := load(i)) is not None]
+    loaded = [(int(lengths[i]), load(i)) for i in ascending[places].tolist()]
+    seen = [(length, fields) for length, fields in loaded if fields is not None]
     tokens = tuple(length for length, _ in seen)
     sequence, own = list[Dim](), dict[Dim, int]()
     names = set.intersection(*(set(fields) for _, fields in seen)) if seen else set[str]()
