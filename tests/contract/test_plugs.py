@@ -281,7 +281,8 @@ PYTORCHS = [option for option in options("optimizer") if option not in OURS]
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [
-        *zip(cycle(OURS), options("scheduler"), strict=False),
+        *zip(OURS, options("scheduler"), strict=False),
+        *(slow(*pair) for pair in zip(cycle(OURS), options("scheduler")[3:], strict=False)),
         *(slow(*pair) for pair in zip(PYTORCHS, cycle(options("scheduler")), strict=False)),
     ],
 )

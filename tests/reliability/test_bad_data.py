@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.reliability import lab, toys
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
@@ -202,14 +202,14 @@ LABEL = (
     [
         ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, but `lengths`"),
         nightly(f"Broken {SHORT} accum=auto", SHORTER),
-        (f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
+        slow(f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
         nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
         nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
         nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
         ("Broken data.kind=labels_99", LABEL.format(99)),
-        (f"Broken data.kind=labels_-2 num_workers=1 {GPT}", LABEL.format(-2)),
+        slow(f"Broken data.kind=labels_-2 num_workers=1 {GPT}", LABEL.format(-2)),
     ],
 )
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):

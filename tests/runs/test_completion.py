@@ -58,33 +58,32 @@ def completed(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
     return [eval(line)[1:] for line in got.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("line", "found", "others"),
-    [
-        ("train pl", ["plan"], False),
-        ("train -m pl", ["plan"], False),
-        ("train batch.global=4  pl", ["plan"], False),
-        ("train  plan accum=", ["accum=auto", "accum=fixed"], True),
-        ("train steps=5 plan ", ["steps=", "data="], True),
-        ("train plan data.path='a b' st", ["steps="], True),
-        ("train report ", ["run=", "to=", "outputs="], False),
-        ("train report run=./a t", ["to="], False),
-        ("train report run=./", ["run=./folder", "run=./file"], False),
-        ("train report run=./fo", ["run=./folder"], False),
-        ("train data.path=.", ["data.path=./folder", "data.path=./file"], False),
-        ("train data.path=./none/", [], False),
-    ],
-)
-def test_a_command_is_offered_anywhere_and_report_what_it_takes(
-    line, found, others, tmp_path, monkeypatch
-):
+OFFERED = [
+    ("train pl", ["plan"], False),
+    ("train -m pl", ["plan"], False),
+    ("train batch.global=4  pl", ["plan"], False),
+    ("train  plan accum=", ["accum=auto", "accum=fixed"], True),
+    ("train steps=5 plan ", ["steps=", "data="], True),
+    ("train plan data.path='a b' st", ["steps="], True),
+    ("train report ", ["run=", "to=", "outputs="], False),
+    ("train report run=./a t", ["to="], False),
+    ("train report run=./", ["run=./folder", "run=./file"], False),
+    ("train report run=./fo", ["run=./folder"], False),
+    ("train data.path=.", ["data.path=./folder", "data.path=./file"], False),
+    ("train data.path=./none/", [], False),
+]
+"""Lines, what is offered, and whether more is."""
+
+
+def test_a_command_is_offered_anywhere_and_report_what_it_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").touch()
     with Composer.of().open() as hydra:
-        given = offers(split_line(line)[0][1:], hydra)
-    assert {*found} <= {*given} if others else {*found} == {*given}
-    assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found})
+        for line, found, others in OFFERED:
+            given = offers(split_line(line)[0][1:], hydra)
+            assert {*found} <= {*given} if others else {*found} == {*given}, line
+            assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found}), line
 
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])

@@ -3,10 +3,11 @@
 import pytest
 
 from tests.lib.heads import MASKED
+from tests.lib.nightly import slow
 from tests.lib.run_support import go
 
 
-@pytest.mark.parametrize("line", ["accum=auto steps=1 eval.every=1", "command=verify"])
+@pytest.mark.parametrize("line", ["accum=auto steps=1 eval.every=1", slow("command=verify")])
 def test_tuning_training_evaluation_and_verification_give_a_causal_model_no_mask(line):
     MASKED.clear()
     model = "model._target_=tests.lib.heads.gpt2 data._target_=tests.lib.heads.causal"

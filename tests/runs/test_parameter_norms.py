@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import TOYS, go, overrides, state, steps
 from tests.reliability.rank_work import on_ranks
 from trainer.training.parameter_norms import block_of
@@ -53,7 +53,7 @@ def test_norms_are_those_by_hand_every_so_many_steps(capsys):
         nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2"),
     ],
 )
-@pytest.mark.parametrize("net", ["DoubleNet", "LowNet"])
+@pytest.mark.parametrize("net", ["DoubleNet", slow("LowNet")])
 def test_ranks_write_the_norms_of_one_process(net, layout, ranks):
     line, tolerance = f"{DOUBLE} steps=2", 1e-12
     if net == "LowNet":

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.lib import batch_norm_toys
 from tests.lib.cli_support import prepared
-from tests.lib.nightly import nightly
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import curve, entries, go, on, overrides, read_json, state, steps
 from tests.reliability.rank_work import run_as_rank
 from trainer import train
@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
         nightly("accum.micro=4"),
         "accum=budget accum.max_tokens=4",
         nightly("accum=auto accum.micro=4"),
-        "accum.micro=4 model.recomputes=true",
+        slow("accum.micro=4 model.recomputes=true"),
     ],
 )
 def test_ghost_takes_the_same_steps_however_they_are_cut_or_recomputed(line, whole):
@@ -85,6 +85,7 @@ def test_sync_on_two_ranks_is_the_whole_batch_on_one_and_a_rank_without_samples_
     assert distance(found, go(f"{line} batchnorm=pooled accum.micro=7")) < EXACT
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_statistics_that_it_had(whole):
     first = go(f"{GHOST} accum.micro=4 steps=3 scheduler=constant")
     expected = go(f"{GHOST} accum.micro=4 scheduler=constant")
@@ -157,6 +158,7 @@ def test_a_mode_of_ones_own_is_two_files_and_pairs_of_two_are_groups_of_four(who
     assert read_json(found.folder / "plan.json")["batchnorm"] == "over 2 pairs of samples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ghost batchnorm.group=4", nightly("pooled")])
 def test_a_replayed_step_counts_its_statistics_once_and_a_skipped_one_not_at_all(mode):
     line = f"{NET} batchnorm={mode} accum.micro=8 batch.global=16 steps=2 scheduler=constant"

@@ -42,6 +42,7 @@ def test_a_prompt_is_continued_as_the_exported_model_does(mode, capfd):
     assert f"'we' -> {found[-1]['text']!r}" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_step_once():
     save()
     run = go(f"{LINE} {TYPED}")

@@ -36,12 +36,6 @@ def test_auto_is_bf16_on_a_gpu_that_is_not_here():
     assert became("auto", command="plan", device="cuda", **{"accum.memory": 2**34}) == "bf16"
 
 
-@pytest.mark.parametrize("word", ["fp32", "bf16", "fp16"])
-def test_auto_is_what_the_run_was_begun_with_on_whatever_hardware(word):
-    assert became("auto", recorded=word) == word
-    assert became(word, recorded="tf32") == word, "which the contract refuses or allows"
-
-
 def test_tf32_is_refused_where_there_is_no_gpu():
     with pytest.raises(ConfigError, match=r"type precision=fp32 resume_allow=\[precision\]$"):
         became("auto", recorded="tf32")
