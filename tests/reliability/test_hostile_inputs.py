@@ -105,7 +105,7 @@ NOT_TRUSTED = {
     "trainer.plan.cuts.np.load trainer.training.batches.ThreadPoolExecutor",
     "optimizer": "torch.hub.load torch.optim.lr_scheduler torch.nn.Linear subprocess.run",
     "data": "torch.nn.Sequential torch.load pathlib.Path.write_text urllib.request.urlopen "
-    "trainer.core.durable.make_folder",
+    "trainer.core.durable.begin_folder",
     "objective": "builtins.eval",
     "hooks[0]": "os.mkdir torch.nn.Linear",
     "accum": "evil.Cut",

@@ -121,8 +121,9 @@ class CheckpointStore:
         return step if step in self.steps() else None
 
     def mark_best(self, step: int) -> None:
-        """Keep a checkpoint, in place of the one that was the best before."""
-        durable.write_record(self.folder / RunFolder.BEST, {"step": step})
+        """Keep a checkpoint, where it is on disk, in place of the one that was the best before."""
+        if step in self.steps():
+            durable.write_record(self.folder / RunFolder.BEST, {"step": step})
 
     def save(
         self,
@@ -184,12 +185,9 @@ class CheckpointStore:
         raise NoCheckpointError(f"no intact checkpoint: {why}: start a new run, or restore a copy")
 
     def _begin(self, step: int) -> str:
-        name = f"{durable.UNFINISHED}{self.path(step).name}-{uuid.uuid4().hex}"
         with durable.as_save_error(self.path(step)):
-            durable.make_folders(self.folder)
             durable.clean(self.folder)
-            durable.make_folder(self.folder / name)
-        return name
+            return durable.begin_folder(self.path(step)).name
 
     def _write(
         self, step: int, unfinished: Path, files: tensor_files.FileTensors
@@ -254,7 +252,7 @@ class CheckpointWriter:
     def __init__(
         self, store: CheckpointStore, world: World = _ONE_RANK, *, asynchronous: bool = False
     ) -> None:
-        self._store = store
+        self.store = store
         self._world = world
         self._thread: ThreadPoolExecutor | None = None
         if asynchronous:
@@ -273,7 +271,7 @@ class CheckpointWriter:
         """
         files = tensor_files.assign_files(tensors, self._world.rank)
         if self._thread is None:
-            return self._store.save(step, files, parts, self._world)
+            return self.store.save(step, files, parts, self._world)
         try:
             return self.wait()
         finally:
@@ -283,7 +281,7 @@ class CheckpointWriter:
                 clones = (tensor.clone() for tensor in in_main_memory(inner.values()))
                 copied[file] = dict(zip(inner, clones, strict=True))
             state = copied, copy.deepcopy(dict(parts)), self._world
-            self._in_flight = self._thread.submit(self._store.save, step, *state)
+            self._in_flight = self._thread.submit(self.store.save, step, *state)
 
     @property
     def has_result(self) -> bool:
@@ -294,11 +292,6 @@ class CheckpointWriter:
         """Wait for what is being written, and return it; None where nothing is."""
         in_flight, self._in_flight = self._in_flight, None
         return None if in_flight is None else in_flight.result()
-
-    def mark_best(self, step: int) -> None:
-        """Keep the checkpoint of a step, where it is on disk; see the store."""
-        if step in self._store.steps():
-            self._store.mark_best(step)
 
     def close(self) -> Path | None:
         """Wait likewise, and save no more. Closing twice does nothing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -315,11 +314,9 @@ def export(
     if model is not None:
         named = {plain_name(name): value for name, value in model.state_dict().items()}
         weights = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    unfinished = to.with_name(f"{durable.UNFINISHED}{to.name}-{uuid.uuid4().hex}")
-    try:
-        with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
-            durable.make_folders(to.parent)
-            durable.make_folder(unfinished)
+    with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
+        unfinished = durable.begin_folder(to)
+        try:
             if write is None:
                 write_tensors(unfinished / WEIGHTS_FILE, weights)
                 durable.write_json(unfinished / CONFIG_FILE, config)
@@ -330,8 +327,8 @@ def export(
             if to.is_dir():
                 durable.discard(to)
             durable.publish_folder(unfinished, to)
-    except SafetensorError as error:  # how a Hugging Face model says that the disk refused
-        raise SaveError(f"{to}: could not be written: {error}") from error
-    finally:
-        durable.discard(unfinished)  # of which nothing is left where it was published
+        except SafetensorError as error:  # how a Hugging Face model says that the disk refused
+            raise SaveError(f"{to}: could not be written: {error}") from error
+        finally:
+            durable.discard(unfinished)  # of which nothing is left where it was published
     return to

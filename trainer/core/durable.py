@@ -131,8 +131,7 @@ def write_file(path: Path, pieces: Iterable[BytesLike]) -> tuple[int, str]:
 
 def write_file_atomic(path: Path, data: BytesLike) -> None:
     """Put a content under a name, which shows the old content or the new one and nothing else."""
-    disk = _in_use[-1]
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex}")
+    disk, unfinished = _in_use[-1], _unfinished(path)
     try:
         write_file(unfinished, [data])
         disk.rename(unfinished, path)
@@ -211,11 +210,6 @@ def open_log(path: Path) -> TextIO:
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace")
 
 
-def make_folder(path: Path) -> None:
-    """Make one new folder whose parent exists; its name is not yet durable."""
-    _in_use[-1].make_folder(path)
-
-
 def make_folders(path: Path) -> None:
     """Make a folder and the parents that are missing, durably; fine if it exists."""
     if path.is_dir():
@@ -235,6 +229,14 @@ def make_own_folder(path: Path) -> None:
     if not path.is_dir():
         make_folders(path)
         path.chmod(0o700)
+
+
+def begin_folder(path: Path) -> Path:
+    """Make an unfinished folder, to be published under a name, and the parents that are missing."""
+    make_folders(path.parent)
+    unfinished = _unfinished(path)
+    _in_use[-1].make_folder(unfinished)
+    return unfinished
 
 
 def publish_folder(unfinished: Path, final_path: Path) -> None:
@@ -296,6 +298,10 @@ def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveErr
         f"{path}: could not be written: {why} ({need}{room}): make room, lower checkpoint.keep, "
         "or set outputs to another disk; nothing older was touched"
     )
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex}")
 
 
 def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:

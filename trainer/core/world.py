@@ -49,16 +49,12 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place. Collective."""
-        if self.size > 1:
-            with self.rank_progress.waiting():
-                dist.all_reduce(values)
+        self._wait_in(dist.all_reduce, values)
         return values
 
     def max(self, values: Tensor) -> Tensor:
         """Take the largest over all ranks, in place. Collective."""
-        if self.size > 1:
-            with self.rank_progress.waiting():
-                dist.all_reduce(values, dist.ReduceOp.MAX)
+        self._wait_in(dist.all_reduce, values, dist.ReduceOp.MAX)
         return values
 
     def begin_sum(self, values: Tensor) -> Callable[[], Any]:
@@ -79,9 +75,7 @@ class World:
 
     def copy_from_main(self, values: Tensor) -> Tensor:
         """Overwrite a tensor by the main rank's, in place. Collective."""
-        if self.size > 1:
-            with self.rank_progress.waiting():
-                dist.broadcast(values, 0)
+        self._wait_in(dist.broadcast, values, 0)
         return values
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
@@ -145,9 +139,12 @@ class World:
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
+        self._wait_in(dist.barrier)
+
+    def _wait_in(self, collective: Callable[..., object], *given: object) -> None:
         if self.size > 1:
             with self.rank_progress.waiting():
-                dist.barrier()
+                collective(*given)
 
 
 def rng_key(*parts: int | str) -> int:

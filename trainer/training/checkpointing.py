@@ -66,7 +66,7 @@ class Checkpointer:
     def mark_best(self, step: int) -> None:
         """Keep the checkpoint of a step, and not the best one before it. Collective."""
         self._attempt(self.writer.wait)
-        self._attempt(lambda: self.world.on_main(lambda: self.writer.mark_best(step)))
+        self._attempt(lambda: self.world.on_main(lambda: self.writer.store.mark_best(step)))
 
     def poll(self, claim: bool) -> bool:
         """Report what was written behind the steps, and find whether the next save is due.

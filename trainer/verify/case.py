@@ -275,39 +275,32 @@ class Case:
         micro_batches: Sequence[MicroBatch] = (),
         kind: WeightUnit | None = None,
         strategy: GradientStrategy | None = None,
+        change: Callable[[nn.Module], object] | None = None,
     ) -> Gradient:
         """Compute the planned step's gradient on a copy, with one thing changed where it is given.
 
-        Parameters that no micro-batch used are left out.
+        Parameters that no micro-batch used are left out. After a `change` of the copy its buffers
+        are given as well.
         """
         with self.running() as run:
-            return run._computed(micro_batches or self.batch.micro_batches, kind, strategy)
-
-    def written(self, change: Callable[[nn.Module], object] = lambda _: None) -> Gradient:
-        """Compute the planned step on a copy, changed before: its gradient, and its buffers."""
-        with self.running() as run:
-            change(run.module)
-            gradient = run._computed(self.batch.micro_batches)
-            # A flag becomes a number, whose distance to another can be measured.
-            return {**gradient, **{name: 1 * each for name, each in run.module.named_buffers()}}
-
-    def _computed(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        kind: WeightUnit | None = None,
-        strategy: GradientStrategy | None = None,
-    ) -> Gradient:
-        context, cast = self.context, [self.cast(m) for m in micro_batches]
-        found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
-        num_samples = len({i for m in cast for i in m.positions})
-        walk(context, strategy or context.model.strategy, cast, found, num_samples)
-        # Tensors that modules hold and have not registered, but for computed ones.
-        for name, part in self.module.named_modules():
-            for key, value in vars(part).items():
-                if isinstance(value, Tensor) and value.is_leaf:
-                    self.plain.add(f"{name}.{key}".lstrip("."))
-        named = self.module.named_parameters()
-        return {name: p.grad.detach() for name, p in named if p.grad is not None}
+            if change is not None:
+                change(run.module)
+            context, module = run.context, run.module
+            cast = [run.cast(m) for m in micro_batches or self.batch.micro_batches]
+            num_samples = len({i for m in cast for i in m.positions})
+            found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
+            walk(context, strategy or context.model.strategy, cast, found, num_samples)
+            # Tensors that modules hold and have not registered, but for computed ones.
+            for name, part in module.named_modules():
+                for key, value in vars(part).items():
+                    if isinstance(value, Tensor) and value.is_leaf:
+                        self.plain.add(f"{name}.{key}".lstrip("."))
+            named = module.named_parameters()
+            gradient = {name: p.grad.detach() for name, p in named if p.grad is not None}
+            if change is not None:
+                # A flag becomes a number, whose distance to another can be measured.
+                gradient |= {name: 1 * each for name, each in module.named_buffers()}
+            return gradient
 
 
 def walk(

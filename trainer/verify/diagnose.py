@@ -157,10 +157,10 @@ def check_recomputed(
     """
     if not recomputes(case.module):
         return errors, rest, []
-    plain = case.written(recompute_nothing)
-    found = _errors(case, case.written(), plain)
+    plain = case.gradient(change=recompute_nothing)
+    found = _errors(case, case.gradient(change=lambda _: None), plain)
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
-    if found.is_exact or not _errors(case, case.written(recompute_nothing), plain).is_exact:
+    if found.is_exact or not _errors(case, case.gradient(change=recompute_nothing), plain).is_exact:
         return errors, rest, []
     wrong = [n for n, error in found.by_name.items() if error > found.limit]
     names = [n for n, _ in case.module.named_buffers() if n in wrong]

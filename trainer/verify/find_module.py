@@ -140,8 +140,9 @@ def _padded_like(whole: MicroBatch, start: int, part: MicroBatch) -> MicroBatch:
     fields = dict(part.fields)
     for name, field in fields.items():
         rows = whole.fields[name][start : start + len(part.ids)]
-        if field.dim() == rows.dim() and len(field) == len(rows) and len(rows) < len(whole.ids):
-            fields[name] = field if field.shape == rows.shape else rows
+        is_of_samples = field.dim() == rows.dim() and len(field) == len(rows) < len(whole.ids)
+        if is_of_samples and field.shape != rows.shape:
+            fields[name] = rows
     return replace(part, fields=fields)
 
 

@@ -114,8 +114,11 @@ def tensors_of(value: Any, path: str = "") -> Tensors:  # noqa: ANN401 - module 
         value = vars(value)
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    parts = value.items() if isinstance(value, Mapping) else ()
-    return {p: t for name, item in parts for p, t in tensors_of(item, f"{path}.{name}").items()}
+    found: Tensors = {}
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            found |= tensors_of(item, f"{path}.{name}")
+    return found
 
 
 class Seen(NamedTuple):
@@ -182,7 +185,7 @@ class _Whole:
     """A call with the output layer in it: whether chunks replace that depends on their size."""
 
     run: ModelCall
-    module: nn.Module
+    module: nn.Module  # which objectives ask, as that of encoder-decoders does
 
     def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
         return self.run(fields)
