@@ -26,7 +26,7 @@ import torch
 from trainer.config import components
 from trainer.config.data_sets import component_of, source_components
 from trainer.config.messages import clip, show
-from trainer.config.option_files import options_of
+from trainer.config.option_files import LIBRARIES, options_of
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -34,12 +34,6 @@ from trainer.core.user_code import causes, described, place_of
 from trainer.models.facts import model_library, noted, noted_facts
 
 Built = TypeVar("Built")
-_EXTRAS = {
-    **dict.fromkeys(("datasets", "peft", "tokenizers", "transformers"), "hf"),
-    **dict.fromkeys(("PIL", "sklearn"), "images"),
-    "torchvision": "vision",
-}
-"""Extras of pyproject.toml by what they bring."""
 PASSES_ON = "passes_on"
 """Class attribute: import path of what takes all names that a constructor takes by `**others`."""
 
@@ -55,7 +49,7 @@ def look_up(
     typed = f"{key}._target_={component.target}"
     module_name, root = component.target.rpartition(".")[0], component.target.partition(".")[0]
     is_trusted = component.typed_target or root in trusted or (root == "trainer" and not inner)
-    base_name = components.LIBRARIES.get(key, {}).get(module_name)
+    base_name = components.LIBRARY_BASES.get(key, {}).get(module_name)
     if not is_trusted and base_name is None:
         raise ConfigError(
             f"{typed}: comes from a recipe or a saved run: pass it on the command line, or trust "
@@ -99,8 +93,8 @@ def _cause(error: BaseException) -> str:
     """Say why a class cannot be imported, with the error behind it that a library wraps."""
     first, *_, last = error, *causes(error)
     text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
-    if isinstance(last, ModuleNotFoundError) and last.name in _EXTRAS:
-        text += f": pip install 'step-trainer[{_EXTRAS[last.name]}]'"
+    if isinstance(last, ModuleNotFoundError) and last.name in LIBRARIES["extras"]:
+        text += f": pip install 'step-trainer[{LIBRARIES['extras'][last.name]}]'"
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):
             vision, torch = metadata.version("torchvision"), metadata.version("torch")

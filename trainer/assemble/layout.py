@@ -16,7 +16,7 @@ from trainer.models.facts import facts_of
 from trainer.plan.cut import Layout
 from trainer.plan.partition import layout_for
 from trainer.training.model import Model
-from trainer.tune.packed_documents import leave_out_mask, needs_mask, packing_fault, packs
+from trainer.tune.packed_documents import needs_mask, packing_fault, packs
 
 
 def find_layout(
@@ -36,8 +36,9 @@ def find_layout(
         except DataError as error:
             unfit = str(error)
     call = model.bind(module)
-    if not world.on_main(lambda: needs_mask(loader, module, call)):
-        leave_out_mask(module)
+    omit_mask = facts_of(module).omit_mask
+    if omit_mask and not world.on_main(lambda: needs_mask(loader, module, call)):
+        omit_mask()
     packed = packs(
         config.accum.packed,
         module,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 from trainer.assemble.run import Run
 from trainer.assemble.run_plan import RunPlan
 from trainer.config.components import NO_ADAPTER
 from trainer.config.messages import show
-from trainer.core.format import expanded, number, plural
+from trainer.core.format import number, plural
 from trainer.core.rows import Row, join_parts, row
 from trainer.core.tensors import dtype_word, gradient_dtype
-from trainer.models.check import vocabulary_of
-from trainer.models.facts import ModelFacts, facts_of, model_library
+from trainer.models.facts import ModelFacts, facts_of
 from trainer.models.first_weights import is_on_meta
 from trainer.verify.diagnose import low_precision
-
-_SHOWN = 2  # names of weights, which tell what the others are
 
 _SHOWN = 2  # names of weights, which tell what the others are
 
@@ -121,39 +117,4 @@ def model_warnings(run_plan: RunPlan, pieces: int) -> list[str]:
             "which steps fp32 copies, or keep weights in fp32 (model.dtype=float32, where the "
             "class takes it)"
         )
-    settings, objective = getattr(run.model.module, "config", None), run.model.objective
-    share = getattr(settings, "router_aux_loss_coef", 0)
-    has_router = share and getattr(settings, "output_router_logits", False)
-    if has_router and not (objective.is_of_model or objective.gives_rows):
-        warnings.append(
-            f"objective: leaves out the balance loss of the model's router, router_aux_loss_coef="
-            f"{share:g} in its config; type objective=next_token_balanced to train with it"
-        )
-    known, rows = run.data.train.facts.vocab_size, vocabulary_of(run.model.module)
-    facts = facts_of(run.model.module, run.config.model.params)
-    # Tables are padded, but not to the double.
-    if facts.source and known and rows and rows >= 2 * known:
-        warnings.append(
-            f"data: {known} different ids, such as bytes, but the model was loaded with a "
-            f"vocabulary of {rows}, in which they mean something else: give ids of the model's "
-            "own tokenizer, e.g. data._target_=datasets.load_from_disk"
-        )
-    elif known and rows and _is_foreign(run.tokenizer, facts, known, rows):
-        warnings.append(
-            f"tokenizer: {known} ids, but the model has {rows} rows for them, or other tokens: it "
-            f"seems to be of another model, and an id from {rows} on is a data error; leave "
-            "tokenizer.path out, which takes the model's own"
-        )
     return warnings
-
-
-def _is_foreign(tokenizer: Any, facts: ModelFacts, known: int, rows: int) -> bool:  # noqa: ANN401
-    """Whether a tokenizer has more ids than a model, or other ones than the model's own."""
-    folder, loaded = getattr(tokenizer, "name_or_path", None), facts.source
-    is_elsewhere = loaded and folder and expanded(folder).absolute() != expanded(loaded).absolute()
-    if known > rows or not is_elsewhere:
-        return known > rows
-    if (own := model_library().tokenizer_beside(None, loaded, ())) is None:
-        return known != rows
-    ids = tokenizer.get_vocab()
-    return any(ids.get(token) != number for token, number in own.get_vocab().items())

@@ -9,20 +9,11 @@ from pathlib import Path
 
 from trainer.config import trackers
 from trainer.config.messages import clip
-from trainer.config.option_files import options_of
+from trainer.config.option_files import LIBRARIES, options_of
 from trainer.config.secrets import is_secret
 from trainer.core.errors import ConfigError
 from trainer.core.format import size
 
-REPORTED_PACKAGES = (
-    "transformers",
-    "datasets",
-    "peft",
-    "tokenizers",
-    "torchvision",
-    "scikit-learn",
-    "pillow",
-)
 _VARIABLES = ("TRAIN_", "CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "HF_", "SLURM_")
 
 
@@ -70,7 +61,7 @@ def _doctor() -> Iterator[str]:
     found = environment()
     hardware = found["hardware"]
     yield "versions"
-    packages = {name: package_version(name) for name in REPORTED_PACKAGES}
+    packages = {name: package_version(name) for name in LIBRARIES["reported"]}
     for name, text in (found["versions"] | packages).items():
         yield f"  {name:<14}{text or 'not installed'}"
     yield "machine"

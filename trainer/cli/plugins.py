@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 
 from trainer.config.messages import clip
+from trainer.config.option_files import LIBRARIES
 from trainer.core.errors import ConfigError
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -30,14 +31,8 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 }
 """Options that a plugin brings, and which extra of ours installs it."""
 
-SWITCHES: Mapping[str, str] = {
-    "DISABLE_SAFETENSORS_CONVERSION": "true",  # transformers asks the hub to convert what it loads
-    "HF_HUB_DISABLE_TELEMETRY": "true",
-    "HF_UPDATE_DOWNLOAD_COUNTS": "false",  # datasets counts on the hub who reads JSON, local or not
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "WANDB_ERROR_REPORTING": "false",
-}
-"""Environment variables that libraries read once, when they are imported."""
+SWITCHES: Mapping[str, str] = LIBRARIES["switches"]
+"""Environment variables by which libraries report home nothing."""
 
 _PACKAGE = "hydra_plugins"
 _BUILT_IN = {"basic", "none", "default", "disabled", "null"}  # options that need no plugin

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic.fields import FieldInfo
 
 from trainer.config.amounts import ABOVE_0, EPOCHS, parse_bytes, parse_count, whole
-from trainer.config.option_files import data_dir, default_options
+from trainer.config.option_files import LIBRARIES, data_dir, default_options
 
 NAMES_A_PATH = re.compile(r"[\w.]*[._](path|paths|file|files|dir|folder|root)([._][\w.]*)?")
 """Keys that may name a file or folder, by a word in them: `data.path`, `data.data_files`."""
@@ -111,7 +111,7 @@ Task = Literal[
 AttentionKernel = Literal[
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
 ]
-"""Kernels of transformers; a kernel on the hub, which is code, is none."""
+"""Kernels of attention; one on the hub, which is code, is none."""
 FloatType = Literal["float32", "bfloat16", "float16", "float64"]
 Pooling = Literal["mean", "cls", "last"]
 """How the embeddings of a text's tokens become one: their mean, the first, or the last."""
@@ -236,16 +236,11 @@ def alternatives(annotation: object) -> Iterator[tuple[str, bool]]:
             yield from alternatives(part)
 
 
-LIBRARIES: Mapping[str, Mapping[str, str]] = {
-    "model": {"torch.nn": "Module", "transformers": "PreTrainedModel"},
-    AUGMENT: {"torchvision.transforms.v2": "Transform"},
-    "optimizer": {"torch.optim": "Optimizer"},
-    "scheduler": {"torch.optim.lr_scheduler": "LRScheduler"},
-}
+LIBRARY_BASES: Mapping[str, Mapping[str, str]] = LIBRARIES["bases"]
 """Modules of the model libraries whose classes a recipe may name without being trusted: by the
 component they are for, each with the base that they must have."""
 
-LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARIES.values() for module in each}
+LIBRARY_ROOTS = {module.partition(".")[0] for each in LIBRARY_BASES.values() for module in each}
 
 NO_ADAPTER = "trainer.models.transform.Unchanged"
 AUTO_OBJECTIVE = "trainer.assemble.objective.ByModel"

@@ -42,3 +42,7 @@ def default_options(conf: Path) -> dict[str, str]:
     entries = load_yaml(conf / "config.yaml").get("defaults", ())
     chosen = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
     return {str(group).replace("/", "."): str(option) for group, option in chosen}
+
+
+LIBRARIES = load_yaml(data_dir("conf") / "libraries.yaml")
+"""What the engine is told of libraries that it does not import."""

@@ -136,7 +136,7 @@ class RunConfig(Section):
             section = {"_target_": each.target, **each.params}
             for place, target in components.targets_in(key, section):
                 is_ours = place == key and target.partition(".")[0] == "trainer"
-                libraries = components.LIBRARIES.get(place, ())
+                libraries = components.LIBRARY_BASES.get(place, ())
                 if not is_ours and target.rpartition(".")[0] not in libraries:
                     found.append((place, target))
         return found

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -67,9 +66,13 @@ def model_files(source: str, *names: str) -> list[Path]:
     if os.path.exists(folder):  # noqa: PTH110 - as above
         return [file for name in names if (file := Path(folder, name)).is_file()]
     read_cache_without_network(source)
-    with suppress(ImportError, OSError):  # the model is not there either, and says so
-        from transformers.utils import cached_file  # noqa: PLC0415 - seconds, for such a name
+    found = list[Path]()
+    # Where there is no such model, or no way to it, whoever loads it says so.
+    with suppress(ImportError, OSError, ValueError):
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - for such a name
+        from huggingface_hub.errors import EntryNotFoundError  # noqa: PLC0415
 
-        get = partial(cached_file, source, _raise_exceptions_for_missing_entries=False)
-        return [Path(found) for name in names if (found := get(name))]
-    return []
+        for name in names:
+            with suppress(EntryNotFoundError):
+                found.append(Path(hf_hub_download(source, name)))
+    return found

@@ -38,7 +38,7 @@ _ROLES = {
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _DAY = datetime(2024, 7, 26)  # what Llama's templates write where nothing says it
 _DIRECTIVES = (*"aAbBcdHIjmMpSuUVwWxXyYG", "-d", "-m", "-H", "-I")
-# Macros shadow what transformers names so. The line break belongs to the tag: nothing is rendered.
+# Macros shadow what the tokenizer names so. The line break belongs to the tag: nothing is rendered.
 _FIXED_DAY = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('%{each}', '{_DAY.strftime(f'%{each}')}')" for each in _DIRECTIVES)
@@ -111,7 +111,7 @@ def _text(content: Any, name: str) -> str:  # noqa: ANN401 - any JSON value
 
 
 def encode_completion(
-    tokenizer: Any,  # noqa: ANN401 - a tokenizer of transformers
+    tokenizer: Any,  # noqa: ANN401 - a tokenizer of a library
     prompt: str | Sequence[Message],
     completion: str | Sequence[Message],
     *,
@@ -129,7 +129,7 @@ def encode_completion(
     An answer of the weight 0 is given, and not learned.
 
     Two texts are joined as they are, and end with the tokenizer's end-of-text token. A token that
-    holds a part of both is a loss term. The tokenizer is a fast one of transformers. What cannot be
+    holds a part of both is a loss term. The tokenizer is a fast one of Hugging Face. What cannot be
     encoded so is a ValueError.
     """
     if isinstance(prompt, str) and isinstance(completion, str):

@@ -22,7 +22,7 @@ from trainer.plan.permutation import below, mixed
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
 PIXEL_VALUES = "pixel_values"
-"""What models of transformers call an image, `(channels, height, width)`, and ours too."""
+"""What models of a hub call an image, `(channels, height, width)`, and ours too."""
 SOURCE = "source:"
 """What the name of a field begins with that marks the samples of a source, or all their tokens, by
 True: the loss of each has a figure in training."""

@@ -91,12 +91,6 @@ def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in named]
 
 
-def uses_flash(module: nn.Module) -> bool | None:
-    """Whether a Hugging Face model attends by FlashAttention; None for any other model."""
-    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return None if attention is None else "flash" in attention
-
-
 def with_boundaries(fields: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Give fields to a forward of these parameters; only those of packed rows change.
 

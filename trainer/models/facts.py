@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import nn
 
 from trainer.config.components import Pooling
-from trainer.config.option_files import data_dir, load_yaml
+from trainer.config.option_files import LIBRARIES
 from trainer.core.micro_batch import Fields
 
 
@@ -44,6 +44,10 @@ class ModelFacts:
     new_head: Sequence[str] = ()  # those of `new` that are a head for another task
     max_positions: int | None = None  # positions that it has a table of
     stored_dtypes: Callable[[], Sequence[str]] = tuple  # of the weights in its source
+    uses_flash: bool | None = None  # whether it attends by FlashAttention; None: not known
+    balance_loss: float = 0.0  # share of a loss over its experts in the loss that it gives itself
+    # Has its calls leave out the mask of padding; None where it is needed, whatever a trial shows
+    omit_mask: Callable[[], object] | None = None
     # Has it attend to packed documents one by one, and gives what undoes that; None where it cannot
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
     # Writes weights and config into a folder, and gives the lines of Python that load them
@@ -152,6 +156,5 @@ class ModelLibrary:
 @cache
 def model_library() -> ModelLibrary:
     """Give the library that `conf/libraries.yaml` names."""
-    target = load_yaml(data_dir("conf") / "libraries.yaml").get("models")
-    found: ModelLibrary = pkgutil.resolve_name(target)() if target else ModelLibrary()
+    found: ModelLibrary = pkgutil.resolve_name(LIBRARIES["models"])()
     return found

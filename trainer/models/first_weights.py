@@ -11,7 +11,7 @@ A maker may also say itself where weights are, by an attribute `first_weights` o
 gives: those in the files of a model that it loads.
 
 On the meta device only classes are built that declare `draws_on_meta`: their constructors draw
-there what they draw on the CPU. Others may do something else (transformers leaves weights undrawn).
+there what they draw on the CPU. Others may do something else, as leave weights undrawn.
 """
 
 from __future__ import annotations

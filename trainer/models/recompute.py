@@ -148,12 +148,8 @@ def _own_switch(model: nn.Module, verb: str) -> Callable[..., None] | None:
     """Find the method by which a Hugging Face model does it itself; None for any other."""
     if getattr(model, "supports_gradient_checkpointing", False) is not True:
         return None
-    # transformers 5 renamed the methods and warns of the former names.
-    for kind in ("activation", "gradient"):
-        switch: object = getattr(model, f"{kind}_checkpointing_{verb}", None)
-        if callable(switch):
-            return switch
-    return None
+    switch: Callable[..., None] | None = getattr(model, f"activation_checkpointing_{verb}", None)
+    return switch
 
 
 def _recomputes(module: nn.Module) -> bool:

@@ -26,9 +26,9 @@ CORRECTION = "e_score_correction_bias"
 @final
 @dataclass(frozen=True, kw_only=True)
 class BalancedNextToken(CoupledObjective):
-    """Cross entropy of the next token, plus the balance loss of Switch Transformers (2101.03961).
+    """Cross entropy of the next token, plus the balance loss of Fedus et al. (2101.03961).
 
-    The balance loss is `E * sum_e f_e P_e` as `load_balancing_loss_func` of transformers has it:
+    The balance loss is `E * sum_e f_e P_e` as `load_balancing_loss_func` of Mixtral has it:
     `f_e` is how many of the experts that a token takes are `e`, and `P_e` the probability of `e`,
     both a mean over all tokens of the global batch and all layers. Padding is left out.
     """

@@ -131,8 +131,8 @@ class AdamW(OptimizerSpec):
     betas: Betas = (0.9, 0.95)  # decay of the two moments
     eps: NonNegative = 1e-8  # added to the root of the second
 
-    # As transformers, and peft for adapters, have them: a rate for weights that are drawn ruins
-    # those that are loaded.
+    # As Hugging Face's Trainer, and peft for adapters, have them: a rate for weights that are drawn
+    # ruins those that are loaded.
     by_job: ClassVar[Mapping[TrainingJob, Mapping[str, Any]]] = {
         "scratch": {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
         "pretrained": {"lr": 2e-5, **_LOADED},

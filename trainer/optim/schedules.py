@@ -74,7 +74,7 @@ class Schedule(Described, ABC):
     def factor(self, step: int, total_steps: int) -> float:
         """Give the share of the base learning rate, that of the warm-up included.
 
-        The last step of the warm-up has a factor of 1, where transformers begin at 0.
+        The last step of the warm-up has a factor of 1, where others begin at 0.
 
         Args:
             step: from 0, less than `total_steps`.
@@ -155,7 +155,7 @@ class Cosine(Decay):
 @final
 @dataclass(frozen=True, kw_only=True)
 class LinearDecay(Decay):
-    """A straight line, as `get_linear_schedule_with_warmup` of transformers."""
+    """A straight line, as `get_linear_schedule_with_warmup` has it."""
 
     def remaining(self, progress: float) -> float:
         """See the base class."""
@@ -186,7 +186,7 @@ class InverseSqrt(Schedule):
 
     def after_warmup(self, step: int, warmup_steps: int, total_steps: int) -> float:
         """See the base class."""
-        # As `get_inverse_sqrt_schedule` of transformers has it where nobody says.
+        # As `get_inverse_sqrt_schedule` has it where nobody says.
         timescale: float = warmup_steps or 10_000
         if self.timescale is not None:
             assert not isinstance(self.timescale, str)  # `with_length_steps` has counted them

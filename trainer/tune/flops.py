@@ -37,7 +37,7 @@ from trainer.plan.memory import Shape
 from trainer.tune.predict import CannotRunFake, fake_micro_batch
 from trainer.tune.workload import Workload
 
-PEAK_SHARE = 0.4  # of a card's peak, that training of transformers reaches as a rule
+PEAK_SHARE = 0.4  # of a card's peak, that training of language models reaches as a rule
 # Of the host for one operator outside of compiled graphs: about 5 us for the kernel's launch, and
 # as much for Python, dispatch and autograd
 LAUNCH_S = 1e-5

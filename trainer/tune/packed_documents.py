@@ -16,7 +16,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
 from trainer.data.collate import ATTENTION_MASK, PACKING
 from trainer.data.loader import Loader, Request
-from trainer.models.bind import AUTOCAST, BOUNDARIES, BOUNDARY_FIELDS, OMITTED, bind, uses_flash
+from trainer.models.bind import AUTOCAST, BOUNDARIES, BOUNDARY_FIELDS, bind
+from trainer.models.facts import facts_of
 from trainer.models.first_weights import is_on_meta
 from trainer.objectives.base import ModelCall, logits_from
 from trainer.tune.workload import restoring
@@ -25,8 +26,6 @@ from trainer.tune.workload import restoring
 FULL = 0.95
 TRIED_SAMPLES, TRIED_TOKENS = 256, 16  # looked at, and as long as which two of them are tried
 LEAK_SHARE = 0.1  # of what seeing it all changes, at most
-# What a model of transformers calls where it gets no mask
-WARNS = "warn_if_padding_and_no_attention_mask"
 TF32_EPS = 2.0**-10  # a GPU may round factors to this
 
 
@@ -74,8 +73,8 @@ def has_kernel(module: nn.Module, device: torch.device, precision: str) -> bool:
         return False
     if callable(ask := getattr(module, "has_packed_kernel", None)):
         return bool(ask(device, dtype))
-    # Other kernels of Hugging Face's score every pair of positions of the row.
-    return dtype in AUTOCAST.values() and uses_flash(module) is not False
+    # Other kernels of a library's score every pair of positions of the row.
+    return dtype in AUTOCAST.values() and facts_of(module).uses_flash is not False
 
 
 def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | None:
@@ -91,7 +90,7 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     row = loader.load(Request(ids, 0, sum(lengths), packed=True))
     each = [loader.load(Request((i,), 0, n)) for i, n in zip(ids, lengths, strict=True)]
     unaware = unpacked(row)
-    call = call if uses_flash(module) else bind(module)
+    call = call if facts_of(module).uses_flash else bind(module)
 
     def logits(fields: Fields) -> Tensor:
         return logits_from(call, to_device(fields, next(module.parameters()).device))[0].double()
@@ -116,17 +115,15 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
 def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
     """Compare two short documents with and without a mask over their second halves.
 
-    Models of transformers read a mask on the host in every call, and lose their fastest kernels to
-    it. Causal ones do without, as padding is on the right. Hiding first halves gives the scale.
+    Some models read a mask on the host in every call, and lose their fastest kernels to it. Causal
+    ones do without, as padding is on the right. Hiding first halves gives the scale.
     """
-    can_do_without = hasattr(module, WARNS) and loader.makes_mask
-    # A loss that balances experts leaves padding out by the mask.
-    if not can_do_without or getattr(module.config, "output_router_logits", False):
+    if not loader.makes_mask:
         return True
     if is_on_meta(module):  # a fake mask could not be read, and takes next to no memory
         return False
     ids, lengths = _tried(loader)
-    call = call if uses_flash(module) else bind(module)
+    call = call if facts_of(module).uses_flash else bind(module)
     try:
         row = loader.load(Request(ids, 0, max(lengths)))
         fields = dict(to_device(row, next(module.parameters()).device))
@@ -143,13 +140,6 @@ def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
     return not error < min(LEAK_SHARE * leak, _rounding(module) * float(plain.abs().max()))
 
 
-def leave_out_mask(module: nn.Module) -> None:
-    """Give a model no mask, from its next binding on."""
-    setattr(module, OMITTED, {ATTENTION_MASK, *getattr(module, OMITTED, ())})
-    for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
-        vars(part)[WARNS] = lambda *_: None
-
-
 def unpacked(example: Fields) -> Fields:
     """Take from a packed row of one document what says that it is one."""
     return {name: f for name, f in example.items() if name not in PACKING}
@@ -163,5 +153,5 @@ def _tried(loader: Loader) -> tuple[tuple[int, ...], list[int]]:
 
 def _rounding(module: nn.Module) -> float:
     weight = next(module.parameters())
-    eps = torch.finfo(torch.bfloat16 if uses_flash(module) else weight.dtype).eps
+    eps = torch.finfo(torch.bfloat16 if facts_of(module).uses_flash else weight.dtype).eps
     return math.sqrt(max(eps, TF32_EPS) if gpu.is_gpu(weight.device) else eps)

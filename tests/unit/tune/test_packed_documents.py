@@ -17,11 +17,12 @@ from trainer.data.loader import Loader, Request
 from trainer.features.heads.model_loss import ModelLoss
 from trainer.features.hugging_face.by_document import attend_by_document
 from trainer.models.bind import bind
+from trainer.models.facts import facts_of
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import NextToken
 from trainer.plan.cut import Layout
 from trainer.plan.cuts import Budget, Fixed
-from trainer.tune.packed_documents import leave_out_mask, needs_mask, packing_fault
+from trainer.tune.packed_documents import needs_mask, packing_fault
 
 
 def hugging_face(name: str, attention: str = "sdpa", **values: Any) -> nn.Module:
@@ -162,10 +163,8 @@ class HostReads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in {
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.is_nonzero.default,
-        }
+        aten = torch.ops.aten
+        self.count += func in {aten._local_scalar_dense.default, aten.is_nonzero.default}
         return func(*args, **(kwargs or {}))
 
 
@@ -188,12 +187,13 @@ class Collated(RaggedText):
 
 def is_masked(model: nn.Module, data: Any = None) -> bool:
     loader = Loader(data or RaggedText(), num_workers=0, seed=0)
-    return needs_mask(loader, model, bind(model, autocast=torch.bfloat16))
+    call = bind(model, autocast=torch.bfloat16)
+    return facts_of(model).omit_mask is None or needs_mask(loader, model, call)
 
 
 def unmasked(name: str, **values: Any) -> nn.Module:
     model = hugging_face(name, **values)
-    leave_out_mask(model)
+    (facts_of(model).omit_mask or pytest.fail)()
     return model
 
 

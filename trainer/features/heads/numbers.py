@@ -33,7 +33,7 @@ class Numbers(Objective):
     """Squared error, or binary cross entropy in nats, of each number of a sample.
 
     The labels are `(batch,)` or `(batch, numbers)`, in any dtype; one of -100 is no loss term. The
-    loss is divided by the count of numbers, as transformers and PyTorch have it.
+    loss is divided by the count of numbers, as PyTorch has it.
     """
 
     sums_samples = True

@@ -25,7 +25,7 @@ _WITH_INPUT = (
     "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
 )
 """What Alpaca was trained on: for tokenizers without a chat template."""
-_REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing to transformers
+_REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing
 _ANSWER = "answer"  # stands for one in a rendered conversation
 
 

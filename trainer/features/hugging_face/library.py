@@ -28,6 +28,7 @@ from trainer.features.hugging_face.model_folder import (
 )
 from trainer.features.hugging_face.task import TASKS, task_of, task_of_class
 from trainer.features.hugging_face.tokenizers import hugging_face_tokenizer, read_template
+from trainer.models.bind import OMITTED
 from trainer.models.facts import ModelFacts, ModelLibrary
 
 _STORED_WORDS = {word.upper().replace("P", ""): word for word in DTYPE_WORDS.values()}
@@ -38,6 +39,8 @@ _POSITIONS = ("position_embeddings", "wpe", "embed_positions")
 """What models call their tables of positions."""
 PRETRAINED = "pretrained_model_name_or_path"
 """Argument of what loads a model: a folder, or a name on the hub."""
+_WARNS = "warn_if_padding_and_no_attention_mask"
+"""Method that a model calls where it gets no mask."""
 _LOADERS = {"from_pretrained", "from_config", "_from_config"}
 _DTYPES = ("dtype", "torch_dtype")
 _ALL = "1000TB"  # of weights, in one file
@@ -113,12 +116,20 @@ class HuggingFace(ModelLibrary):
     def completed(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
         """See the base class."""
         task, source = task_of(module), facts.source
+        config = getattr(module, "config", None)
+        attention = getattr(config, "_attn_implementation", None)
+        balances = getattr(config, "output_router_logits", False)
+        # A loss that balances experts leaves padding out by the mask.
+        may_omit = hasattr(module, _WARNS) and not balances
         facts = facts.filled(
             task=task,
             has_targets=task == "seq2seq_lm",
             new_head=() if task is not None and TASKS[task].of_body else facts.new,
             max_positions=_positions_of(module),
             stored_dtypes=partial(_stored_dtypes, source),
+            uses_flash=None if attention is None else "flash" in attention,
+            balance_loss=getattr(config, "router_aux_loss_coef", 0.0) if balances else 0.0,
+            omit_mask=partial(_omit_mask, module) if may_omit else None,
             attend_by_document=partial(attend_by_document, module),
         )
         if task is not None:
@@ -196,6 +207,13 @@ def _positions_of(module: nn.Module) -> int | None:
             first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
             return part.num_embeddings - int(first)
     return None
+
+
+def _omit_mask(module: nn.Module) -> None:
+    """Give a model no mask, from its next binding on."""
+    setattr(module, OMITTED, {"attention_mask", *getattr(module, OMITTED, ())})
+    for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
+        vars(part)[_WARNS] = lambda *_: None
 
 
 def _auto_class(module: nn.Module) -> str:

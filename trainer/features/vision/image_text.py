@@ -40,7 +40,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
     from -1 to 1 unless a processor says otherwise; `labels` are -100 but for the completion.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: of Hugging Face.
         path: JSON lines; None is scikit-learn's 1,797 digits, with a sentence about each.
         image_size: pixels of a side, which images are scaled to without a processor.
         patch_size: of the vision encoder.
