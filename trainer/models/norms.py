@@ -11,7 +11,15 @@ NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 """Layers whose parameters scale and shift what was normalised."""
 
 
-def is_batch_norm(part: nn.Module) -> bool:
+NORMALISES = (
+    "normalises over the samples of its micro-batch: type batchnorm=ghost batchnorm.group=N, where "
+    "accum.micro is a multiple of N, or batchnorm=frozen, use GroupNorm or LayerNorm, or one "
+    "micro-batch per step"
+)
+"""What `train verify` says of a layer that does."""
+
+
+def has_running_statistics(part: nn.Module) -> bool:
     """Whether a layer keeps running statistics over samples, in whatever mode it is."""
     return isinstance(part, _BatchNorm)
 

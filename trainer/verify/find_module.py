@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
-from trainer.models.norms import is_batch_norm, normalizes_batch
+from trainer.models.norms import NORMALISES, has_running_statistics, normalizes_batch
 from trainer.verify.case import Case
 from trainer.verify.report import Verdict
 from trainer.verify.trace import Losses, Trace, compare, record_trace, repeat, shares
@@ -50,12 +50,6 @@ UNREPEATABLE = Reason(
 STATEFUL = Reason(
     "keeps state that every micro-batch updates and the next one reads: update it once per step, "
     "or not in training"
-)
-
-NORMALISES = Reason(
-    "normalises over the samples of its micro-batch: type batchnorm=ghost batchnorm.group=N, where "
-    "accum.micro is a multiple of N, or batchnorm=frozen, use GroupNorm or LayerNorm, or one "
-    "micro-batch per step"
 )
 
 FIELD = Reason(
@@ -161,9 +155,9 @@ def find_modules(
     modules = dict(case.module.named_modules())
     for name, module in modules.items():
         # Behind a gate that is still zero its output does not count yet, and shows nothing.
-        is_live = is_batch_norm(module) and (name, 0) in trace.calls
+        is_live = has_running_statistics(module) and (name, 0) in trace.calls
         if is_live and (normalizes_batch(module) or name in reasons):
-            reasons[name] = NORMALISES
+            reasons[name] = Reason(NORMALISES)
     charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
     faults = NamedReasons()

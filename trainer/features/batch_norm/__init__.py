@@ -1,4 +1,4 @@
-"""BatchNorm: what its layers normalise over, and when running statistics move.
+"""What layers normalise over the samples of a step, and when their running statistics move.
 
-A mode is an option of `batchnorm`. Read `mode` first, then `modes`.
+A mode is an option of `conf/`. Read `mode` first, then `modes`.
 """

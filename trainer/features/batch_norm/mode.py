@@ -28,9 +28,9 @@ from trainer.features.batch_norm.layers import (
     BatchNormLayer,
     RunningStatistics,
     layers_of,
+    precise_statistics,
     use_mode,
 )
-from trainer.features.batch_norm.precise_statistics import precise_statistics
 from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
