@@ -67,13 +67,12 @@ def is_due(
         return False
     if isinstance(every, str):
         epochs = EPOCHS.fullmatch(every)
+        if epochs is None:
+            return False
         # A third of an epoch is three times in it, whatever the last bit says.
-        return epochs is not None and _times(after, epochs[1]) > _times(before, epochs[1])
+        length = float(epochs[1])
+        return math.floor(before / length + 1e-9) < math.floor(after / length + 1e-9)
     return step % cadence_steps(every, total_steps) == 0
-
-
-def _times(position: float, every: str) -> int:
-    return math.floor(position / float(every) + 1e-9)
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, reduce
@@ -74,7 +74,7 @@ def declared(target: str) -> Declared:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     ]
     bases = [declared(module.full_name(base)) for base in definition.bases]
-    types, flags = dict(_types(module, arguments)), _flags(definition)
+    types, flags = _types(module, arguments), _flags(definition)
     for base in bases:
         types, flags = {**base.types, **types}, {**base.flags, **flags}
     return Declared(types, flags, any(base.takes_more for base in bases))
@@ -85,7 +85,7 @@ def _of_call(module: _Module, function: ast.FunctionDef) -> Declared:
     names = function.args
     each = (*names.posonlyargs, *names.args, *names.kwonlyargs)
     arguments = [(a.arg, a.annotation) for a in each if a.annotation is not None]
-    return Declared(dict(_types(module, arguments)), {}, takes_more=names.kwarg is not None)
+    return Declared(_types(module, arguments), {}, takes_more=names.kwarg is not None)
 
 
 def _flags(definition: ast.ClassDef) -> dict[str, bool]:
@@ -101,12 +101,14 @@ def _flags(definition: ast.ClassDef) -> dict[str, bool]:
     return flags
 
 
-def _types(module: _Module, arguments: Iterable[tuple[str, ast.expr]]) -> Iterator[tuple[str, Any]]:
+def _types(module: _Module, arguments: Iterable[tuple[str, ast.expr]]) -> dict[str, Any]:
     """Give the types of arguments that are known here; none of a module that imports none."""
+    found = dict[str, Any]()
     if any(f"{each}.".startswith(f"{_TYPES}.") for each in module.imports.values()):
         for argument, annotation in arguments:
             with suppress(LookupError):
-                yield argument, _type(module, annotation)
+                found[argument] = _type(module, annotation)
+    return found
 
 
 def _type(module: _Module, node: ast.expr) -> Any:  # noqa: ANN401 - a type, which has no type of its own

@@ -63,21 +63,16 @@ def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
         yield from ((f"{key}.{argument}", kind) for argument, kind in SHARED.get(key, {}).items())
 
 
-def _feature_keys() -> Iterator[tuple[str, Any]]:
-    """Give the arguments that all options of a feature take, with their types."""
-    conf = data_dir("conf")
-    primary, options = load_yaml(conf / "config.yaml"), default_options(conf)
-    for feature in FEATURES:
-        target = str(options_of(feature)[options[feature]]["_target_"])
-        for name in primary.get(feature, {}):
-            yield f"{feature}.{name}", declared(target).types[name]
-
-
 def _keys() -> dict[str, Key]:
     """Join types with the docs and defaults of `conf/`, those of default options first."""
     conf = data_dir("conf")
-    docs, defaults = docs_of(conf / "config.yaml"), flat(load_yaml(conf / "config.yaml"))
-    for group, option in default_options(conf).items():
+    primary, chosen = load_yaml(conf / "config.yaml"), default_options(conf)
+    docs, defaults = docs_of(conf / "config.yaml"), flat(primary)
+    types = dict(_annotations(FullConfig))
+    for feature in FEATURES:  # whose options all take the arguments that the primary config has
+        known = declared(options_of(feature)[chosen[feature]]["_target_"]).types
+        types |= {f"{feature}.{name}": known[name] for name in primary.get(feature, ())}
+    for group, option in chosen.items():
         # Options say the same of an argument that they share, and the default option goes first.
         if group in GROUPS:
             folder = conf / group.replace(".", "/")
@@ -87,7 +82,7 @@ def _keys() -> dict[str, Key]:
                 docs = docs_of(file, f"{group}.") | docs
     return {
         key: Key(kind, "" if kind is None else docs[key], defaults.get(key))
-        for key, kind in (*_annotations(FullConfig), *_feature_keys())
+        for key, kind in types.items()
     }
 
 

@@ -28,6 +28,8 @@ _IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resu
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
 _SHOWS = "shows samples under train plan: type train plan ..."
+_FOR_PLAN = "names a card for train plan; a run takes device=cuda or auto"
+_NO_PATH = "takes the place of data.path, which these data lack; see eval.sets"
 _ARE_WRITTEN = "written only by train evaluate run=RUN; leave it out"
 _IS_WRITTEN = "used only by train export run=RUN; leave it out"
 
@@ -44,6 +46,8 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
     ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
     ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
+    ("device", tuple(CARDS), "command", ("train", "verify", "evaluate", "export"), _FOR_PLAN),
+    ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
     ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("export.merge", (True,), "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
     ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),
@@ -71,7 +75,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     flags = {f"{p}.{n}": v for p in targets for n, v in declared(targets[p]).flags.items()}
     view = _View(flags | flat(tree) | options)
     for key, values, other, others, text in _CONFLICTS:
-        if other in view and _is_one_of(view.get(key), values) and _is_one_of(view[other], others):
+        if _is_one_of(view[key], values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
     yield from _weight_faults(view)
     yield from _place_faults(view)
@@ -106,12 +110,6 @@ def _place_faults(view: Tree) -> Iterator[str]:
     mode, ranks = view["parallel.mode"], view["parallel.ranks"]
     if mode == "none" and _is_count(ranks) and ranks > 1:
         yield line("parallel.ranks", ranks, "parallel=none is one rank; use parallel=ddp")
-    if view["device"] in CARDS and view["command"] != "plan":
-        text = "names a card for train plan; a run takes device=cuda or auto"
-        yield line("device", view["device"], text)
-    if view["data.eval_path"] is not None and view["data.path"] is None:
-        text = "takes the place of data.path, which these data lack; see eval.sets"
-        yield line("data.eval_path", view["data.eval_path"], text)
     for key in view:
         if key.startswith(f"{EVAL_SETS}.") and key.endswith(".holdout"):
             yield line(key, view[key], "all samples of a set are evaluated; leave it out")
@@ -127,13 +125,12 @@ def _known_ranks(view: Tree) -> int | None:
         return int(os.environ["WORLD_SIZE"])
     if _is_count(ranks):
         return int(ranks)
-    return 1 if view["device"] == "cpu" or mode == "none" or not _may_have_gpu() else None
-
-
-def _may_have_gpu() -> bool:
-    """Whether the system shows a device that torch might use, which is not asked yet."""
+    if view["device"] == "cpu" or mode == "none":
+        return 1
+    # Files of the system for a GPU that torch, which is not asked yet, might use
     names = ("nvidia", "kfd", "dxg")
-    return any(device.name.startswith(names) for device in Path("/dev").iterdir())
+    may_have_gpu = any(device.name.startswith(names) for device in Path("/dev").iterdir())
+    return None if may_have_gpu else 1
 
 
 def _size_faults(view: Tree) -> Iterator[str]:

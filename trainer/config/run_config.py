@@ -261,17 +261,13 @@ def contract(
         tree["accum"] = {key: value for key, value in plain["accum"].items() if key not in own}
         if ranks is not None:
             tree["parallel"] = {"ranks": ranks}
-    free = {*_FREE_KEYS, *_free_arguments(config)}
-    terms = {key: value for key, value in flat(tree).items() if key not in free}
-    return {**terms, "accum.buffer": config.accum.buffer}
-
-
-def _free_arguments(config: RunConfig) -> Iterator[str]:
-    """Name the arguments of features that are no part of the step."""
+    free = {*_FREE_KEYS}
     for key, feature in config.features.items():
         for name, kind in declared(feature.target).types.items():
             if components.FREE in get_args(kind):
-                yield f"{key}.{name}"
+                free.add(f"{key}.{name}")
+    terms = {key: value for key, value in flat(tree).items() if key not in free}
+    return {**terms, "accum.buffer": config.accum.buffer}
 
 
 def evaluation_file(config: RunConfig) -> str:

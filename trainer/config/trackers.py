@@ -66,17 +66,14 @@ def complete(
     # A recipe may set up a tracker that the command line then leaves out of the list; what is
     # typed for one that is not there does nothing, which nobody means.
     others = known.keys() - listed
-    yield from (_unlisted(key, tree, listed) for key in typed if key.partition(".")[0] in others)
+    chosen = show(tree.get(TRACKER_GROUP))
+    for key in typed:
+        if (name := key.partition(".")[0]) in others:
+            text = f"{name} is not among {TRACKER_GROUP}={chosen}; leave it out, or type"
+            names = ",".join([*listed, name])
+            yield line(key, lookup(tree, key), f"{text} {TRACKER_GROUP}=[{names}]")
     for name in others:
         tree.pop(name, None)
-
-
-def _unlisted(key: str, tree: Mapping[str, Any], listed: list[str]) -> str:
-    """Refuse a setting of a tracker that is not listed."""
-    name = key.partition(".")[0]
-    chosen = show(tree.get(TRACKER_GROUP))
-    text = f"{name} is not among {TRACKER_GROUP}={chosen}; leave it out, or type"
-    return line(key, lookup(tree, key), f"{text} {TRACKER_GROUP}=[{','.join([*listed, name])}]")
 
 
 def sends(target: object, name: str, value: object) -> bool:

@@ -58,16 +58,18 @@ def validate(
     group by the folder's name, `accum/gradient` too.
     """
     tree, named = copy.deepcopy(dict(raw)), _options(choices or {}, typed_keys)
-    sections = {path: lookup(tree, path) for path in components.COMPONENTS}
-    if odd := {path: each for path, each in sections.items() if not isinstance(each, Mapping)}:
-        text = "takes an option or a mapping"
-        raise ConfigError(*(messages.line(path, each, text) for path, each in odd.items()))
+    faults = list[str]()
+    for path in components.COMPONENTS:
+        if not isinstance(section := lookup(tree, path), Mapping):
+            faults.append(messages.line(path, section, "takes an option or a mapping"))
+    if faults:
+        raise ConfigError(*faults)
     known = trackers.options(config_dir)
     built_in = trackers.options() if config_dir else known
     typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
     composed = Composed(tree, base, named)
 
-    faults = [*trackers.complete(tree, known, typed_keys)]
+    faults += trackers.complete(tree, known, typed_keys)
     # One search of all values at once: of each, it would take most of the time of a start.
     environ = os.environ if leaked(tree, os.environ) else {}
     faults += [*composed.leaf_faults("", tree, environ), *composed.argument_faults()]
@@ -141,11 +143,11 @@ def _fields(tree: Tree, choices: Tree, typed: Collection[str]) -> dict[str, Any]
     for name in trackers.names_in(tree):
         fields.pop(name, None)
     if isinstance(evaluation := tree.get("eval"), Mapping) and "sets" in evaluation:
-        options = {key.replace(".", "/"): choices.get("data") for key in data_sets.eval_sets(tree)}
-        sets = {
-            key.removeprefix(f"{components.EVAL_SETS}."): _component(section, key, options, typed)
-            for key, section in data_sets.eval_sets(tree).items()
-        }
+        sets = dict[str, object]()
+        for key, section in data_sets.eval_sets(tree).items():
+            option = {key.replace(".", "/"): choices.get("data")}
+            name = key.removeprefix(f"{components.EVAL_SETS}.")
+            sets[name] = _component(section, key, option, typed)
         fields["eval"] = {**evaluation, "sets": sets or evaluation["sets"]}
     return fields
 
@@ -216,27 +218,20 @@ class Composed:
     def argument_faults(self) -> Iterator[str]:
         """Read every argument of a class as the type it has there or in its option."""
         for path in components.COMPONENTS:
-            section, example = lookup(self.tree, path), lookup(self.base, path)
-            yield from self.section_faults(path, section, example)
-        example = data_sets.set_defaults(lookup(self.base, "data"))
-        for place, section in data_sets.eval_sets(self.tree).items():
-            yield from self._data_set_faults(place, section, example)
-        for place, section in data_sets.sources(self.tree).items():
-            yield from self._data_set_faults(place, section, data_sets.source_option())
+            yield from self.section_faults(path, lookup(self.tree, path), lookup(self.base, path))
+        own_sets, of_sets = data_sets.eval_sets(self.tree), lookup(self.base, "data")
+        sources, of_sources = data_sets.sources(self.tree), data_sets.source_option()
+        for place, section in (own_sets | sources).items():
+            if not isinstance(section, Mapping):
+                continue  # which the schema refuses
+            example = of_sources if place in sources else data_sets.set_defaults(of_sets)
+            yield from self.section_faults(place, section, example)
+            if section.get("path") == MISSING:
+                yield messages.clip(f"{place}.path: needed; type {place}.path=FILE")
 
-    def _data_set_faults(self, place: str, section: object, example: Tree) -> Iterator[str]:
-        """Read what a data set beside the data has of its own; `section` has all settings."""
-        if not isinstance(section, Mapping):
-            return  # which the schema refuses
-        yield from self.section_faults(place, section, example, lookup(self.tree, place))
-        if section.get("path") == MISSING:
-            yield messages.clip(f"{place}.path: needed; type {place}.path=FILE")
-
-    def section_faults(
-        self, place: str, section: Tree, example: Tree, typed: object = None
-    ) -> Iterator[str]:
-        """Read the arguments of a class; they are those of `section`, or `typed` among them."""
-        own = section if typed is None else typed
+    def section_faults(self, place: str, section: Tree, example: Tree) -> Iterator[str]:
+        """Read what is typed of a class at a place; `section` has what it takes over, too."""
+        own = lookup(self.tree, place)
         if not isinstance(own, dict):
             return
         # A class that its option does not name takes arguments that only its constructor knows.
