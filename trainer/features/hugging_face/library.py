@@ -136,7 +136,10 @@ class HuggingFace(ModelLibrary):
             facts = facts.filled(objective=partial(_objective, module, facts.pooling))
         if (save := getattr(module, "save_pretrained", None)) is None:
             return facts
-        kind = _auto_class(module)
+        # A saved model is loaded by the class for its task, if it is named so, or by its own.
+        kind = type(module).__name__
+        if task is not None and kind.endswith("".join(TASKS[task].ends[:1])):
+            kind = TASKS[task].auto_class
         return facts.filled(
             save=partial(save, max_shard_size=_ALL),
             save_beside=partial(_save_beside, module, facts.pooling),
@@ -153,7 +156,10 @@ class HuggingFace(ModelLibrary):
         data: Sequence[Mapping[str, Any]],
     ) -> Any:  # noqa: ANN401 - of any class
         """Give the run's, with the chat template of its data; else that of the model's folder."""
-        found = _tokenizer_of(source) if built is None else built
+        found = built
+        if built is None and source is not None:
+            with suppress(ConfigError):  # there is none beside the model
+                found = hugging_face_tokenizer(model=source)
         if not hasattr(found, "save_pretrained"):
             return None
         named = {arguments.get("chat_template") for arguments in data} - {None}
@@ -216,13 +222,6 @@ def _omit_mask(module: nn.Module) -> None:
         vars(part)[_WARNS] = lambda *_: None
 
 
-def _auto_class(module: nn.Module) -> str:
-    """Name what loads a saved model: the class for its task, if it is named so, or its own."""
-    task, own = task_of(module), type(module).__name__
-    name = own if task is None else TASKS[task].auto_class
-    return name if own.endswith(name.removeprefix("AutoModel")) else own
-
-
 def _save_beside(
     module: nn.Module, pooling: str | None, folder: Path, sources: Sequence[str]
 ) -> None:
@@ -231,14 +230,6 @@ def _save_beside(
         write_pooling(folder, pooling, getattr(module.config, "hidden_size", None))
     for source in sources:
         copy_input_files(source, folder)
-
-
-def _tokenizer_of(source: str | None) -> Any:  # noqa: ANN401 - whatever class its files name
-    """Load the tokenizer in the folder of a model; None where it has none."""
-    if source is not None:
-        with suppress(ConfigError):
-            return hugging_face_tokenizer(model=source)
-    return None
 
 
 def _stored_dtypes(source: str | None) -> list[str]:
