@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.assemble.instantiate import construct
-from trainer.config.cards import card_of
+from trainer.config.cards import CARDS
 from trainer.config.rules import num_replicas
 from trainer.config.run_config import RunConfig
 from trainer.core import gpu
@@ -179,7 +179,7 @@ def rank_memory(
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
     typed = None if asked is None else memory_limit(device, asked=asked)
-    if typed is None and (card := card_of(config.device)) is not None:
+    if typed is None and (card := CARDS.get(config.device)) is not None:
         typed = memory_limit(
             device, asked=card.memory_mib * MEBI, source=f"memory of {config.device}"
         )
@@ -207,7 +207,7 @@ def resolve_precision(
         word: str = config.precision
         if word == "auto":
             has_fp32 = any(p.dtype == torch.float32 for p in module.parameters())
-            card = card_of(config.device)
+            card = CARDS.get(config.device)
             has_bf16 = gpu.has_fast_bf16(device) if card is None else card.has_bf16
             word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
         if word == "tf32" and device.type == "cpu":

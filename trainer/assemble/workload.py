@@ -9,7 +9,7 @@ from functools import partial
 
 from trainer.assemble.hardware import rank_memory
 from trainer.assemble.run import MOST_STAGES, Run
-from trainer.config.cards import card_of
+from trainer.config.cards import CARDS
 from trainer.core.errors import DataError
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Request
@@ -71,7 +71,7 @@ def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
     """Give the time model of the device by arithmetic; on a CPU it is a constant."""
     if run.planned_device.type == "cpu":
         return run.layout.cost
-    named = card_of(run.config.device)
+    named = CARDS.get(run.config.device)
     cost = card_cost(counts, card_at(run.world.device) or named, run.model.precision)
     return cost if named else replace(cost, seconds_per_token=None)
 

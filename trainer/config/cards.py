@@ -56,11 +56,6 @@ USUAL = "a100"
 """What a GPU that is not here is taken for where nobody names it."""
 
 
-def card_of(device: str) -> Card | None:
-    """Give the card that `device` names; None for a kind of devices."""
-    return CARDS.get(device)
-
-
 def reported_as(name: str) -> Card | None:
     """Find a card by the name that its driver reports."""
     return next((card for card in CARDS.values() if card.reported in name), None)

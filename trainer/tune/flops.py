@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.config.cards import CARDS, USUAL, Card, card_of, reported_as
+from trainer.config.cards import CARDS, USUAL, Card, reported_as
 from trainer.core import gpu
 from trainer.core.micro_batch import Fields, output_part
 from trainer.data.collate import LABELS, Limits
@@ -209,7 +209,7 @@ def time_note(
 ) -> str | None:
     """Say how the time of a step is known, or why it is not; None where it was timed."""
     if seconds:
-        if (card := card_of(device)) is None:
+        if (card := CARDS.get(device)) is None:
             return None
         peak = card.peak(precision) / 1e12
         return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {device}"

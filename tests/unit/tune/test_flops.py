@@ -15,7 +15,7 @@ from tests.lib.tune_support import (
     text,
     workload,
 )
-from trainer.config.cards import CARDS, card_of, reported_as
+from trainer.config.cards import CARDS, reported_as
 from trainer.data.collate import Limits
 from trainer.models.recompute import checkpoint_blocks
 from trainer.objectives.base import Objective
@@ -79,7 +79,7 @@ def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_on
     counts = count_compute(workload(Encoder(width=768, num_blocks=12)), 8)
     assert counts is not None
     large, small, usual = (
-        card_cost(counts, card, "bf16") for card in (card_of("h100"), card_of("l4"), None)
+        card_cost(counts, card, "bf16") for card in (CARDS.get("h100"), CARDS.get("l4"), None)
     )
     assert large.fixed > 5000 > small.fixed > 100
     assert large.seconds_per_token == pytest.approx(
@@ -88,7 +88,7 @@ def test_a_launch_is_thousands_of_tokens_on_a_large_card_and_fewer_on_a_small_on
     assert large.fixed * large.seconds_per_token == pytest.approx(counts.launches * LAUNCH_S)
     assert usual.seconds_per_token is None, "of a GPU that nobody names, time is unknown"
     assert small.fixed < usual.fixed < large.fixed
-    assert card_cost(counts, card_of("h100"), "fp32").fixed < large.fixed / 10
+    assert card_cost(counts, CARDS.get("h100"), "fp32").fixed < large.fixed / 10
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_a_device_can_do_depends_on_its_name_and_the_precision(name, precis
 
 
 def test_a_kind_of_devices_is_no_card():
-    assert card_of("cuda") is card_of("auto") is None
+    assert CARDS.get("cuda") is CARDS.get("auto") is None
 
 
 class Tables(nn.Module):
