@@ -67,12 +67,9 @@ def model_files(source: str, *names: str) -> list[Path]:
         return [file for name in names if (file := Path(folder, name)).is_file()]
     read_cache_without_network(source)
     found = list[Path]()
-    # Where there is no such model, or no way to it, whoever loads it says so.
-    with suppress(ImportError, OSError, ValueError):
-        from huggingface_hub import hf_hub_download  # noqa: PLC0415 - for such a name
-        from huggingface_hub.errors import EntryNotFoundError  # noqa: PLC0415
+    for name in names:
+        with suppress(ImportError, OSError, ValueError):  # whoever loads the model says why
+            from huggingface_hub import hf_hub_download  # noqa: PLC0415 - for such a name
 
-        for name in names:
-            with suppress(EntryNotFoundError):
-                found.append(Path(hf_hub_download(source, name)))
+            found.append(Path(hf_hub_download(source, name)))
     return found
