@@ -29,6 +29,7 @@ from common import FOLDER, Figures, Mark, Timing, print_table, write_results
 from trainer.core.micro_batch import Fields
 from trainer.data.loader import Loader, Request
 from trainer.data.stdlib import StdlibText
+from trainer.data.view import DataView
 from trainer.models.gpt import GPT
 from trainer.objectives.next_token import NextToken
 from trainer.optim.optimizers import AdamW
@@ -96,7 +97,7 @@ class Contender:
 
 
 def contenders(
-    data: StdlibText, ids: IntArray, tuned: Mapping[int, Cut], longest: int, largest: int
+    data: DataView, ids: IntArray, tuned: Mapping[int, Cut], longest: int, largest: int
 ) -> list[Contender]:
     """Cut one global batch in every way, auto's first."""
     loader, lengths = Loader(data, num_workers=0, seed=0), data.lengths[ids]
@@ -132,7 +133,7 @@ def another_program(*, runs: bool) -> Iterator[None]:
             program.kill()
 
 
-def tune_once(work: Workload, data: StdlibText, batches: list[IntArray]) -> tuple[Tuning, float]:
+def tune_once(work: Workload, data: DataView, batches: list[IntArray]) -> tuple[Tuning, float]:
     """Tune as a run of a thousand steps does; gives the seconds it took too."""
     started = time.perf_counter()
     question = TuningRequest(
@@ -205,9 +206,9 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
-    data = StdlibText(max_length=asked.max_length, overlong="cut")
+    data = DataView(StdlibText(max_length=asked.max_length, overlong="cut"))
     model = GPT(
-        vocab_size=data.vocab_size,
+        vocab_size=data.facts.vocab_size,
         width=asked.width,
         num_layers=asked.layers,
         num_heads=4,

@@ -151,7 +151,9 @@ def draw_lengths(settings: Settings) -> IntArray:
     if settings.data == "stdlib":
         from trainer.data.stdlib import StdlibText  # noqa: PLC0415 - torch, only where it is asked for
 
-        return np.asarray(StdlibText(max_length=settings.max_length, overlong="cut").lengths)
+        return np.asarray(
+            StdlibText(max_length=settings.max_length, overlong="cut").facts().lengths
+        )
     random = np.random.default_rng(0)
     scale = np.where(random.random(50_000) < 0.1, 8.0, 1.0) * settings.median
     lengths = np.ceil(scale * random.lognormal(0.0, settings.sigma, len(scale)))

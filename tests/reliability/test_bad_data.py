@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from tests.lib.nightly import nightly, slow
+from tests.lib.nightly import slow
 from tests.reliability import lab, toys
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import DataError
@@ -192,55 +191,23 @@ def test_a_run_without_its_wrong_sample_is_as_if_it_were_not_there(tmp_path):
 GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2 model.vocab_size=16"
 SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, but `lengths`"
 TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary is 0 to 15"
-LABEL = (
-    "sample 11 of Broken: labels holds {} at position 1, and the model's classes, but for -100, are"
-)
 
 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
         ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, but `lengths`"),
-        nightly(f"Broken {SHORT} accum=auto", SHORTER),
         slow(f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
-        nightly(f"Broken {SHORT} accum=budget accum.max_tokens=30", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
+        ("Apart data.kind=input_ids_16", "input_ids holds 16 at position 1"),
+        ("Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
-        nightly(f"Broken data.kind=input_ids_16 {GPT}", f"sample 11 {TOKEN}"),
-        nightly("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
-        ("Broken data.kind=labels_99", LABEL.format(99)),
-        slow(f"Broken data.kind=labels_-2 num_workers=1 {GPT}", LABEL.format(-2)),
+        slow(f"Broken data.kind=labels_-2 num_workers=1 {GPT}", "Broken: labels holds -2 at"),
     ],
 )
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):
     rows, *more = line.split()
     assert_one_line(lab.run(lines_on(rows, *more), tmp_path), text)
-
-
-class Poisoned(toys.Net):
-    """Breaks for good, as a GPU does, where it is given a number beyond its table."""
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if not isinstance(input_ids, FakeTensor) and int(input_ids.max()) >= toys.VOCABULARY:
-            os._exit(77)
-        return super().forward(input_ids)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "Broken",
-        "Broken num_workers=1",
-        "Apart",
-        "Broken data.bad=all accum=auto objective=next_token",
-    ],
-    ids=["step", "worker", "evaluation", "tuning"],
-)
-def test_no_device_sees_a_number_beyond_a_table(line, tmp_path):
-    rows, *more = line.split()
-    model = "model._target_=tests.reliability.test_bad_data.Poisoned"
-    settings = lines_on(rows, *more, model, "data.kind=input_ids_16")
-    assert_one_line(lab.run(settings, tmp_path), "input_ids holds 16 at position 1, and")
 
 
 class Unmeasured:
@@ -361,9 +328,9 @@ MUTATIONS: Mapping[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_change_of_the_data_is_one_of_their_fingerprint(mutation, tmp_path):
     texts = corpus(tmp_path)
-    before = Text(str(texts), max_length=40).fingerprint
+    before = Text(str(texts), max_length=40).facts().fingerprint()
     for path in texts.iterdir():
         path.touch()
-    assert Text(str(texts), max_length=40).fingerprint == before
+    assert Text(str(texts), max_length=40).facts().fingerprint() == before
     MUTATIONS[mutation](texts)
-    assert Text(str(texts), max_length=40).fingerprint != before
+    assert Text(str(texts), max_length=40).facts().fingerprint() != before

@@ -20,7 +20,7 @@ from tests.lib.run_support import (
 from tests.lib.run_toys import Rows, Watch
 from tests.lib.support import PLAN_KEYS, STEP_KEYS
 from trainer.cli.python_api import FinishedRun
-from trainer.data.view import split_by_seed
+from trainer.data.split import split_by_seed
 from trainer.optim.schedules import Cosine
 from trainer.plan.batch_size import ConstantSize
 from trainer.plan.order import Order

@@ -79,7 +79,7 @@ def _counted(run: Run, work: Workload) -> ComputeCounts | None:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
         work = replace(work, make_fields=Tiled(unpacked(example), longest))
     with data.isolated_rng():
-        brought = example if data.collate else data.read(0, seed=run.config.seed, epoch=0)
+        brought = example if data.facts.collate else data.read(0, seed=run.config.seed, epoch=0)
     # `input_ids` are counted, also where nothing else reads them.
     others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
     counts = count_compute(work, longest, unnamed_fields(run.model.module, others))

@@ -20,9 +20,9 @@ from trainer.config.run_config import FINE_TUNING, RunConfig
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.mixture import MixtureSource
-from trainer.data.samples import HOLDOUT, faults_of, image_field
+from trainer.data.samples import faults_of, image_field
 from trainer.data.source import DataSource, SourceSpec
-from trainer.data.split import OWN_PART
+from trainer.data.split import HOLDOUT, OWN_PART
 from trainer.data.view import DataView
 from trainer.models.facts import model_library
 
@@ -100,7 +100,7 @@ def open_data(
     split = replace(data.split, warnings=(*warnings, *data.split.warnings))
     data = replace(data, split=split)
     if compares:
-        refuse_unused("data", own.params, data.train.optional("unused"))
+        refuse_unused("data", own.params, data.train.facts.unused)
     elif config.command != "evaluate":
         return data
     for name, key, component in others:
@@ -112,7 +112,7 @@ def open_data(
             labels = () if facts.num_classes and not facts.label_names else facts.label_names
             part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
             its_own = {n: v for n, v in component.params.items() if v != own.params.get(n)}
-            refuse_unused(key, its_own, part.optional("unused"))
+            refuse_unused(key, its_own, part.facts.unused)
             data = data.evaluating(name, part, key, world, compares=compares)
     return data
 
@@ -143,14 +143,14 @@ def _with_sources(
         whole = component.model_copy(update={"params": params | component.params})
         with _faults_under(key):
             found = spec(key, whole, labels=labels).open(world, compares=False)
-        unused = found.train.optional("unused") or {}
+        unused = found.train.facts.unused
         refuse_unused(key, component.params, unused)
         spare -= names - unused.keys()
         held_out = found.held_out.get(OWN_PART)
         source = MixtureSource(train=found.train, held_out=held_out, weight=weight)
         opened[key.rpartition(".")[2]] = source
         warnings += [re.sub(r"^data\b", key, text) for text in found.split.warnings]
-        labels = labels or found.train.optional("label_names")
+        labels = labels or found.train.facts.label_names
     if spare:
         name = min(spare)
         raise ConfigError(f"data.{name}={show(shared[name])}: no source takes it; leave it out")
@@ -272,12 +272,12 @@ def arguments_from_data(
     params = config.data.params
     length = params.get("max_length")
     if length is None and "max_length" in params:
-        length = data.optional("max_length")
+        length = data.facts.max_length
     return {
         "vocab_size": known,
         "num_classes": data.facts.num_classes,
         "label_names": data.facts.label_names,
-        "pad_token_id": data.optional("pad_token_id"),
+        "pad_token_id": data.facts.pad_token_id,
         "max_length": length,
         "channels": _channels(config, data),
     }

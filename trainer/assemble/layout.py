@@ -28,7 +28,7 @@ def find_layout(
     request = loader.longest()
     example = row = loader.load(request)
     unfit = None
-    if data.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
+    if data.facts.collate is not None or coupling.kind == "batch" or INPUT_IDS not in example:
         unfit = "this data set or objective cannot use packed samples"
     elif config.accum.packed is not False:
         try:

@@ -34,7 +34,7 @@ def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
         raise ConfigError(f"num_workers={num_workers}: {text}")
     pin_memory = world.device.type != "cpu"
     loader = Loader(data, num_workers=num_workers, seed=config.seed, pin_memory=pin_memory)
-    loader.augment_with(data.optional("augment"))
+    loader.augment_with(data.facts.augment)
     return loader
 
 

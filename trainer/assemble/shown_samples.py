@@ -90,8 +90,8 @@ def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
             terms[0] = False  # the objective predicts each token from those before
     shown = ShownSample(
         fields=fields,
-        decode=view.optional("decode") or (lambda ids: "".join(f"{each} " for each in ids)),
-        names=view.optional("label_names"),
+        decode=view.facts.decode or (lambda ids: "".join(f"{each} " for each in ids)),
+        names=view.facts.label_names,
         terms=terms,
     )
     with faults_of(f"`decode` of {view.kind}"):

@@ -32,23 +32,20 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
     is bad; one sample is always allowed.
     """
     found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
-    views = [_sound(dataset, *read) for dataset, read in zip(datasets, found, strict=True)]
+    views = list[DataView]()
+    for dataset, (faults, lengths) in zip(datasets, found, strict=True):
+        if dataset.facts.lengths is None:
+            dataset.lengths = Lengths(np.array(lengths, dtype=np.int64))
+        view, positions = dataset, [i for i, _ in faults]
+        if positions:
+            sound = np.delete(np.arange(len(dataset)), positions)
+            view = DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
+        views.append(view)
     bad = [fault for faults, _ in found for _, fault in faults]
     # What a data set itself passes over, its other split counts as well.
     views[0].num_skipped = datasets[0].num_skipped + len(bad)
     views[0].skipped = [*bad, *datasets[0].skipped][:LISTED_SKIPS]
     return views
-
-
-def _sound(dataset: DataView, bad: Sequence[tuple[int, str]], lengths: Sequence[int]) -> DataView:
-    """Leave bad samples, given by position, out of a view, which takes the measured lengths."""
-    if not dataset.states_lengths:
-        dataset.lengths = Lengths(np.array(lengths, dtype=np.int64))
-    if not bad:
-        return dataset
-    positions = [i for i, _ in bad]
-    sound = np.delete(np.arange(len(dataset)), positions)
-    return DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
 
 
 def _read_all(dataset: DataView, seed: int) -> tuple[list[tuple[int, str]], list[int]]:
@@ -83,8 +80,8 @@ def _checked_length(
     count = num_tokens(sample)
     if count == 0:
         raise DataError(f"{dataset.name_of(i)} is empty")
-    if dataset.collate is None:
-        if dataset.states_lengths:
+    if dataset.facts.collate is None:
+        if dataset.facts.lengths is not None:
             dataset.check_lengths([i], [sample])
         if first is not None:
             pad_samples((first[1], sample), (), 0, lambda k: dataset.name_of((first[0], i)[k]))

@@ -230,12 +230,8 @@ class Chat:
     def encode_marked(self, messages: Sequence[Message], first: int) -> TokensAndMask:
         """Mark the tokens that the template's own mask marks, from message `first` on."""
         text = self.render(messages)  # within its limits, before it is tokenised
-        encoded = self.apply(
-            messages,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        encoded = self.apply(messages, return_dict=True, **how)
         ids, counts = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
         if first:  # answers in a prompt are given, and not learned
             begin = len(self.prefix(messages, first, text, ids)[1])
@@ -348,7 +344,9 @@ class Chat:
                 f"`prompt` is all that precedes its last answer, or {_MARKED}"
             )
         self.check_header(messages, i, text[begin : len(after)], before=text[:begin])
-        end = self.end_of_turn(after)
+        end, stripped = len(after), after.rstrip()
+        if stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
+            end = len(stripped)  # what is behind the token that ends a turn is not learned
         last = max(place for place, (start, _) in enumerate(offsets) if start < end)
         return range(len(given), last + 1)
 
@@ -362,10 +360,3 @@ class Chat:
                 f"the chat template begins an answer with {header!r} and has no generation prompt, "
                 f"so that this would be learned too; {_MARKED}"
             )
-
-    def end_of_turn(self, rendered: str) -> int:
-        """Leave out white space behind the token that ends a turn."""
-        stripped = rendered.rstrip()
-        if stripped != rendered and stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
-            return len(stripped)
-        return len(rendered)

@@ -23,7 +23,7 @@ def data_rows(
 
     What is held out is by name; some of it may come from elsewhere than what is trained on.
     """
-    cut, num_tokens = int(train.facts.num_cut or 0), int(train.lengths.sum())
+    cut, num_tokens = train.facts.num_cut, int(train.lengths.sum())
     counts = {OWN_PART: 0, **{part: len(view) for part, view in held_out.items()}}
     text = join_parts(
         plural(len(train), "sample"),
@@ -41,18 +41,16 @@ def data_rows(
         num_tokens=num_tokens,
         num_cut_tokens=cut,
     )
-    rows = [counted, *train.describe_records(facts)]
+    rows = [counted, *train.facts.describe_records(facts)]
     for part, view in held_out.items():
-        for each in view.describe_records(facts) if part in elsewhere else ():
+        for each in view.facts.describe_records(facts) if part in elsewhere else ():
             if each.text:
                 rows.append(row("", f"{part or 'held out'}: {each.text}"))
-    return [*rows, _classes(train)]
-
-
-def _classes(view: DataView) -> Row:
-    """Number the classes that are words, as class weights and predictions number them."""
-    names = view.facts.label_names or ()
-    shown = [f"{i} {name}" for i, name in enumerate(names) if name != str(i)]
+    # Class weights and predictions number the classes so.
+    names, shown = train.facts.label_names or (), list[str]()
+    for i, label in enumerate(names):
+        if label != str(i):  # those that are words
+            shown.append(f"{i} {label}")
     if len(shown) > MOST_CLASSES:
         shown[MOST_CLASSES - 1 : -1] = ["..."]
-    return row("classes", join_parts(*shown), label_names=[*names])
+    return [*rows, row("classes", join_parts(*shown), label_names=[*names])]

@@ -1,24 +1,26 @@
-"""Serve documents as byte-level tokens: what every data set of texts has in common."""
+"""Lay documents out as token ids in an index, and give them as samples."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Self, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config.components import Overlong
 from trainer.core.errors import DataError
+from trainer.core.rows import Row, RunFacts
+from trainer.data.collate import LABELS
 from trainer.data.index import Index
-from trainer.data.samples import HELD_OUT, TRAIN, KeyArray, held_out_mask
-from trainer.data.token_samples import Ends, FieldSamples, TextSamples
+from trainer.data.samples import INPUT_IDS, DataFacts
+from trainer.data.split import HELD_OUT, TRAIN, held_out_mask
 from trainer.plan.cut import IntArray
 
 BOS = 256
@@ -27,6 +29,164 @@ VOCAB_SIZE = 258
 
 _BLOCK_TOKENS = 2**22
 """Tokens counted at a time: bounds the memory of a count over a large corpus."""
+
+STORED, REAL = np.dtype("<i4"), np.dtype("<f4")
+"""What ids, and real numbers, are stored in."""
+
+
+@final
+@dataclass(frozen=True)
+class Ends:
+    """Special tokens around a text."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    # Around every sample, as masked models have it; else around every document, whose samples
+    # begin with the last token of the one before.
+    of_samples: bool
+
+    def __len__(self) -> int:
+        return len(self.prefix) + len(self.suffix)
+
+    def strip(self, ids: Sequence[int]) -> Sequence[int]:
+        """Take off what a text brings itself, so that it is there once."""
+        begin, end = len(self.prefix), len(self.suffix)
+        if begin and tuple(ids[:begin]) == self.prefix:
+            ids = ids[begin:]
+        return ids[:-end] if end and tuple(ids[-end:]) == self.suffix else ids
+
+
+SampleKind = str | int
+"""What a field of a sample is: `ids`, a `number`, a `real` one, or how many rows it has."""
+
+
+@final
+class TextSamples:
+    """Samples of texts, each of which is stored as its ids alone.
+
+    The index holds `head` numbers before the ids of each. `documents`, `(samples,)`, is the
+    document of each sample, and `lengths` its tokens. `num_cut`, `(documents,)`, counts tokens that
+    are in no sample. For `overlong` see `ByteDocuments`.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        ends: Ends,
+        max_length: int,
+        overlong: Overlong,
+        *,
+        stored: np.dtype[Any] = STORED,
+        head: int = 1,
+    ) -> None:
+        self._index, self._ends, self._stored, self._head = index, ends, stored, head
+        self.settings = f"{ends}|{max_length}|{overlong}"
+        whole = np.diff(index.offsets) // stored.itemsize - head + len(ends)
+        inside, context = (len(ends), 0) if ends.of_samples else (0, 1)
+        self.documents, self._begins, lengths = divide(
+            whole - inside, max_length - inside, overlong, context
+        )
+        self.lengths = lengths + inside
+        cut: Mapping[Overlong, IntArray | int]
+        cut = {"chunk": 0, "cut": whole - max_length, "drop": whole}
+        self.num_cut = np.where(whole > max_length, cut[overlong], 0)
+
+    def ids(self, sample: int) -> IntArray:
+        """Give the tokens of a sample, `(length,)`."""
+        document, begin = int(self.documents[sample]), int(self._begins[sample])
+        first, last = map(int, self._index.offsets[document : document + 2])
+        body = self._index.blob[first:last].view(self._stored)[self._head :]
+        prefix, suffix = self._ends.prefix, self._ends.suffix
+        end = begin + int(self.lengths[sample])
+        if self._ends.of_samples:
+            parts: list[npt.ArrayLike] = [prefix, body[begin : end - len(self._ends)], suffix]
+        else:
+            of_body, of_suffix = len(prefix), len(prefix) + len(body)
+            parts = [
+                prefix[begin:end],
+                body[max(begin - of_body, 0) : max(end - of_body, 0)],
+                suffix[max(begin - of_suffix, 0) : max(end - of_suffix, 0)],
+            ]
+        return np.concatenate([np.asarray(each) for each in parts]).astype(np.int64)
+
+    def read(self, sample: int) -> dict[str, Tensor]:
+        """Give `input_ids` and `labels`, both `(length,)` int64 and the same tensor."""
+        input_ids = torch.from_numpy(self.ids(sample))
+        return {INPUT_IDS: input_ids, LABELS: input_ids}
+
+
+def divide(
+    whole: IntArray, max_length: int, overlong: Overlong, context: int = 1
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Divide documents into samples.
+
+    `whole` are the tokens of each document, `(documents,)`; a later sample has so many tokens of
+    `context` from the end of the one before. Gives of each sample its document, first token there,
+    and length, `(samples,)` each.
+    """
+    counts, stride = np.ones_like(whole), max_length - context
+    if overlong == "chunk":
+        counts = np.maximum(-(-(whole - context) // stride), 1)
+    elif overlong == "drop":
+        counts = (whole <= max_length).astype(np.int64)
+    documents = np.repeat(np.arange(len(whole)), counts)
+    numbers = np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]
+    begins = numbers * stride
+    return documents, begins, np.minimum(whole[documents] - begins, max_length)
+
+
+@final
+class FieldSamples:
+    """Samples of several fields, each of which is a record; see `TextSamples` for the attributes.
+
+    The index holds what `packed_fields` gave for each; `kinds` are of the fields, in their order.
+    """
+
+    def __init__(self, index: Index, kinds: Mapping[str, SampleKind]) -> None:
+        self._index, self._kinds, self.settings = index, kinds, str(kinds)
+        self.documents = np.arange(len(index.groups))
+        heads = index.offsets[:-1] // STORED.itemsize + [*kinds].index(INPUT_IDS)
+        self.lengths = index.blob.view(STORED)[heads].astype(np.int64)
+        self.num_cut = np.zeros(len(index.groups), dtype=np.int64)
+
+    def read(self, sample: int) -> dict[str, Tensor]:
+        """Give its fields, int64 but for real numbers."""
+        first, last = map(int, self._index.offsets[sample : sample + 2])
+        numbers = self._index.blob[first:last].view(STORED)
+        place, found = len(self._kinds), {}
+        for count, (name, kind) in zip(numbers, self._kinds.items(), strict=False):
+            values = numbers[place : place + count]
+            place += int(count)
+            found[name] = torch.from_numpy(values.astype(np.int64))
+            if kind == "real":
+                found[name] = torch.tensor(float(values.view(REAL)[0]))
+            elif kind == "number":
+                found[name] = found[name][0]
+            elif isinstance(kind, int):
+                found[name] = found[name].view(kind, -1)
+        return found
+
+
+def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
+    """Tell the kinds of the fields of a sample."""
+    kinds: dict[str, SampleKind] = {}
+    for name, values in fields.items():
+        array = np.asarray(values)
+        if array.ndim > 1:
+            kinds[name] = len(array)
+        elif array.ndim == 1:
+            kinds[name] = "ids"
+        else:
+            kinds[name] = "real" if array.dtype.kind == "f" else "number"
+    return kinds
+
+
+def packed_fields(fields: Mapping[str, Any]) -> bytes:
+    """Put the fields of one sample into bytes: how many numbers each has, then the numbers."""
+    arrays = [np.asarray(values).ravel() for values in fields.values()]
+    heads = np.array([len(each) for each in arrays], dtype=STORED)
+    stored = [each.astype(REAL if each.dtype.kind == "f" else STORED) for each in arrays]
+    return b"".join([heads.tobytes(), *(each.tobytes() for each in stored)])
 
 
 @final
@@ -45,24 +205,21 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     _samples: TextSamples | FieldSamples  # of both sides
     _split: str  # which side this is
     _settings: str  # what the samples depend on beside the index and the side
+    _split_rule: str
+    _holdout: float | None  # None where the documents bring their own parts
 
     def _hold_out(self, documents: npt.NDArray[np.bool_]) -> None:
         """Draw the sides: the documents that are held out, `(documents,)`, and the others."""
-        sides = {TRAIN: ~documents, HELD_OUT: documents}
+        self._sides = {TRAIN: ~documents, HELD_OUT: documents}
         of_samples = self._samples.documents
         # By side, the index of each sample among those of both
-        self._ids = {name: np.flatnonzero(side[of_samples]) for name, side in sides.items()}
-        self._num_cut = {
-            name: int(self._samples.num_cut[side].sum()) for name, side in sides.items()
-        }
+        self._ids = {name: np.flatnonzero(side[of_samples]) for name, side in self._sides.items()}
 
     def splits(self) -> dict[str, Self]:
         """Give both sides."""
         sides = {TRAIN: copy.copy(self), HELD_OUT: copy.copy(self)}
         for name, side in sides.items():
             side._split = name
-            for cached in ("lengths", "fingerprint"):
-                vars(side).pop(cached, None)
         return sides
 
     @property
@@ -70,20 +227,35 @@ class TwoSides(Dataset[dict[str, Tensor]]):
         """Index of each sample among those of both sides, `(samples,)`."""
         return self._ids[self._split]
 
-    @property
-    def contents(self) -> KeyArray:
-        """A number for each sample, `(samples,)`, which those of equal documents share."""
-        return self._index.groups[self._samples.documents[self.original_ids]]
+    def facts(self) -> DataFacts:
+        """Say what both kinds of samples are known by."""
+        return DataFacts(
+            lengths=self._samples.lengths[self.original_ids],
+            draws_randomness=False,
+            fingerprint=self._fingerprint,
+            num_skipped=self._index.num_skipped,
+            skipped=self._index.skipped,
+            num_cut=int(self._samples.num_cut[self._sides[self._split]].sum()),
+            decode=self.decode,
+            prompt=self.prompt,
+            describe_records=self.describe,
+            split_rule=self._split_rule,
+            holdout=self._holdout,
+            original_ids=self.original_ids,
+            contents=lambda: self._index.groups[self._samples.documents[self.original_ids]],
+        )
 
-    @cached_property
-    def lengths(self) -> IntArray:
-        """Tokens of each sample, `(samples,)`."""
-        return self._samples.lengths[self.original_ids]
+    def decode(self, ids: Sequence[int]) -> str:
+        """Write tokens as text."""
+        raise NotImplementedError
 
-    @property
-    def num_cut(self) -> int:
-        """Tokens of this side's documents that are in no sample."""
-        return self._num_cut[self._split]
+    def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Give the tokens that a document of this text begins with, and those that end one."""
+        raise NotImplementedError
+
+    def describe(self, _: RunFacts) -> Sequence[Row]:
+        """Say what the records are, and how many of them are no samples."""
+        return ()
 
     def __len__(self) -> int:
         return len(self.original_ids)
@@ -92,8 +264,7 @@ class TwoSides(Dataset[dict[str, Tensor]]):
         """Give the fields of a sample; of a text `input_ids` and `labels`, `(length,)` int64."""
         return self._samples.read(int(self.original_ids[i]))
 
-    @cached_property
-    def fingerprint(self) -> str:
+    def _fingerprint(self) -> str:
         """SHA-256 over the contents of the index and the settings of this side."""
         text = f"{self._index.digest}|{self._split}|{self._settings}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -112,9 +283,7 @@ class ByteDocuments(TwoSides):
     """
 
     _samples: TextSamples
-    vocab_size = VOCAB_SIZE
-    draws_randomness = False
-    split_rule = "whole documents, copies of one together, drawn by data.split_seed"
+    _split_rule = "whole documents, copies of one together, drawn by data.split_seed"
 
     def __init__(
         self,
@@ -126,8 +295,7 @@ class ByteDocuments(TwoSides):
         overlong: Overlong,
     ) -> None:
         self._index, self._split = index, split
-        self.num_skipped, self.skipped = index.num_skipped, index.skipped
-        self.holdout = holdout
+        self._holdout = holdout
         # Other samples than those of a word, under the same settings, need another word.
         word = {"cut": "", "chunk": "|chunk with context", "drop": "|drop"}[overlong]
         self._settings = f"{max_length}|{holdout!r}|{seed}{word}"
@@ -141,13 +309,18 @@ class ByteDocuments(TwoSides):
                 f"{max_length} tokens; set a larger one, or data.overlong=chunk"
             )
 
+    def facts(self) -> DataFacts:
+        """Add what is known of texts as bytes."""
+        known = super().facts()
+        return replace(known, vocab_size=VOCAB_SIZE, byte_entropies=self.byte_entropies)
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Write tokens as text, with words for BOS and EOS."""
+        """See the base class; BOS and EOS are words."""
         words = {BOS: b"<|bos|>", EOS: b"<|eos|>"}
         return b"".join(words.get(i) or bytes([i]) for i in ids).decode(errors="replace")
 
     def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Give the tokens that a document of this text begins with, and those that end one."""
+        """See the base class."""
         return [BOS, *text.encode()], [EOS]
 
     def byte_entropies(self, places: IntArray) -> ByteEntropies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from trainer.data.samples import (
 from trainer.data.view import DataView
 
 PROBED = 8  # samples that show which fields have one entry per token
+_AUGMENT = "`augment` of the data"
 DYING_S = 1.0  # until a process whose pipe has closed is known to be dead
 PrepareFields = Callable[[dict[str, Tensor]], Mapping[str, Any]]
 """Gives a sample as an objective takes it, with as many tokens."""
@@ -90,8 +92,8 @@ class Loader(Dataset[Any]):
         self.dataset = DataView.of(dataset)
         self.num_workers, self.seed = num_workers, seed
         self.limits, self._unaligned = limits or {}, frozenset[str]()
-        self._augment: PrepareFields | None = None
-        self._prepare: PrepareFields | None = None
+        # What changes a sample once it is read, in order, by who asks for it
+        self._changes = dict[str, PrepareFields]()
         self._pin_memory = pin_memory
         self._sampler = _RequestSampler()
         self._workers: DataLoader[Fields | Exception] | None = None
@@ -112,20 +114,17 @@ class Loader(Dataset[Any]):
 
     def of(self, dataset: DataView, num_workers: int) -> Loader:
         """Make a loader of another data set, the same in all else."""
-        loader = Loader(
-            dataset,
-            num_workers=num_workers,
-            seed=self.seed,
-            pin_memory=self._pin_memory,
-            limits=self.limits,
-        )
-        loader._prepare, loader.aligned = self._prepare, self.aligned
+        aligned, loader = self.aligned, copy.copy(self)
+        loader.dataset, loader.num_workers, loader.aligned = dataset, num_workers, aligned
+        loader._changes = {**self._changes}
+        loader._changes.pop(_AUGMENT, None)
+        loader._sampler, loader._workers = _RequestSampler(), None
         return loader
 
     @property
     def draws_randomness(self) -> bool:
         """Whether loading seeds the generators that training draws from."""
-        return self.dataset.draws_randomness or bool(self._changes)
+        return self.dataset.facts.draws_randomness or bool(self._changes)
 
     @property
     def loads_in_thread(self) -> bool:
@@ -137,12 +136,15 @@ class Loader(Dataset[Any]):
 
         Loaders that are made `of` this one do not: they load what is evaluated.
         """
-        self._augment = augment
-        vars(self).pop("aligned", None)
+        self._change(_AUGMENT, augment)
 
     def prepare_with(self, prepare: PrepareFields | None) -> None:
         """Change every sample before collation; before a stream begins."""
-        self._prepare = prepare
+        self._change("`prepare` of the objective", prepare)
+
+    def _change(self, owner: str, change: PrepareFields | None) -> None:
+        if change is not None:
+            self._changes[owner] = change
         vars(self).pop("aligned", None)
 
     def leave_unaligned(self, names: Collection[str]) -> None:
@@ -246,15 +248,6 @@ class Loader(Dataset[Any]):
             )
         return self._workers
 
-    @property
-    def _changes(self) -> dict[str, PrepareFields]:
-        """What changes a sample once it is read, in order, by who asks for it."""
-        named = {
-            "`augment` of the data": self._augment,
-            "`prepare` of the objective": self._prepare,
-        }
-        return {name: change for name, change in named.items() if change is not None}
-
     def _assembled(self, request: Request) -> Fields:
         """Read and collate the samples of a request."""
         if not request.ids:
@@ -267,11 +260,11 @@ class Loader(Dataset[Any]):
         with self._isolated():
             samples = self._prepared(ids, request.epoch)
             data.check_lengths(ids, samples, self.aligned)
-            if data.collate is not None:
-                fields = self._collated(data.collate, samples, request)
+            if data.facts.collate is not None:
+                fields = self._collated(data.facts.collate, samples, request)
             else:
                 join = pack_samples if request.packed else pad_samples
-                pad_token = data.facts.pad_token_id
+                pad_token = data.facts.pad_token_id or 0
                 fields = join(samples, self.aligned, request.pad_to, name, pad_token)
         if fault := value_out_of_range(fields, self.limits):
             found = (value_out_of_range(sample, self.limits) for sample in samples)
@@ -300,7 +293,7 @@ class Loader(Dataset[Any]):
     def aligned(self) -> frozenset[str]:
         """The fields with one entry per token, as the shortest, the longest and others show."""
         data, lengths = self.dataset, self.dataset.lengths
-        if len(lengths) == 0 or data.collate is not None:
+        if len(lengths) == 0 or data.facts.collate is not None:
             return frozenset()
         ids = [lengths.argmin(), lengths.argmax()]
         with self._isolated():
@@ -343,7 +336,7 @@ class Loader(Dataset[Any]):
         self, collate: Callable[[Sequence[Sample]], Any], samples: list[Any], request: Request
     ) -> Fields:
         data = self.dataset
-        if data.draws_randomness:
+        if data.facts.draws_randomness:
             data.seed_draws(self.seed, request.epoch, "collate", *request.ids)
         place = f"`collate` of {data.kind}"
         ids = ", ".join(map(str, data.original_ids(request.ids[:3])))

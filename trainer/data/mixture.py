@@ -6,12 +6,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from math import ceil, floor
 from typing import Any, Literal, cast, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
@@ -19,40 +18,58 @@ from trainer.config.components import Sources
 from trainer.core.errors import ConfigError
 from trainer.core.format import number, percent, plural, short
 from trainer.core.rows import Row, RunFacts, join_parts, row
-from trainer.data.samples import HELD_OUT, SOURCE, TRAIN, KeyArray, Sample, num_tokens
+from trainer.data.samples import SOURCE, DataFacts, KeyArray, Sample, num_tokens
+from trainer.data.split import HELD_OUT, TRAIN
 from trainer.data.view import DataView
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import picked
 
-_NONE = np.zeros(0, dtype=np.uint64)
-_SAME = ("collate", "decode", "label_names", "pad_token_id", "prompt")
-"""What `Samples` lists as optional, and parts have alike: that of the first is taken."""
+Counts = Mapping[str, int]  # of samples, by part
+_NONE, _NO_IDS = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
 
 
 class Joined(Dataset[Sample]):
     """Samples of several parts, one part after the other.
 
     Of a part with more samples than are taken those at even distances are; one with fewer begins
-    anew. Without `counts` every sample is taken once. `original_ids` are what a person reads,
-    `(samples,)`; None where that is the place here.
+    anew. Without `counts` every sample is taken once. A person reads the place here as the id of a
+    sample or, with `keeps_ids`, the id that it has in its part.
     """
 
     def __init__(
-        self, views: Mapping[str, DataView], counts: Mapping[str, int] | None = None
+        self,
+        views: Mapping[str, DataView],
+        counts: Counts | None = None,
+        *,
+        keeps_ids: bool = False,
     ) -> None:
-        self.original_ids: IntArray | None = None
+        self._keeps_ids = keeps_ids
         self._names, self._views = [*views], [*views.values()]
         self._counts = [len(v) if counts is None else counts[n] for n, v in views.items()]
         self._ends = np.cumsum([0, *self._counts])
-        self.draws_randomness = any(view.draws_randomness for view in self._views)
-        self.num_cut = sum(view.facts.num_cut for view in self._views)
-        for name in _SAME:
-            setattr(self, name, self._views[0].optional(name) if views else None)
-        for name in ("vocab_size", "num_classes"):
-            known = [getattr(view.facts, name) for view in self._views]
-            setattr(self, name, None if None in known else max(known, default=None))
-        limits = [view.optional("max_length") for view in self._views]
-        self.max_length = None if None in limits else max(limits, default=None)
+
+    def facts(self) -> DataFacts:
+        """Say what is known of all parts; what they have alike is that of the first."""
+        known = [view.facts for view in self._views]
+        ids = [_NO_IDS, *(view.original_ids(np.arange(len(view))) for view in self._views)]
+        first = known[0] if known else DataFacts()
+        return DataFacts(
+            lengths=self._lengths(),
+            draws_randomness=any(each.draws_randomness for each in known),
+            collate=first.collate,
+            fingerprint=self._fingerprint,
+            vocab_size=_largest([each.vocab_size for each in known]),
+            num_classes=_largest([each.num_classes for each in known]),
+            pad_token_id=first.pad_token_id,
+            max_length=_largest([each.max_length for each in known]),
+            label_names=first.label_names,
+            decode=first.decode,
+            prompt=first.prompt,
+            name_of=self.name_of,
+            describe_records=first.describe_records,
+            num_cut=sum(each.num_cut for each in known),
+            original_ids=np.concatenate(ids) if self._keeps_ids else None,
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -69,11 +86,6 @@ class Joined(Dataset[Sample]):
         part, place = self._place(i)
         return self._views[part].name_of(place)
 
-    def ids_in_parts(self) -> IntArray:
-        """Give the id that each sample has in its part, where every one is there once."""
-        ids = [view.original_ids(np.arange(len(view))) for view in self._views]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *ids])
-
     def _place(self, i: int) -> tuple[int, int]:
         """Give the number of a sample's part, and the place there."""
         part = int(np.searchsorted(self._ends, i, side="right")) - 1
@@ -85,27 +97,26 @@ class Joined(Dataset[Sample]):
         places: IntArray = steps * size // count if count < size else steps % size
         return places
 
-    @cached_property
-    def lengths(self) -> npt.NDArray[Any]:
-        """Tokens of each sample, `(samples,)`."""
-        found = [self._lengths(part) for part in range(len(self._views))]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+    def _lengths(self) -> IntArray:
+        """Give the tokens of each sample, `(samples,)`."""
+        found = [self._lengths_of(part) for part in range(len(self._views))]
+        return np.concatenate([_NO_IDS, *found])
 
-    def _lengths(self, part: int) -> IntArray:
+    def _lengths_of(self, part: int) -> IntArray:
         places = self._places(part, np.arange(self._counts[part]))
         lengths: IntArray = self._views[part].lengths[places]
         return lengths
 
-    @cached_property
-    def fingerprint(self) -> str:
+    def _fingerprint(self) -> str:
         """SHA-256 over the parts and how many samples of each there are."""
         prints = (view.fingerprint for view in self._views)
         text = "|".join(map(str, zip(self._names, self._counts, prints, strict=True)))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
-        """Say what the records are, as the first part does."""
-        return self._views[0].describe_records(facts)
+
+def _largest(found: Sequence[int | None]) -> int | None:
+    """Give the largest of some numbers, if all are known."""
+    return None if None in found else max(found, default=None)  # type: ignore[type-var] # None is out
 
 
 @final
@@ -149,7 +160,7 @@ class Mixture:
         weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
         self.counts = counts_by_weight(sizes, weights, stopping)
         for name, count in self.counts.items():
-            if self._sources[name].train.optional("augment"):
+            if self._sources[name].train.facts.augment:
                 text = "a mixture changes no samples; leave it out"
                 raise ConfigError(f"data.sources.{name}.augment: {text}")
             if count == 0:
@@ -164,11 +175,9 @@ class Mixture:
         rest = {name: source.held_out for name, source in self._sources.items()}
         held_out = {name: view for name, view in rest.items() if view is not None}
         weights = {name: source.weight for name, source in self._sources.items()}
-        part = MixturePart(held_out, None, weights)
-        part.original_ids = part.ids_in_parts()
         left_out = {name: source.num_left_out for name, source in self._sources.items()}
         trained = MixturePart(train, self.counts, weights, left_out, is_marked=True)
-        return {TRAIN: trained, HELD_OUT: part}
+        return {TRAIN: trained, HELD_OUT: MixturePart(held_out, None, weights)}
 
 
 def _without_held_out(sources: Mapping[str, MixtureSource]) -> dict[str, MixtureSource]:
@@ -190,8 +199,11 @@ def _without_held_out(sources: Mapping[str, MixtureSource]) -> dict[str, Mixture
 
 def _contents(view: DataView) -> KeyArray:
     """Number the contents of samples, `(samples,)`; none at all where the data do not."""
-    contents = view.optional("contents")
-    return _NONE if contents is None else np.asarray(contents)[view.ids(np.arange(len(view)))]
+    contents = view.facts.contents
+    if contents is None:
+        return _NONE
+    stated = np.asarray(contents() if callable(contents) else contents)
+    return stated[view.ids(np.arange(len(view)))]
 
 
 def counts_by_weight(
@@ -214,50 +226,51 @@ class MixturePart(Joined):
 
     Without `counts` every sample is taken once. `weights`, and the samples `left_out` as another
     source holds them out, are for messages. Marked samples say their source, for its training loss.
-    `source_ids`, `(samples,)`, are places in `source_names`.
     """
-
-    split_rule = "of each source as of data of its own"
 
     def __init__(
         self,
         views: Mapping[str, DataView],
-        counts: Mapping[str, int] | None,
+        counts: Counts | None,
         weights: Mapping[str, float],
         left_out: Mapping[str, int] | None = None,
         *,
         is_marked: bool = False,
     ) -> None:
-        super().__init__(views, counts)
-        self._is_marked, self.source_names = is_marked, self._names
+        super().__init__(views, counts, keeps_ids=counts is None)
+        self._is_marked = is_marked
         self._weights, self._left_out = [weights[name] for name in views], left_out or {}
-        self.source_ids = np.repeat(np.arange(len(views), dtype=np.int16), self._counts)
+
+    def facts(self) -> DataFacts:
+        """Add which sample is of which source."""
+        return replace(
+            super().facts(),
+            describe_records=self._describe,
+            source_names=self._names,
+            source_ids=np.repeat(np.arange(len(self._names), dtype=np.int16), self._counts),
+            split_rule="of each source as of data of its own",
+        )
 
     def __getitem__(self, i: int) -> Sample:
         """Give a sample as its source does."""
-        sample = super().__getitem__(i)
-        return {**sample, **self._marks(i, sample)} if self._is_marked else sample
-
-    def _marks(self, i: int, sample: Sample) -> Sample:
-        """Say of every token, or of the sample, whether it is of each source."""
-        shape = () if (count := num_tokens(sample)) is None else (count,)
-        names, source = enumerate(self.source_names), self._place(i)[0]
-        return {f"{SOURCE}{name}": torch.full(shape, number == source) for number, name in names}
-
-    def source_of(self, i: int) -> str:
-        """Name the source of a sample."""
-        return self.source_names[self._place(i)[0]]
+        fields = dict(super().__getitem__(i))
+        if self._is_marked:  # of each token, or once, where a sample has none
+            shape = () if (count := num_tokens(fields)) is None else (count,)
+            source = self._place(i)[0]
+            for place, name in enumerate(self._names):
+                fields[f"{SOURCE}{name}"] = torch.full(shape, place == source)
+        return fields
 
     def name_of(self, i: int) -> str:
         """Name a sample for a message, by its source."""
-        return f"{super().name_of(i)} (data.sources.{self.source_of(i)})"
+        return f"{super().name_of(i)} (data.sources.{self._names[self._place(i)[0]]})"
 
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+    def _describe(self, facts: RunFacts) -> Sequence[Row]:
         """Say how much of each source an epoch takes, and how often it repeats."""
-        rows, record, total = list[Row](), dict[str, Any](), int(self.lengths.sum())
-        for source, name in enumerate(self.source_names):
+        rows, record, total = list[Row](), dict[str, Any](), int(self._lengths().sum())
+        for source, name in enumerate(self._names):
             view, count = self._views[source], self._counts[source]
-            tokens, repeats = int(self._lengths(source).sum()), count / len(view)
+            tokens, repeats = int(self._lengths_of(source).sum()), count / len(view)
             text = join_parts(
                 f"{name}: weight {self._weights[source]:g}",
                 f"{number(count)} of {plural(len(view), 'sample')}",
@@ -267,7 +280,7 @@ class MixturePart(Joined):
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
                 (left_out := self._left_out.get(name, 0)) and f"{left_out:,} held out elsewhere",
             )
-            inner = [each.text for each in view.describe_records(facts)]
+            inner = [each.text for each in view.facts.describe_records(facts)]
             rows += [row("", join_parts(text, *inner))]
             record[name] = {
                 "weight": self._weights[source],

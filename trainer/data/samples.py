@@ -1,11 +1,13 @@
-"""Define what a data set has, make tensors of its samples, and name the one that is at fault."""
+"""Define samples and what is known of them, make tensors of them, and name the one at fault."""
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +16,8 @@ from torch import Tensor
 
 from trainer.core.errors import DataError, DoesNotFitError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
+from trainer.core.rows import Row, RunFacts
 from trainer.core.user_code import described
-from trainer.core.world import rng_key
-from trainer.plan.cut import IntArray
-from trainer.plan.permutation import below, mixed
 
 Sample = Mapping[str, Tensor]
 INPUT_IDS = "input_ids"
@@ -28,55 +28,90 @@ SOURCE = "source:"
 True: the loss of each has a figure in training."""
 KeyArray = npt.NDArray[np.uint64]
 
-TRAIN = "train"
-HELD_OUT = "held_out"
-HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
-"""What a held-out part may be called, the first one first, beside one called `train`."""
-
-HOLDOUT = 0.05
-"""Share that is held out where nobody says."""
-
 
 class Samples(Protocol):
-    """A data set: two methods, and attributes that it may have beside them.
-
-    The attributes are optional, and `DataView.optional` is the one place that reads them:
-
-    * `lengths`: `(samples,)` integers, the tokens of each sample; else they are measured.
-    * `collate`: `collate(samples) -> fields`, in place of padding.
-    * `fingerprint`: a string, or a method that gives one; changes where the contents do.
-    * `splits`: `splits() -> Mapping[str, Samples]`, its parts by name, one of them `train`.
-    * `vocab_size`, `num_classes`: token ids, and labels, are below them.
-    * `pad_token_id`: what `input_ids` are padded with, in place of 0.
-    * `special_tokens`: of the class; tokens that the run's tokenizer is given where it lacks them.
-    * `augment`: `augment(sample) -> sample`, what changes a sample that is trained on, with draws
-      of its own for each sample and epoch.
-    * `draws_randomness`: False where reading draws no random numbers, which saves seeding.
-    * `original_ids`: `(samples,)`, the ids that a person reads, of data that split themselves.
-    * `num_skipped`, `skipped`: how many records were bad and left out, and why the first were.
-    * `source_names`, `source_ids`: names of what the samples come from, and `(samples,)` integers,
-      the number of each; what is held out of each has figures of its own. `name_of(i)` names a
-      sample for a message.
-    * `split_rule`, `holdout`: of data that split themselves: by what, in words, and the share that
-      was asked to be held out.
-    * `contents`: `(samples,)` integers, which samples of equal documents share: a mixture trains on
-      none that another source holds out.
-    * `decode`: `decode(ids) -> str`, the text of some tokens, and `label_names`, those of classes
-      in their order: for samples that a person is shown.
-    * `prompt`: `prompt(text) -> (ids, ends)`, the tokens that a sample of a text begins with, and
-      those of which each one ends it: for `log.generate`, which decodes what follows.
-    * `num_cut`: tokens that `max_length` left out.
-    * `describe_records`: `describe_records(facts) -> Sequence[Row]`, rows for the start block: what
-      the records were recognised as, and how many of them are no samples.
-    * `unused`: arguments that were given and do nothing with these data, each with why, in words;
-      where they were typed they are refused.
-    * `byte_entropies`: `byte_entropies(places)`, what the held-out loss of a run is compared with
-      over the same samples, those at these places of the held-out part: a data class of floats.
-    """
+    """A data set: two methods, and one that says what is known of it; see `DataFacts`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Mapping[str, Any]: ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a data set knows of its samples; what it does not know is left out.
+
+    A data set gives them by a method `facts() -> DataFacts`, which is called once. One without that
+    method may have attributes of these names. Arrays have an entry for each sample, `(samples,)`.
+    """
+
+    # Of every sample
+    lengths: npt.ArrayLike | None = None  # integers, the tokens of each; else they are measured
+    draws_randomness: bool = True  # False where reading draws nothing, which saves seeding
+    # Makes fields of samples, in place of padding; it may add or cut tokens, as `lengths` counts
+    collate: Callable[[Sequence[Sample]], Any] | None = None
+    # Changes a sample that is trained on, with draws of its own for each sample and epoch
+    augment: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
+    # Another one where the contents are others; a function where that takes a while
+    fingerprint: str | Callable[[], str] | None = None
+
+    # For a model
+    vocab_size: int | None = None  # token ids are below it
+    num_classes: int | None = None  # labels are below it
+    pad_token_id: int | None = None  # what `input_ids` are padded with, in place of 0
+    max_length: int | None = None  # most tokens of a sample
+
+    # For a person
+    label_names: Sequence[str] | None = None  # of classes that are words, in their order
+    decode: Callable[[Sequence[int]], str] | None = None  # writes tokens as text
+    # Gives the tokens that a sample of a text begins with, and those of which each one ends it
+    prompt: Callable[[str], tuple[Sequence[int], Sequence[int]]] | None = None
+    name_of: Callable[[int], str] | None = None  # names a sample for a message
+    # Rows for the start block: what the records are, and how many of them are no samples
+    describe_records: Callable[[RunFacts], Sequence[Row]] = lambda _: ()
+    unused: Mapping[str, str] = field(default_factory=dict)  # arguments that do nothing, and why
+    num_skipped: int = 0  # records that were bad and left out
+    skipped: Sequence[str] = ()  # why the first of them were
+    num_cut: int = 0  # tokens that `max_length` left out
+    # Of several sources: their names, and the number of each sample's
+    source_names: Sequence[str] | None = None
+    source_ids: npt.ArrayLike | None = None
+
+    # Of data that split themselves
+    split_rule: str | None = None  # by what, in words
+    holdout: float | None = None  # share that was asked for
+    original_ids: npt.ArrayLike | None = None  # the ids that a person reads
+    # Numbers that equal documents share: a mixture trains on none that another source holds out
+    contents: npt.ArrayLike | Callable[[], npt.ArrayLike] | None = None
+    # What the held-out loss is compared with, over held-out samples by places: a class of floats
+    byte_entropies: Callable[[npt.NDArray[np.int64]], Any] | None = None
+
+
+_COUNTS = {"vocab_size", "num_classes", "pad_token_id", "max_length", "num_skipped", "num_cut"}
+
+
+def data_facts(dataset: object) -> DataFacts:
+    """Give what a data set knows, by its method `facts` or by its attributes."""
+    kind, given = type(dataset).__name__, getattr(dataset, "facts", None)
+    if callable(given):
+        with faults_of(f"`facts` of {kind}"):
+            stated = given()
+        if isinstance(stated, DataFacts):
+            return stated
+        text = f"gives a {type(stated).__name__}; return a trainer.data.samples.DataFacts"
+        raise DataError(f"data: `facts` of {kind} {text}")
+    found = dict[str, Any]()
+    for each in fields(DataFacts):
+        name = each.name
+        with faults_of(f"`{name}` of {kind}"):
+            value = getattr(dataset, name, None)
+            if value is not None:
+                found[name] = operator.index(value) if name in _COUNTS else value
+    # Some classes use the word for something else.
+    if not isinstance(found.get("holdout"), int | float):
+        found.pop("holdout", None)
+    return DataFacts(**found)
 
 
 def without_marks(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -166,42 +201,3 @@ def raise_fault(place: str, error: BaseException) -> NoReturn:
             "batch.global"
         ) from error
     raise DataError(text + described(error)) from error
-
-
-def held_out_count(count: int, holdout: float) -> int:
-    """Round the held-out share of `count` things; of two or more, one is on either side."""
-    return 0 if holdout == 0.0 or count <= 1 else min(max(round(count * holdout), 1), count - 1)
-
-
-def held_out_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
-    """Give the samples at some places of the held-out side: one of each of `held_out` stretches.
-
-    The stretches of `whole` samples differ by one in size. Both sides keep the order of the data,
-    and neither is a list; `whole * held_out` is below 2^63.
-    """
-    begins, ends = (p * whole // held_out for p in (places, places + 1))
-    draws = mixed(places.astype(np.uint64) ^ np.uint64(rng_key("holdout", seed)))
-    found: IntArray = begins + below(draws, (ends - begins).astype(np.uint64)).astype(np.int64)
-    return found
-
-
-def train_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
-    """Give the samples at some places of the side that `held_out_ids` leaves."""
-    # Before stretch `s` lie `floor(s whole / held_out)` samples, all but `s` of them ours.
-    stretches = ((places + 1) * held_out - 1) // (whole - held_out)
-    found: IntArray = places + stretches
-    return found + (found >= held_out_ids(whole, held_out, seed, stretches))
-
-
-def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
-
-    The distinct keys are ranked by a hash of (seed, key), and the first of them are held out: the
-    share is exact in keys, and which ones are held out depends neither on the order of the samples
-    nor on the number of copies.
-    """
-    distinct = np.unique(keys)
-    draws = mixed(distinct ^ np.uint64(rng_key("holdout", seed)))
-    count = held_out_count(len(distinct), holdout)
-    chosen = distinct[np.argsort(draws, kind="stable")[:count]]
-    return np.isin(keys, chosen)

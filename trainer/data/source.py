@@ -11,17 +11,19 @@ from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
 from trainer.data.mixture import Joined
-from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.data.split import (
+    HELD_OUT,
+    HELD_OUT_NAMES,
     OWN_PART,
+    TRAIN,
     HeldOutOverlap,
     Split,
     find_overlap,
-    have_equal_contents,
     overlap_warning,
+    split_by_seed,
     split_warnings,
 )
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.view import DataView
 from trainer.plan.lengths import picked
 
 
@@ -73,22 +75,20 @@ class SourceSpec:
 
         With `compares` samples are looked for on both sides.
         """
-        parts, rule, warnings = self._parts(world)
+        parts, rule = self._parts(world)
         asked = parts[0].facts.holdout
         if len(parts) == 1:
-            parts = [
-                split_by_seed(parts[0], side, self.holdout, self.split_seed)
-                for side in (TRAIN, HELD_OUT)
-            ]
+            whole, drawn = parts[0], (self.holdout, self.split_seed)
+            parts = [split_by_seed(whole, side, *drawn) for side in (TRAIN, HELD_OUT)]
             rule, asked = "samples drawn by data.split_seed", self.holdout
         train, rest = parts
-        split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
+        split = Split(rule=rule, holdout=asked, seed=self.split_seed)
         if not len(rest) or self.holdout == 0:
             return DataSource(train=train, held_out={}, split=split)
         if compares:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
             split = replace(split, overlap=HeldOutOverlap(**found))
-        split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
+        split = replace(split, warnings=(*split_warnings(split, train, rest),))
         sources = {
             name: DataView(rest, len(places), partial(picked, places), f"source {name}")
             for name, places in rest.sources.items()
@@ -98,44 +98,33 @@ class SourceSpec:
 
     def open_all(self, world: World) -> DataSource:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""
-        parts, _, _ = self._parts(world)
+        parts, _ = self._parts(world)
         parts = [part for part in parts if len(part)] or parts[:1]
-        every = parts[0] if len(parts) == 1 else _joined(parts)
+        every = parts[0]
+        if len(parts) > 1:
+            keeps_ids = all(part.facts.original_ids is not None for part in parts)  # else they meet
+            named = dict(zip((TRAIN, HELD_OUT), parts, strict=True))
+            every = DataView(Joined(named, keeps_ids=keeps_ids))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
         held_out = {OWN_PART: every} if len(every) else {}
         return DataSource(train=every, held_out=held_out, split=split)
 
-    def _parts(self, world: World) -> tuple[list[DataView], str, tuple[str, ...]]:
-        """Build what the data set brings: one or two parts, by what, and what to warn of."""
-        built, rule = self._by_argument() if self.takes_split else named_parts(self)
-        views, warnings = [DataView(each) for each in built], tuple[str, ...]()
+    def _parts(self, world: World) -> tuple[list[DataView], str]:
+        """Build what the data set brings: one or two parts, and by what."""
+        if self.takes_split:
+            train, rule = self.build(split=TRAIN), "parts of the data set itself"
+            try:
+                built: Sequence[Any] = [train, self.build(split=HELD_OUT)]
+            except ConfigError as error:
+                hint = "to hold out a share of one part, type data.split=NAME"
+                raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
+        else:
+            built, rule = named_parts(self)
+        views = [DataView(each) for each in built]
         rule = views[0].facts.split_rule or rule
-        if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
-            text = (
-                f"data: both parts of {self.name} are the same {len(views[0])} samples, so "
-                f"data.holdout={self.holdout:g} of them is held out; for none, type data.holdout=0"
-            )
-            views, warnings = views[:1], (text,)
         if self.skips:
             views = readable(views, self.seed, world)
-        return views, rule, warnings
-
-    def _by_argument(self) -> tuple[Sequence[Any], str]:
-        """Build one data set for each part."""
-        train = self.build(split=TRAIN)
-        try:
-            return [train, self.build(split=HELD_OUT)], "parts of the data set itself"
-        except ConfigError as error:
-            hint = "to hold out a share of one part, type data.split=NAME"
-            raise ConfigError(*(f"{fault}; {hint}" for fault in error.faults)) from error
-
-
-def _joined(parts: Sequence[DataView]) -> DataView:
-    """Put parts one after the other; a sample keeps its id where those of all parts are apart."""
-    every = Joined(dict(zip((TRAIN, HELD_OUT), parts, strict=True)))
-    if all(part.optional("original_ids") is not None for part in parts):
-        every.original_ids = every.ids_in_parts()
-    return DataView(every)
+        return views, rule
 
 
 def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:

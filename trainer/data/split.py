@@ -1,7 +1,4 @@
-"""Say how training and held-out samples were parted, and find what is in both.
-
-Nothing here chooses samples: `view.split_by_seed` does, or the data set itself.
-"""
+"""Hold out a share of samples, say how the sides were parted, and find what is in both."""
 
 from __future__ import annotations
 
@@ -9,14 +6,29 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
+from trainer.core.errors import DataError
 from trainer.core.format import plural
+from trainer.core.world import rng_key
 from trainer.data.files import progress
-from trainer.data.samples import SOURCE
+from trainer.data.samples import SOURCE, KeyArray, Samples
 from trainer.data.view import DataView, feed_sample
+from trainer.plan.cut import IntArray
+from trainer.plan.lengths import IdsOf, picked
+from trainer.plan.permutation import DRAWN_WHOLE, below, mixed
+
+TRAIN = "train"
+HELD_OUT = "held_out"
+HELD_OUT_NAMES = (HELD_OUT, "validation", "val", "valid", "dev", "eval", "test")
+"""What a held-out part may be called, the first one first, beside one called `train`."""
+
+HOLDOUT = 0.05
+"""Share that is held out where nobody says."""
 
 LISTED_IDS = 100_000
 """Most held-out ids that are listed."""
@@ -66,14 +78,13 @@ class Split:
         `parts` are the held-out ones by name; the run's own has none.
         """
         held_out = parts.get("")
-        count = 0 if held_out is None else len(held_out)
         ids = [] if held_out is None else _listed(held_out)
         return {
             "rule": self.rule,
             "holdout": self.holdout,
             "split_seed": self.seed,
             "num_training": len(train),
-            "num_held_out": count,
+            "num_held_out": 0 if held_out is None else len(held_out),
             "num_listed": len(ids),
             "held_out": ids,
             "overlap": self.overlap and asdict(self.overlap),
@@ -93,16 +104,6 @@ def _listed(view: DataView) -> list[int]:
     """Give the ids of samples, up to `LISTED_IDS`."""
     ids: list[int] = view.original_ids(np.arange(min(len(view), LISTED_IDS))).tolist()
     return ids
-
-
-def have_equal_contents(first: DataView, second: DataView) -> bool:
-    """Whether two data sets have as many samples, and equal ones wherever they are compared."""
-    if len(first) != len(second) or len(first) == 0:
-        return False
-    places = first.spaced(COMPARED)
-    hashes = _hashes(first, places)
-    others = _hashes(second, hashes)
-    return bool(others) and all(hashes[i] == other for i, other in others.items())
 
 
 def find_overlap(train: DataView, held_out: DataView) -> HeldOutOverlap:
@@ -165,3 +166,63 @@ def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
             if time.monotonic() - started > COMPARED_S:
                 break
     return hashes
+
+
+def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
+    """Take one side of a data set that brings no split: `holdout` of its samples, or the rest.
+
+    `holdout` is the share held out, at least one sample; 0 leaves `held_out` empty. Gives a view in
+    the data set's own order; both sides of one view share its measured lengths. Beyond
+    `DRAWN_WHOLE` samples a formula says what is in it, and no list.
+    """
+    whole = DataView.of(dataset)
+    if len(whole) == 0:
+        raise DataError(f"data: {whole.kind} holds no samples")
+    settings = f"{split}|{holdout!r}|{seed}"
+    count = held_out_count(len(whole), holdout)
+    ids_of: IdsOf | None = None
+    if count and len(whole) > DRAWN_WHOLE:
+        ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
+    elif count:
+        mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
+        ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
+    return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)
+
+
+def held_out_count(count: int, holdout: float) -> int:
+    """Round the held-out share of `count` things; of two or more, one is on either side."""
+    return 0 if holdout == 0.0 or count <= 1 else min(max(round(count * holdout), 1), count - 1)
+
+
+def held_out_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
+    """Give the samples at some places of the held-out side: one of each of `held_out` stretches.
+
+    The stretches of `whole` samples differ by one in size. Both sides keep the order of the data,
+    and neither is a list; `whole * held_out` is below 2^63.
+    """
+    begins, ends = (p * whole // held_out for p in (places, places + 1))
+    draws = mixed(places.astype(np.uint64) ^ np.uint64(rng_key("holdout", seed)))
+    found: IntArray = begins + below(draws, (ends - begins).astype(np.uint64)).astype(np.int64)
+    return found
+
+
+def train_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
+    """Give the samples at some places of the side that `held_out_ids` leaves."""
+    # Before stretch `s` lie `floor(s whole / held_out)` samples, all but `s` of them ours.
+    stretches = ((places + 1) * held_out - 1) // (whole - held_out)
+    found: IntArray = places + stretches
+    return found + (found >= held_out_ids(whole, held_out, seed, stretches))
+
+
+def held_out_mask(keys: KeyArray, holdout: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Mark the samples that are held out, `(samples,)`; those that share a key stay together.
+
+    The distinct keys are ranked by a hash of (seed, key), and the first of them are held out: the
+    share is exact in keys, and which ones are held out depends neither on the order of the samples
+    nor on the number of copies.
+    """
+    distinct = np.unique(keys)
+    draws = mixed(distinct ^ np.uint64(rng_key("holdout", seed)))
+    count = held_out_count(len(distinct), holdout)
+    chosen = distinct[np.argsort(draws, kind="stable")[:count]]
+    return np.isin(keys, chosen)

@@ -18,7 +18,7 @@ from trainer.core.errors import DataError
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import progress
 from trainer.data.index import Add, Index, cached_index
-from trainer.data.samples import HOLDOUT
+from trainer.data.split import HOLDOUT
 
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -31,7 +31,7 @@ class StdlibText(ByteDocuments):
     """One document per top-level function or class of the standard library, decorators included.
 
     A document is the exact source segment, in UTF-8. Test folders are left out; so are files
-    that do not decode or parse, which `num_skipped` counts. Training and held-out documents are
+    that do not decode or parse, which are counted as skipped. Training and held-out documents are
     split by module (file), so that no module is on both sides. See `ByteDocuments` for the
     tokens.
 
@@ -47,7 +47,7 @@ class StdlibText(ByteDocuments):
         DataError: this Python ships without source, or no document is left to train on.
     """
 
-    split_rule = "whole modules, drawn by data.split_seed"
+    _split_rule = "whole modules, drawn by data.split_seed"
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from trainer.data import lines
 from trainer.data.documents import ByteDocuments
 from trainer.data.files import files_at, progress, reading
 from trainer.data.index import Add, Index, cached_index, refuse_many
-from trainer.data.samples import HOLDOUT
+from trainer.data.split import HOLDOUT
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
 _JSON = ".json"
@@ -48,7 +48,7 @@ class Text(ByteDocuments):
         seed: selects which.
         overlong: what becomes of longer documents.
         on_bad: `stop` at the first bad record, or `skip`: pass over up to 1 % of them, counted
-            by `num_skipped` and listed in `skipped`.
+            and listed.
 
     Raises:
         DataError: the path cannot be read, a record is bad, or there is no document; names file
@@ -68,20 +68,19 @@ class Text(ByteDocuments):
     ) -> None:
         place = expanded(path).absolute()
         with reading(place):
-            self._listing = files_at(
-                place,
-                lambda file: (
-                    lines.kind_suffix(file) in {_JSON, *_JSON_LINES} or lines.is_text(file)
-                ),
-            )
+            self._listing = files_at(place, _takes)
         index = _text_index(place, self._listing.files, field, on_bad == "skip")
         super().__init__(index, split, max_length, holdout, seed, overlong)
 
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+    def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what was left out, and passed over."""
         empty = self._index.facts["empty"]
         rows = [row("", f"{empty:,} without text left out", num_empty=empty)] if empty else []
         return [*rows, *self._listing.describe()]
+
+
+def _takes(file: Path) -> bool:
+    return lines.kind_suffix(file) in {_JSON, *_JSON_LINES} or lines.is_text(file)
 
 
 def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: bool) -> Index:

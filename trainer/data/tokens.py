@@ -18,9 +18,9 @@ from trainer.config.components import Count, ExistingPath, Pair, Share
 from trainer.core.errors import DataError
 from trainer.core.format import expanded
 from trainer.core.rows import Row, RunFacts
+from trainer.data.documents import divide
 from trainer.data.files import files_at, reading
-from trainer.data.samples import HELD_OUT, HOLDOUT, TRAIN, held_out_count
-from trainer.data.token_samples import divide
+from trainer.data.split import HELD_OUT, HOLDOUT, TRAIN, held_out_count
 from trainer.plan.cut import IntArray
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -66,14 +66,8 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         holdout: Share = HOLDOUT,
         vocab_size: Count | None = None,
     ) -> None:
-        self._of_side = partial(
-            TokenWindows,
-            path,
-            max_length=max_length,
-            dtype=dtype,
-            holdout=holdout,
-            vocab_size=vocab_size,
-        )
+        of_path = partial(TokenWindows, path, max_length=max_length, dtype=dtype)
+        self._of_side = partial(of_path, holdout=holdout, vocab_size=vocab_size)
         place = expanded(path).absolute()
         with reading(place):
             self._listing = files_at(place, lambda file: file.suffix == ".bin", ".bin files")

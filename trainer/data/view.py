@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -17,28 +15,23 @@ from torch import Tensor
 
 from trainer.core.errors import DataError, TrainError
 from trainer.core.generators import generators_in, reseed
-from trainer.core.rows import Row, RunFacts
 from trainer.core.tensors import bits_of
 from trainer.core.world import rng_key
 from trainer.data.files import progress
 from trainer.data.samples import (
-    HELD_OUT,
+    DataFacts,
     Sample,
     Samples,
     as_tensors,
+    data_facts,
     faults_of,
-    held_out_count,
-    held_out_ids,
-    held_out_mask,
     num_tokens,
     preserve_generators,
     raise_fault,
     seed_cpu_draws,
-    train_ids,
 )
 from trainer.plan.cut import IntArray
-from trainer.plan.lengths import IdsOf, Lengths, picked
-from trainer.plan.permutation import DRAWN_WHOLE
+from trainer.plan.lengths import IdsOf, Lengths
 
 MOST_SAMPLES = 2**32
 """What the permutation of an epoch takes."""
@@ -47,28 +40,12 @@ PROBES = 64
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class DataFacts:
-    """What a data set states about all its samples; see `Samples`."""
-
-    vocab_size: int | None = None  # token ids are below it
-    num_classes: int | None = None  # labels are below it
-    label_names: Sequence[str] | None = None  # of classes that are words
-    pad_token_id: int = 0  # what `input_ids` are padded with
-    num_cut: int = 0  # tokens that `max_length` left out
-    split_rule: str | None = None  # by what it parts itself, in words
-    holdout: float | None = None  # share that it was asked to hold out
-    byte_entropies: Callable[[IntArray], Any] | None = None  # of held-out samples, by places
-
-
-@final
 class DataView:
     """A data set, or some of its samples.
 
-    What `Samples` lists as optional is read here, when it is first asked for. A view has `count`
-    samples; `ids_of` gives their positions in the data set, the same by default, and `settings`
-    say what selected them, for the fingerprint. The attribute `dataset` is what the user wrote,
-    and `num_skipped` counts the bad records that it left out, on either side of a split.
+    A view has `count` samples; `ids_of` gives their positions in the data set, the same by default,
+    and `settings` say what selected them, for the fingerprint. The attribute `dataset` is what the
+    user wrote, and `num_skipped` counts the bad records that it left out, on both sides of a split.
     """
 
     def __init__(
@@ -90,10 +67,8 @@ class DataView:
                 f"data: `__len__` of {self.kind} gives {self._count}, and a data set has at most "
                 f"{MOST_SAMPLES} samples: streams without a length are not supported"
             )
-        self.num_skipped: int = int(self.optional("num_skipped") or 0)
-        self.skipped: Sequence[str] = self.optional("skipped") or ()
-        if whole is not None:
-            self.num_skipped, self.skipped = whole.num_skipped, whole.skipped
+        self.num_skipped: int = (whole or self.facts).num_skipped
+        self.skipped: Sequence[str] = (whole or self.facts).skipped
 
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:
@@ -103,60 +78,37 @@ class DataView:
     def __len__(self) -> int:
         return self._count
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Facts may hold functions that have no name to be unpickled by; they are asked for again.
+        state = dict(vars(self))
+        state.pop("facts", None)
+        return state
+
+    @cached_property
+    def facts(self) -> DataFacts:
+        """What is known of the whole data set, asked for once."""
+        return data_facts(self.dataset) if self._whole is None else self._whole.facts
+
     def ids(self, positions: IntArray) -> IntArray:
         """Turn positions in this view into indices of the data set as the user wrote it."""
         within = positions if self._ids_of is None else self._ids_of(positions)
         return within if self._whole is None else self._whole.ids(within)
 
-    def optional(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
-        """Give an attribute of the data set that `Samples` lists as optional, or None."""
-        with faults_of(f"`{name}` of {self.kind}"):
-            return getattr(self.dataset, name, None)
-
-    @cached_property
-    def facts(self) -> DataFacts:
-        """What the data set states about all its samples, read once."""
-        if self._whole is not None:
-            return self._whole.facts
-        found = {name: self.optional(name) for name in DataFacts.__dataclass_fields__}
-        for name in ("vocab_size", "num_classes", "num_cut", "pad_token_id"):
-            with faults_of(f"`{name}` of {self.kind}"):
-                found[name] = None if found[name] is None else operator.index(found[name])
-        asked = found["holdout"]
-        found["holdout"] = asked if isinstance(asked, int | float) else None
-        return DataFacts(**{name: value for name, value in found.items() if value is not None})
-
-    @cached_property
-    def draws_randomness(self) -> bool:
-        """Whether reading a sample may draw from the global generators."""
-        draws = self.optional("draws_randomness")
-        return True if draws is None else bool(draws)
-
     @cached_property
     def sources(self) -> Mapping[str, IntArray]:
         """Positions of the samples of each source by its name; none where the data state none."""
-        names, numbers = self.optional("source_names"), self.optional("source_ids")
+        names, numbers = self.facts.source_names, self.facts.source_ids
         if names is None or numbers is None:
             return {}
         own = np.asarray(numbers)[self.ids(np.arange(len(self)))]
         return {name: np.flatnonzero(own == number) for number, name in enumerate(names)}
 
-    @property
-    def collate(self) -> Callable[[Sequence[Sample]], Any] | None:
-        """What makes fields of samples in place of padding."""
-        collate: Callable[[Sequence[Sample]], Any] | None = self.optional("collate")
-        return collate
-
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
-        """Let the data say what their records are, and which of them are left out."""
-        describe = self.optional("describe_records")
-        rows: Sequence[Row] = () if describe is None else describe(facts)
-        return rows
-
-    @cached_property
-    def states_lengths(self) -> bool:
-        """Whether the data set has `lengths` of its own."""
-        return self.optional("lengths") is not None
+    def source_of(self, i: int) -> str | None:
+        """Name the source of a sample; None where the data state none."""
+        names, numbers = self.facts.source_names, self.facts.source_ids
+        if names is None or numbers is None:
+            return None
+        return names[int(np.asarray(numbers)[self.ids(np.array([i]))[0]])]
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -167,20 +119,21 @@ class DataView:
         """
         if self._whole is not None:
             return self._whole.lengths.part(self._ids_of, self._count)
-        lengths = Lengths(self._stated() if self.states_lengths else self._measured())
+        stated = self.facts.lengths
+        if stated is None:
+            lengths = Lengths(self._measured())
+        else:
+            with faults_of(f"`lengths` of {self.kind}"):
+                found = np.asarray(stated)
+            if found.shape != (len(self),) or found.dtype.kind not in "iu":
+                raise DataError(
+                    f"data: `lengths` of {self.kind} has shape {found.shape} and dtype "
+                    f"{found.dtype}; it must be one integer for each of its {len(self)} samples"
+                )
+            lengths = Lengths(found)
         if len(lengths) and lengths.min() < 1:
             text = f"has length {lengths.min()}; at least 1 is needed"
             raise DataError(f"data: {self.name_of(lengths.argmin())} {text}")
-        return lengths
-
-    def _stated(self) -> npt.NDArray[Any]:
-        with faults_of(f"`lengths` of {self.kind}"):
-            lengths = np.asarray(self.optional("lengths"))
-        if lengths.shape != (len(self),) or lengths.dtype.kind not in "iu":
-            raise DataError(
-                f"data: `lengths` of {self.kind} has shape {lengths.shape} and dtype "
-                f"{lengths.dtype}; it must be one integer for each of its {len(self)} samples"
-            )
         return lengths
 
     def _measured(self) -> IntArray:
@@ -204,7 +157,7 @@ class DataView:
         self, positions: Sequence[int], samples: Sequence[Sample], aligned: Collection[str] = ()
     ) -> None:
         """Compare samples, as they were read, with the lengths that planning counts."""
-        if self.states_lengths and self.collate is not None:
+        if self.facts.lengths is not None and self.facts.collate is not None:
             return  # which may add or cut tokens
         planned = self.lengths[np.array(positions)].tolist()
         for i, length, sample in zip(positions, planned, samples, strict=True):
@@ -214,7 +167,7 @@ class DataView:
                     f"had {length} when it was measured: it changes from read to read; crop to one "
                     "length, or give the data set `lengths` and a `collate` that pads"
                 )
-                if self.states_lengths:
+                if self.facts.lengths is not None:
                     why = f"`lengths` of the data set says {length}; it must be token counts"
                 raise DataError(f"data: {self.name_of(i)} has {tokens} tokens, but {why}")
             for name in aligned:
@@ -238,10 +191,10 @@ class DataView:
 
         Seeds what it may draw from, as `seed_draws`; callers read inside `isolated_rng`.
         """
-        return self.read_each([i], seed=seed, epoch=epoch)[0]
+        return self._read(i, int(self.ids(np.array([i]))[0]), seed, epoch)
 
     def _read(self, i: int, own: int, seed: int, epoch: int) -> dict[str, Tensor]:
-        if self.draws_randomness:
+        if self.facts.draws_randomness:
             self.seed_draws(seed, epoch, i)
         try:
             sample: Any = self.dataset[own]
@@ -270,9 +223,9 @@ class DataView:
 
         Generators cost nothing for data that draw nothing.
         """
-        if self.draws_randomness:  # some data sets make one as they are first read
+        if self.facts.draws_randomness:  # some data sets make one as they are first read
             self._generators = generators_in(self.dataset)
-        preserved = preserve_generators() if self.draws_randomness else nullcontext()
+        preserved = preserve_generators() if self.facts.draws_randomness else nullcontext()
         with preserved, torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
 
@@ -283,12 +236,12 @@ class DataView:
         skipped; of a data set that splits itself the `original_ids` that it gives.
         """
         ids = self.ids(np.asarray(positions, dtype=np.int64))
-        own = self.optional("original_ids")
+        own = self.facts.original_ids
         return ids if own is None else np.asarray(own)[ids]
 
     def name_of(self, i: int) -> str:
         """Name a sample for a message, by its id in the data set that the user wrote."""
-        if (own := self.optional("name_of")) is not None:
+        if (own := self.facts.name_of) is not None:
             return str(own(int(self.ids(np.array([i]))[0])))
         return f"sample {self.original_ids([i])[0]} of {self.kind}"
 
@@ -303,7 +256,7 @@ class DataView:
         if self._whole is not None:
             settings = f"{self._whole.fingerprint}|{self._settings}"
             return hashlib.sha256(settings.encode()).hexdigest()
-        own, kind = self.optional("fingerprint"), type(self.dataset)
+        own, kind = self.facts.fingerprint, type(self.dataset)
         if own is not None:
             with faults_of(f"`fingerprint` of {self.kind}"):
                 return str(own() if callable(own) else own)
@@ -341,24 +294,3 @@ def feed_sample(update: Callable[[Any], object], sample: Sample, label: str = ""
     for name, tensor in sorted(sample.items()):
         update(f"{label}{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         update(bits_of(tensor.cpu()).numpy().data)
-
-
-def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed: int) -> DataView:
-    """Take one side of a data set that brings no split: `holdout` of its samples, or the rest.
-
-    `holdout` is the share held out, at least one sample; 0 leaves `held_out` empty. Gives a view in
-    the data set's own order; both sides of one view share its measured lengths. Beyond
-    `DRAWN_WHOLE` samples a formula says what is in it, and no list.
-    """
-    whole = DataView.of(dataset)
-    if len(whole) == 0:
-        raise DataError(f"data: {whole.kind} holds no samples")
-    settings = f"{split}|{holdout!r}|{seed}"
-    count = held_out_count(len(whole), holdout)
-    ids_of: IdsOf | None = None
-    if count and len(whole) > DRAWN_WHOLE:
-        ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
-    elif count:
-        mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
-        ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
-    return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)

@@ -52,8 +52,7 @@ def _lines(
         Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
         for place, length in zip(places.tolist(), padded, strict=True)
     )
-    source_of = data.optional("source_of")
-    names = data.optional("label_names") if objective.class_axis is not None else None
+    names = data.facts.label_names if objective.class_axis is not None else None
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
         for place, loaded_fields in zip(places, loaded, strict=True):
@@ -63,9 +62,10 @@ def _lines(
             means = [loss.double() / weights[n] for n, loss in losses.items() if weights[n]]
             label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
             terms = max(weights[name] for name in losses)
+            source = data.source_of(place)
             yield {
                 "id": int(data.original_ids(place)),
-                **({} if source_of is None else {"source": source_of(int(data.ids(place)))}),
+                **({} if source is None else {"source": source}),
                 "label": _named(label, names),
                 "prediction": _named(prediction, names),
                 "loss": float(torch.stack(means).sum()) if means else None,

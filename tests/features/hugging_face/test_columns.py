@@ -31,7 +31,7 @@ def written(data: Any) -> str:
 
 
 def shown(data: Any) -> str:
-    return str(data.describe_records(None)[0].text)
+    return str(data.facts().describe_records(None)[0].text)
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def test_text_is_a_document_between_begin_and_end_and_long_ones_are_chunked(tmp_
     first = [256, *b"abcdefg", 257]
     chunks = [first[:5], first[4:9], [256, *b"x", 257]]
     assert [s["input_ids"] for s in listed(data)] == [*chunks, *chunks[:2]]
-    assert data.lengths.tolist() == [5, 5, 3, 5, 5]
-    assert data.num_cut == 0
-    assert "1 without text left out" in data.describe_records(None)[0].text
+    assert data.facts().lengths.tolist() == [5, 5, 3, 5, 5]
+    assert data.facts().num_cut == 0
+    assert "1 without text left out" in data.facts().describe_records(None)[0].text
     cut = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="cut")
-    assert (len(cut), cut.num_cut) == (3, 8)
+    assert (len(cut), cut.facts().num_cut) == (3, 8)
     dropped = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="drop")
     assert [s["input_ids"] for s in listed(dropped)] == [chunks[2]]
 
@@ -83,7 +83,7 @@ def test_text_of_a_masked_model_has_special_tokens_around_every_sample(tmp_path,
     data = opened(tmp_path, [{"text": "a b c d e"}], words, "masked_lm", max_length=4)
     inner = [[FIRST["a"], FIRST["b"]], [FIRST["c"], FIRST["d"]], [FIRST["e"]]]
     assert [s["input_ids"] for s in listed(data)] == [[BEGIN, *ids, END] for ids in inner]
-    assert data.num_cut == 0
+    assert data.facts().num_cut == 0
 
 
 def test_a_text_with_its_own_begin_has_no_second_one(tmp_path):
@@ -98,10 +98,10 @@ def test_it_is_tokenised_once_and_again_where_the_contents_change(tmp_path, cach
     with monkeypatch.context() as patch:
         patch.setattr("trainer.features.hugging_face.records.RecordSource.load", None)
         again = opened(tmp_path, records, byte_tokenizer())
-    assert again.fingerprint == first.fingerprint
+    assert again.facts().fingerprint() == first.facts().fingerprint()
     assert listed(again) == listed(first)
     changed = opened(tmp_path, [*records[:-1], {"text": "text x"}], byte_tokenizer())
-    assert changed.fingerprint != first.fingerprint
+    assert changed.facts().fingerprint() != first.facts().fingerprint()
     assert [each.name for each in cache.iterdir() if not each.name.startswith("hf-")] == []
 
 
@@ -156,10 +156,12 @@ def test_parts_are_known_by_the_names_of_files(tmp_path):
     write_lines(folder / "validation.jsonl", [{"text": "c"}])
     sides = HuggingFaceData(str(folder), byte_tokenizer()).splits()
     assert [len(side) for side in sides.values()] == [2, 1]
-    assert sides["train"].split_rule == "parts train and validation of the data"
-    assert sides["train"].unused == {}
+    assert sides["train"].facts().split_rule == "parts train and validation of the data"
+    assert sides["train"].facts().unused == {}
     typed = HuggingFaceData(str(folder), byte_tokenizer(), holdout=0.4)
-    assert typed.unused == {"holdout": "is not used where the data have train and validation"}
+    assert typed.facts().unused == {
+        "holdout": "is not used where the data have train and validation"
+    }
     chosen = HuggingFaceData(str(folder), byte_tokenizer(), part="validation", holdout=0)
     assert [s["input_ids"] for s in listed(chosen)] == [[256, *b"c", 257]]
     few = HuggingFaceData(str(folder / "train-1.jsonl"), byte_tokenizer(), max_samples=1)
@@ -196,7 +198,7 @@ def test_the_part_that_is_trained_on_is_typed_and_its_partner_is_held_out(
         taken.split()
     )
     rest = [name for name in names.split() if name not in taken.split()]
-    shown = data.describe_records(None)[0].text
+    shown = data.facts().describe_records(None)[0].text
     assert (f"other parts: {', '.join(rest)}" in shown) == bool(rest)
     # A held-out set is the part that was typed, alone.
     alone = HuggingFaceData(place, byte_tokenizer(), part=names.split()[-1], holdout=0)
@@ -253,7 +255,7 @@ def test_only_answers_are_learned_and_long_conversations_are_dropped(tmp_path):
     (sample,) = listed(data)
     assert bytes(sample["input_ids"]).decode() == "<user>ab;<assistant>cd;"
     assert learned(sample) == "cd;"
-    assert "1 longer than data.max_length left out" in data.describe_records(None)[0].text
+    assert "1 longer than data.max_length left out" in data.facts().describe_records(None)[0].text
     how = {"chat_template": CHAT, "overlong": "cut", "max_length": 40}
     left = opened(tmp_path, records, byte_tokenizer(), truncation="left", **how)
     assert learned(listed(left)[1]) == "c" * 39 + ";"
@@ -299,7 +301,7 @@ def test_labels_are_numbers_words_or_real(tmp_path, words):
         {"input_ids": ids_of("ab"), "labels": 1},
         {"input_ids": ids_of("c"), "labels": 0},
     ]
-    assert (data.num_classes, data.label_names) == (2, ["no", "yes"])
+    assert (data.facts().num_classes, data.facts().label_names) == (2, ["no", "yes"])
     of_model = opened(tmp_path, named, words, task, model_labels=("yes", "no"))
     assert [s["labels"] for s in listed(of_model)] == [0, 1]
     with pytest.raises(DataError, match="the label 'no' is not one of yes"):
@@ -313,18 +315,18 @@ def test_labels_are_numbers_words_or_real(tmp_path, words):
             "labels": 2,
         }
     ]
-    assert (data.num_classes, data.label_names) == (3, None)
+    assert (data.facts().num_classes, data.facts().label_names) == (3, None)
     real = [{"text": "a", "label": 0.5}, {"text": "b", "label": 1}]
     data = opened(tmp_path, real, words, task)
     assert [s["labels"] for s in listed(data)] == [0.5, 1.0]
-    assert data.num_classes == 1
+    assert data.facts().num_classes == 1
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["z", "y"])}
     )
     saved = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
     saved.save_to_disk(tmp_path / "saved")
     data = HuggingFaceData(str(tmp_path / "saved"), words, task, holdout=0.0)
-    assert data.label_names == ["z", "y"]
+    assert data.facts().label_names == ["z", "y"]
     assert [s["labels"] for s in listed(data)] == [1, 0]
 
 
@@ -332,7 +334,7 @@ def test_tags_go_with_the_first_piece_of_a_word(tmp_path, words):
     records = [{"tokens": ["ab", "c"], "ner_tags": ["O", "X"]}]
     data = opened(tmp_path, records, words, "token_classification")
     assert listed(data)[0]["labels"] == [-100, 0, -100, 1, -100]
-    assert data.label_names == ["O", "X"]
+    assert data.facts().label_names == ["O", "X"]
 
 
 def test_answers_are_found_in_the_tokens_of_their_context(tmp_path, words):
@@ -345,7 +347,7 @@ def test_answers_are_found_in_the_tokens_of_their_context(tmp_path, words):
     data = opened(tmp_path, records, words, "question_answering", max_length=9)
     spans = [(s["start_positions"], s["end_positions"]) for s in listed(data)]
     assert spans == [(6, 7), (0, 0)]
-    assert "1 without their answer once they are cut" in data.describe_records(None)[0].text
+    assert "1 without their answer once they are cut" in data.facts().describe_records(None)[0].text
 
 
 def test_choices_are_rows_and_are_padded_together(tmp_path, words):
@@ -354,7 +356,7 @@ def test_choices_are_rows_and_are_padded_together(tmp_path, words):
         {"question": "a b c", "choices": ["b", "c d"], "answer": "A"},
     ]
     data = opened(tmp_path, records, words, "multiple_choice")
-    fields = data.collate([data[0], data[1]])
+    fields = data.facts().collate([data[0], data[1]])
     assert fields["input_ids"].shape == (2, 2, 8)
     assert fields["labels"].tolist() == [1, 0]
     assert fields["attention_mask"].sum((1, 2)).tolist() == [5 + 6, 7 + 8]
@@ -363,15 +365,15 @@ def test_choices_are_rows_and_are_padded_together(tmp_path, words):
 def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_path, words):
     records = [{"query": "a b c d", "document": "a"}, {"query": "a", "document": "b c"}]
     data = opened(tmp_path, records, words, "embedding")
-    fields = data.collate([data[0], data[1]])
+    fields = data.facts().collate([data[0], data[1]])
     shapes = {name: tuple(field.shape) for name, field in fields.items()}
     assert shapes == dict.fromkeys(("input_ids", "attention_mask"), (2, 2, 6))
     assert fields["attention_mask"].sum(2).tolist() == [[6, 3], [3, 4]]
-    assert data.lengths.tolist() == [12, 8]
+    assert data.facts().lengths.tolist() == [12, 8]
     # What is computed for a micro-batch is what is planned: samples times the longest.
-    assert fields["input_ids"].numel() == len(data) * data.lengths.max()
+    assert fields["input_ids"].numel() == len(data) * data.facts().lengths.max()
     typed = opened(tmp_path, records, words, "embedding", columns={"anchor": "document"})
-    shown = typed.describe_records(None)[0].text
+    shown = typed.facts().describe_records(None)[0].text
     assert shown == "pair (anchor: document, positive: document), not read: query"
 
 
@@ -448,8 +450,8 @@ def test_a_sample_is_named_by_the_line_of_its_record(tmp_path):
 def test_bad_records_are_skipped_counted_and_named(tmp_path):
     records = [{"text": "a"}] * 150 + [{"text": 3}]
     data = opened(tmp_path, records, byte_tokenizer(), on_bad="skip")
-    assert (len(data), data.num_skipped) == (150, 1)
-    assert "records.jsonl:151: the text is of type int" in data.skipped[0]
+    assert (len(data), data.facts().num_skipped) == (150, 1)
+    assert "records.jsonl:151: the text is of type int" in data.facts().skipped[0]
     with pytest.raises(DataError, match="3 of 152 records are bad"):
         opened(tmp_path, [*records[:149], *records[-1:] * 3], byte_tokenizer(), on_bad="skip")
 
@@ -480,7 +482,7 @@ def test_whatever_a_record_holds_it_is_named_or_skipped(tmp_path, words, task, s
         opened(tmp_path, records, words, task, max_length=20)
     assert len(str(caught.value).splitlines()) == 1
     data = opened(tmp_path, records, words, task, max_length=20, on_bad="skip")
-    assert (len(data), data.num_skipped) == (1, 1)
+    assert (len(data), data.facts().num_skipped) == (1, 1)
 
 
 class Letters:

@@ -57,8 +57,8 @@ def test_documents_are_functions_and_classes_of_files_that_parse_and_others_are_
         "def g(): return 1 ; x = 2",
         *(f"def f{k}():\n    return {'x' * k!r}" for k in range(20)),
     }
-    assert both[0].num_skipped == 3
-    reasons = [reason.split(":")[0] for reason in both[0].skipped]
+    assert both[0].facts().num_skipped == 3
+    reasons = [reason.split(":")[0] for reason in both[0].facts().skipped]
     assert reasons == ["broken.py", "null.py", "undecodable.py"]
     with pytest.raises(DataError, match="no Python source below"):
         StdlibText(root=str(library / "nowhere"))
@@ -72,7 +72,7 @@ def test_tokens_are_bos_bytes_eos_cut_or_in_chunks_that_predict_each_once(librar
     for i in range(len(whole)):
         expected = [BOS, *documents_of(whole)[i].encode(), EOS][:max_length]
         assert cut[i]["input_ids"].tolist() == cut[i]["labels"].tolist() == expected
-        assert cut.lengths[i] == len(expected)
+        assert cut.facts().lengths[i] == len(expected)
     chunked = StdlibText("train", max_length, **settings)
     samples, last = [sample["input_ids"].tolist() for sample in chunked], None
     for ids in samples:
@@ -82,10 +82,10 @@ def test_tokens_are_bos_bytes_eos_cut_or_in_chunks_that_predict_each_once(librar
     predicted = [token for ids in samples for token in ids[1:]]
     assert predicted == [t for sample in whole for t in sample["input_ids"].tolist()[1:]]
     lengths = [len(sample["input_ids"]) for sample in chunked]
-    assert chunked.lengths.tolist() == lengths
+    assert chunked.facts().lengths.tolist() == lengths
     assert max(lengths) <= max_length
     assert min(lengths) >= 2, "one token predicts nothing"
-    assert chunked.num_cut == 0
+    assert chunked.facts().num_cut == 0
 
 
 def test_what_is_cut_off_or_dropped_is_counted_and_the_rest_is_as_it_was(library):
@@ -98,8 +98,8 @@ def test_what_is_cut_off_or_dropped_is_counted_and_the_rest_is_as_it_was(library
         samples = [sample["input_ids"].tolist() for sample in dataset]
         num_predicted = sum(len(ids) - 1 for ids in samples)
         num_first = sum(ids[0] == BOS for ids in samples)
-        assert dataset.num_cut + num_predicted + num_first == whole.lengths.sum()
-        assert (dataset.num_cut == 0) == (word == "chunk")
+        assert dataset.facts().num_cut + num_predicted + num_first == whole.facts().lengths.sum()
+        assert (dataset.facts().num_cut == 0) == (word == "chunk")
     short = [text for text in documents_of(whole) if len(text.encode()) + 2 <= 40]
     assert documents_of(by_word["drop"]) == short
     with pytest.raises(DataError, match=r"data\.overlong=drop: every document is longer"):
@@ -150,7 +150,7 @@ def test_the_entropies_are_those_of_a_count_by_hand(library, max_length, overlon
 
 def test_the_fingerprint_follows_every_setting_and_no_place_of_the_cache(library, monkeypatch):
     def fingerprint(**settings):
-        return StdlibText(root=str(library), **settings).fingerprint
+        return StdlibText(root=str(library), **settings).facts().fingerprint()
 
     first = fingerprint()
     settings = {"split": "held_out", "max_length": 64, "holdout": 0.1, "seed": 1, "overlong": "cut"}

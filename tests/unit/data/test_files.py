@@ -14,6 +14,7 @@ from tests.lib.hf_toys import write_lines
 from tests.lib.nightly import counts, nightly
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
+from trainer.data.samples import data_facts
 from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
 from trainer.features.hugging_face.data_set import HuggingFaceData
@@ -122,7 +123,7 @@ def test_text_and_hf_read_the_same_of_the_same_file(name, folder):
     packed = file.parent / f"{name}.gz"
     assert documents_of(text(packed)) == hf_texts(hf(packed)) == left
     for data in (text(file), hf(file)):
-        rows = [each.text for each in data.describe_records(None)]
+        rows = [each.text for each in data_facts(data).describe_records(None)]
         assert any("1 without text left out" in row for row in rows) == (name != "a.txt")
 
 
@@ -191,9 +192,10 @@ def test_labels_of_a_table_are_numbers_where_all_are_and_else_words(labels, name
     rows = "".join(f"text,{label}\n" for label in labels)
     (folder / "a.csv").write_text(f"text,label\n{rows}")
     data = hf(folder / "a.csv", "sequence_classification")
-    assert (data.label_names and [*data.label_names]) == names
+    known = data.facts().label_names
+    assert (known and [*known]) == names
     assert [data[i]["labels"].item() for i in range(len(data))] == numbers
-    assert data.num_classes == (1 if isinstance(numbers[0], float) else max(numbers) + 1)
+    assert data.facts().num_classes == (1 if isinstance(numbers[0], float) else max(numbers) + 1)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,8 @@ def test_a_table_that_is_not_sound_names_its_line(content, fault, folder):
 
 
 def passed_over(data: Any) -> str:
-    (shown,) = [row.text for row in data.describe_records(None) if "passed over" in row.text]
+    rows = data_facts(data).describe_records(None)
+    (shown,) = [row.text for row in rows if "passed over" in row.text]
     return shown
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.core.errors import DataError
 from trainer.data.index import cache_folder, cached_index
-from trainer.data.samples import held_out_count, held_out_mask
+from trainer.data.split import held_out_count, held_out_mask
 
 DOCUMENTS = [b"some text", b"", b"\x00\xff" * 9]
 

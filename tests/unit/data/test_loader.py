@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from trainer.core.errors import DataError
 from trainer.core.signals import SIGNALS
 from trainer.data.loader import Loader, Request
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.split import split_by_seed
+from trainer.data.view import DataView
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 

@@ -13,8 +13,9 @@ from tests.lib.support import documents_of
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import RunFacts
 from trainer.data.mixture import Mixture, MixturePart, MixtureSource, counts_by_weight
+from trainer.data.split import split_by_seed
 from trainer.data.text import Text
-from trainer.data.view import DataView, split_by_seed
+from trainer.data.view import DataView
 
 SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 500), min_size=1)
 
@@ -82,16 +83,14 @@ def test_a_source_begins_anew_or_gives_samples_at_even_distances(stopping, weigh
     assert len(set(held_out)) == len(held_out) == 2 + 6
     assert not {*train} & {*held_out}
     a, b = ([n for n in train if (n >= 100) == is_b] for is_b in (False, True))
-    assert [parts["train"].source_of(i) for i in range(len(train))] == ["a"] * len(a) + ["b"] * len(
-        b
-    )
+    view = DataView(parts["train"])
+    assert [*map(view.source_of, range(len(train)))] == ["a"] * len(a) + ["b"] * len(b)
     if (stopping, weight) == ("all", 1):
         assert (len(set(a)), len(a), len(set(b)), len(b)) == (8, 24, 24, 24)
     else:
         assert (len(set(a)), len(a), len(set(b)), len(b)) == (8, 8, 8 * weight, 8 * weight)
         gaps = np.diff(b)
         assert gaps.max() <= 6, "evenly spaced"
-    view = DataView(parts["train"])
     assert [*map(len, view.sources.values())] == [len(a), len(b)]
     lengths = [len(view.read(i, seed=0, epoch=0)["input_ids"]) for i in range(len(view))]
     assert view.lengths[:].tolist() == lengths
@@ -130,9 +129,9 @@ def test_a_text_that_one_source_holds_out_is_trained_on_in_no_other(tmp_path, mo
         alone["a"] | alone["b"]
     ) - held_out
     facts = RunFacts(total_steps=1, world_size=1, noun="sample")
-    shown = [row.text or "" for row in parts["train"].describe_records(facts)]
+    shown = [row.text or "" for row in parts["train"].facts().describe_records(facts)]
     for name, count in lost.items():
         (row,) = [each for each in shown if each.startswith(f"{name}: ")]
         assert row.endswith(f"{count} held out elsewhere") == bool(count)
     again = Mixture(sources, "all_exhausted").splits()["train"]
-    assert again.fingerprint == parts["train"].fingerprint
+    assert again.facts().fingerprint() == parts["train"].facts().fingerprint()

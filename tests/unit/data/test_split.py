@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.samples import held_out_count, held_out_ids, train_ids
-from trainer.data.view import split_by_seed
+from trainer.data.split import held_out_count, held_out_ids, split_by_seed, train_ids
 from trainer.plan.permutation import DRAWN_WHOLE
 
 

@@ -105,8 +105,10 @@ def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
     file = jsonl(tmp_path / "few.jsonl", *good, b"{", b"[]", b"3")
     for _ in range(2):  # built, and opened
         dataset = Text(str(file), on_bad="skip", holdout=0.0)
-        assert (len(dataset), dataset.num_skipped) == (297, 3)
-        assert dataset.skipped[1].startswith(f"{file}:299: not a JSON object but of type list")
+        assert (len(dataset), dataset.facts().num_skipped) == (297, 3)
+        assert (
+            dataset.facts().skipped[1].startswith(f"{file}:299: not a JSON object but of type list")
+        )
     with pytest.raises(DataError, match="not JSON"):
         Text(str(file))
     more = jsonl(tmp_path / "more.jsonl", *good, b"{", b"[]", b"3", b"4")

@@ -45,7 +45,7 @@ class ContinuedPrompts(Feature):
         data, objective, fault = run.data.train, run.model.objective, None
         if not objective.predicts_next:
             fault = f"objective={type(objective).__name__} predicts no next token; leave it out"
-        elif data.optional("prompt") is None or data.optional("decode") is None:
+        elif None in (data.facts.prompt, data.facts.decode):
             text = "has no `prompt` and `decode`, which turn text into tokens and back"
             fault = f"{data.kind} {text}"
         elif not run.data.held_out:
@@ -76,19 +76,21 @@ class ContinuedPrompts(Feature):
     def _encoded(self, data: Data) -> tuple[list[Tokens], set[int], int]:
         """Give the tokens of each prompt, those that end what follows, and the most of a row."""
         view, prompts, ends = data.train, list[Tokens](), set[int]()
-        encode = view.optional("prompt")
+        encode = view.facts.prompt
         with faults_of(f"`prompt` of {view.kind}"):
+            assert encode is not None  # see `check`
             for text in self.texts:
                 tokens, last = encode(text)
                 prompts.append([int(token) for token in tokens])
                 ends.update(last)
         # Positions beyond those of the data have not been learned, or are none of the model's.
-        return prompts, ends, int(view.optional("max_length") or data.lengths.max())
+        return prompts, ends, int(view.facts.max_length or data.lengths.max())
 
     def _show(self, run: OpenRun, prompts: Sequence[Tokens], rows: Sequence[Tokens]) -> None:
         """Decode what follows each prompt, onto the screen and into generated.jsonl."""
-        step, decode = run.progress.step, run.feed.data.loader.dataset.optional("decode")
+        step, decode = run.progress.step, run.feed.data.loader.dataset.facts.decode
         found = list[str]()
+        assert decode is not None  # see `check`
         try:
             # Of the whole: what stands alone may be decoded without the space before it.
             for tokens, row in zip(prompts, rows, strict=True):
@@ -139,7 +141,7 @@ def _continued(
 def _likeliest(run: OpenRun, rows: Sequence[Tokens], length: int) -> Tokens:
     """Give the likeliest token behind each row, of those that can be decoded."""
     facts, device = run.feed.data.loader.dataset.facts, run.context.world.device
-    ids = torch.full((len(rows), length), facts.pad_token_id, dtype=torch.int64)
+    ids = torch.full((len(rows), length), facts.pad_token_id or 0, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 from trainer.config import components
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.rows import Row, RunFacts, join_parts, row
-from trainer.data.documents import TwoSides
-from trainer.data.samples import HOLDOUT, INPUT_IDS, TRAIN, Sample, held_out_mask
-from trainer.data.token_samples import FieldSamples, TextSamples
+from trainer.data.documents import FieldSamples, TextSamples, TwoSides
+from trainer.data.samples import INPUT_IDS, DataFacts, Sample
+from trainer.data.split import HOLDOUT, TRAIN, held_out_mask
 from trainer.features.hugging_face.chat_encoder import prompt_tokens
 from trainer.features.hugging_face.encode import ends_of, pad_token_of
 from trainer.features.hugging_face.records import find_records
@@ -56,8 +57,6 @@ class HuggingFaceData(TwoSides):
     classes in their order, none of them where they are numbers.
     """
 
-    draws_randomness = False
-
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of `data`
         self,
         path: components.NonEmptyText,
@@ -84,8 +83,7 @@ class HuggingFaceData(TwoSides):
         # Set, it also spares processes that are forked later a warning of the library.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
-        self.max_length = max_length or min(filter(None, limits))
-        self.vocab_size, self.pad_token_id = len(tokenizer), pad_token_of(tokenizer)
+        self._max_length = max_length or min(filter(None, limits))
         self._tokenizer = tokenizer
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
@@ -95,7 +93,7 @@ class HuggingFaceData(TwoSides):
             model_labels=tuple(model_labels or ()),
             label_names=None if label_names is None else tuple(label_names),
             max_samples=max_samples,
-            max_length=self.max_length,
+            max_length=self._max_length,
             overlong=overlong,
             of_answers={
                 "truncation": truncation,
@@ -109,42 +107,53 @@ class HuggingFaceData(TwoSides):
         self._source = find_records(path, subset, part, one_part_only=one_part_only)
         is_named = subset is not None and self._source.kind != "hub"
         why = "is of a name on the hub, and the path is a file or folder"
-        self.unused = {"subset": why} if is_named else {}
+        self._unused = {"subset": why} if is_named else {}
         self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
-        self._split, self._samples = TRAIN, self._laid_out(tokenizer, options)
+        self._unused |= self._index.facts["unused"]
+        self._split, self._samples = TRAIN, self._laid_out(options.task)
         self._hold_out(self._held_out(holdout, seed))
-        self._settings = f"{self._samples.settings}|{self.holdout!r}|{seed}"
+        self._settings = f"{self._samples.settings}|{self._holdout!r}|{seed}"
         if not len(self):
             raise DataError(f"data.path={path}: no record is left to train on")
 
-    def _laid_out(self, tokenizer: Any, options: EncodeOptions) -> TextSamples | FieldSamples:  # noqa: ANN401
-        """Give the samples of the cache, and take over what it knows of them."""
-        index, facts = self._index, self._index.facts
-        self.unused |= facts["unused"]
-        self.num_skipped, self.skipped = index.num_skipped, index.skipped
-        self.num_classes, self.label_names = facts.get("num_classes"), facts.get("label_names")
-        self.collate: Callable[[Sequence[Sample]], dict[str, Tensor]] | None = None
+    def facts(self) -> DataFacts:
+        """Add what the cache and the tokenizer know."""
+        known, pad_token = self._index.facts, pad_token_of(self._tokenizer)
+        has_rows = any(isinstance(kind, int) for kind in known.get("kinds", {}).values())
+        return replace(
+            super().facts(),
+            collate=partial(_stacked, pad_token) if has_rows else None,
+            vocab_size=len(self._tokenizer),
+            num_classes=known.get("num_classes"),
+            pad_token_id=pad_token,
+            max_length=self._max_length,
+            label_names=known.get("label_names"),
+            name_of=self.name_of,
+            unused=self._unused,
+        )
+
+    def _laid_out(self, task: str) -> TextSamples | FieldSamples:
+        """Give the samples of the cache."""
+        facts = self._index.facts
         if facts["format"] != "text":
-            if any(isinstance(kind, int) for kind in facts["kinds"].values()):
-                self.collate = partial(_stacked, self.pad_token_id)
-            return FieldSamples(index, facts["kinds"])
-        ends = ends_of(tokenizer, is_causal=options.task == "causal_lm")
-        if self.max_length <= len(ends) * ends.of_samples:
+            return FieldSamples(self._index, facts["kinds"])
+        ends = ends_of(self._tokenizer, is_causal=task == "causal_lm")
+        if self._max_length <= len(ends) * ends.of_samples:
             text = "no more than special tokens; set a larger one"
-            raise ConfigError(f"data.max_length={self.max_length}: {text}")
-        return TextSamples(index, ends, self.max_length, facts["overlong"])
+            raise ConfigError(f"data.max_length={self._max_length}: {text}")
+        return TextSamples(self._index, ends, self._max_length, facts["overlong"])
 
     def _held_out(self, holdout: float, seed: int) -> Any:  # noqa: ANN401 - an array of bool
         """Mark the documents that are held out, and say by what rule."""
         counts = self._index.facts["counts"]
-        self.holdout: float | None = None
+        self._holdout = None
         if len(counts) > 1:
             if holdout not in {0, HOLDOUT}:
-                self.unused["holdout"] = f"is not used where the data have {' and '.join(counts)}"
-            self.split_rule = f"parts {' and '.join(counts)} of the data"
+                self._unused["holdout"] = f"is not used where the data have {' and '.join(counts)}"
+            self._split_rule = f"parts {' and '.join(counts)} of the data"
             return np.arange(len(self._index.groups)) >= next(iter(counts.values()))
-        self.holdout = holdout
-        self.split_rule = "whole records, copies of one together, drawn by data.split_seed"
+        self._holdout = holdout
+        self._split_rule = "whole records, copies of one together, drawn by data.split_seed"
         return held_out_mask(self._index.groups, holdout, seed)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -165,7 +174,7 @@ class HuggingFaceData(TwoSides):
                 left -= count
         return f"sample {i}"
 
-    def describe_records(self, facts: RunFacts) -> Sequence[Row]:
+    def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what the records were recognised as, and what became of the others."""
         known = self._index.facts
         form, dropped = known["format"], known["dropped"]

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from trainer.config.components import Overlong
 from trainer.core.errors import TrainError
 from trainer.core.user_code import quiet
+from trainer.data.documents import Ends, SampleKind, kinds_of, packed_fields
 from trainer.data.lines import json_object
 from trainer.data.loader import begin_loading, ignore_signals
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import Ends, SampleKind, kinds_of, packed_fields
 from trainer.features.hugging_face.formats import Format
 
 MANY_RECORDS = 10_000
@@ -42,6 +42,8 @@ OF_ANSWERS: Mapping[str, tuple[Any, str]] = {
 RoleValues = Mapping[str, Any]  # values by role
 RecordFields = Mapping[str, Any]
 """Numbers by field: a list, one, or rows of equal lengths."""
+FieldsOf = Callable[["RecordEncoder", RoleValues], RecordFields]
+"""Gives the fields of a sample; raises a ValueError where the record is bad, or dropped."""
 
 
 @final
@@ -68,8 +70,7 @@ class RecordEncoder:
     tokenizer: Any
     max_length: int  # most tokens of a sample
     overlong: Overlong  # what becomes of longer ones
-    # Gives the fields of a sample; raises a ValueError where the record is bad, or dropped
-    fields_of: Callable[[RecordEncoder, RoleValues], RecordFields]
+    fields_of: FieldsOf
 
     def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
         """Encode a record as it was read, or say why it is no sample."""
@@ -131,9 +132,8 @@ def text_fields(encoder: RecordEncoder, record: RoleValues, ends: Ends) -> Recor
         raise ValueError(f"the text is of type {type(text).__name__}, not a string")
     if text is None or not text.strip():
         raise DroppedError("without text")
-    return {
-        INPUT_IDS: ends.strip(encoder.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0])
-    }
+    ids = encoder.tokenizer([text], add_special_tokens=False)[INPUT_IDS][0]
+    return {INPUT_IDS: ends.strip(ids)}
 
 
 def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator[Any]:

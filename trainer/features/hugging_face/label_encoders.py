@@ -237,11 +237,8 @@ def choices_of(record: RoleValues) -> tuple[str, list[str], Any]:
     """Give what is asked, the choices, and the number of the right one, or a ValueError."""
     if "sent1" in record:
         begin = record["sent2"] or ""
-        return (
-            record["sent1"],
-            [f"{begin} {record[f'ending{i}']}" for i in range(4)],
-            record["label"],
-        )
+        endings = [f"{begin} {record[f'ending{i}']}" for i in range(4)]
+        return record["sent1"], endings, record["label"]
     choices, answer = record["choices"], record["answer"]
     letters = [*"ABCDEFGHIJ"]
     if isinstance(choices, Mapping):

@@ -29,7 +29,7 @@ from trainer.core.hub_cache import HUB_NAME, read_cache_without_network
 from trainer.core.user_code import quiet
 from trainer.data import lines
 from trainer.data.files import OTHER, Listing, files_at, progress, reading
-from trainer.data.samples import HELD_OUT_NAMES, TRAIN
+from trainer.data.split import HELD_OUT_NAMES, TRAIN
 from trainer.plan.cut import IntArray
 
 _KINDS = {

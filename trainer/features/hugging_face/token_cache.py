@@ -6,7 +6,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,10 @@ from typing import Any, final
 from trainer.config.components import Overlong, Task
 from trainer.core.errors import ConfigError, DataError
 from trainer.data import index
+from trainer.data.documents import SampleKind
 from trainer.data.files import progress
 from trainer.data.lines import fault
 from trainer.data.samples import INPUT_IDS
-from trainer.data.token_samples import SampleKind
 from trainer.features.hugging_face import chat_encoder, encode, label_encoders
 from trainer.features.hugging_face.formats import Format, recognise
 from trainer.features.hugging_face.records import RecordSource, select
@@ -39,7 +39,6 @@ _WITHOUT_LABELS = {
     "source and target": label_encoders.target_fields,
     "pair": label_encoders.pair_fields,
 }
-_LAST_USE = {"truncation": None, "padding": None}
 
 
 @final
@@ -113,7 +112,7 @@ def cached_records(
 
 def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeOptions) -> Format:
     """Find the format of the records by the columns of those that are trained on."""
-    records, place = _trained_on(parts), f"data.path={source.path}"
+    records, place = next(iter(parts.values())), f"data.path={source.path}"
     if not len(records):
         raise DataError(f"{place}: holds no records")
     columns = list[str](records.column_names)
@@ -145,9 +144,7 @@ def _fields_of(
     form: Format,
     tokenizer: Any,  # noqa: ANN401
     options: EncodeOptions,
-) -> tuple[
-    Callable[[encode.RecordEncoder, encode.RoleValues], encode.RecordFields], dict[str, Any]
-]:
+) -> tuple[encode.FieldsOf, dict[str, Any]]:
     """Choose what encodes a record; labels and choices are looked at first."""
     if form.name == "text":
         ends = encode.ends_of(tokenizer, is_causal=options.task == "causal_lm")
@@ -169,22 +166,18 @@ def _fields_of(
         values = label_encoders.read_labels(_records(source, parts), column)
         names = options.label_names or options.model_labels
         values = label_encoders.labels_in(values, names) if source.kind == "csv" else values
-        stated = _class_names(_trained_on(parts), column)
-        labels = label_encoders.find_labels(
-            values, stated, options.model_labels, options.label_names
-        )
+        feature = next(iter(parts.values())).features.get(column)
+        feature = getattr(feature, "feature", feature)  # of a list
+        stated = getattr(feature, "names", None)  # as `ClassLabel` states them
+        of_model, fixed = options.model_labels, options.label_names
+        labels = label_encoders.find_labels(values, stated, of_model, fixed)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
     facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
     if form.name == "label":
         return partial(label_encoders.label_fields, labels=labels), facts
-    return partial(
-        label_encoders.tag_fields, labels=labels, space=label_encoders.space_before_words(tokenizer)
-    ), facts
-
-
-def _trained_on(parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Dataset
-    return next(iter(parts.values()))
+    space = label_encoders.space_before_words(tokenizer)
+    return partial(label_encoders.tag_fields, labels=labels, space=space), facts
 
 
 def _num_choices(form: Format, records: Iterator[Any]) -> int:
@@ -200,13 +193,6 @@ def _records(source: RecordSource, parts: Mapping[str, Any]) -> Iterator[Any]:
     for records in parts.values():
         for batch in records.iter(1000):
             yield from encode.records_of(batch, is_json=source.kind == "json")
-
-
-def _class_names(records: Any, column: str) -> Sequence[str] | None:  # noqa: ANN401 - a Dataset
-    """Give the names of classes that the data state as `ClassLabel` does."""
-    feature = records.features.get(column)
-    inner = getattr(feature, "feature", feature)  # of a list
-    return getattr(inner, "names", None)
 
 
 @final
@@ -275,6 +261,8 @@ def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
             if file.is_file():
                 content = file.read_bytes()
                 if file.name == "tokenizer.json":
-                    content = json.dumps(json.loads(content) | _LAST_USE).encode()
+                    content = json.dumps(
+                        {**json.loads(content), "truncation": None, "padding": None}
+                    ).encode()
                 digest.update(file.name.encode() + content)
     return digest.hexdigest()

@@ -44,9 +44,8 @@ def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = Non
     if path is None and model is not None:
         folder = Path(model_folder(model))
         model = model if not folder.is_dir() or _has_tokenizer(folder) else None
-    return (
-        byte_tokenizer() if path is None and model is None else hugging_face_tokenizer(path, model)
-    )
+    is_named = path is not None or model is not None
+    return hugging_face_tokenizer(path, model) if is_named else byte_tokenizer()
 
 
 def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
@@ -75,9 +74,8 @@ def read_template(typed: str | None) -> str | None:
         return typed
     file = expanded(typed)
     if not file.is_file():
-        raise ConfigError(
-            f"data.chat_template={typed}: no such file, and no template, which has {{"
-        )
+        text = "no such file, and no template, which has {"
+        raise ConfigError(f"data.chat_template={typed}: {text}")
     return file.read_text()
 
 

@@ -19,7 +19,8 @@ from trainer.core.format import expanded, plural
 from trainer.core.rows import Row, RunFacts, join_parts, row
 from trainer.data.collate import LABELS
 from trainer.data.files import RUNS, Listing, files_at, progress, reading
-from trainer.data.samples import HELD_OUT, HELD_OUT_NAMES, PIXEL_VALUES, TRAIN
+from trainer.data.samples import PIXEL_VALUES
+from trainer.data.split import HELD_OUT, HELD_OUT_NAMES, TRAIN
 from trainer.features.vision import pixels
 from trainer.features.vision.augment import Augment
 
@@ -66,8 +67,10 @@ class ImageFolders:
             inner = _folders(folder)
             names = [name for name in (TRAIN, *HELD_OUT_NAMES) if name in inner]
             is_parted = TRAIN in names and bool(_folders(folder / TRAIN))
-            if not is_parted:
-                _refuse_parts(folder, inner)
+            for name in () if is_parted else inner:
+                if name.lower() in {"training", *HELD_OUT_NAMES, TRAIN} and _folders(folder / name):
+                    text = f"{name} looks like a part and would be a class: rename it, as to"
+                    raise DataError(f"data.path={folder}: {text} train and val")
             self._parts = dict[str, ImageFiles]()
             for name in names[:2] if is_parted else [""]:
                 part = ImageFiles(folder / name, make, augment, label_names)
@@ -115,9 +118,16 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         self._paths, labels, digest = list[Path](), list[int](), hashlib.sha256()
         self._others = sum((each.others for each in listings.values()), Counter[str]())
         for name in found:
-            self._paths += (paths := _images_of(folder / name, listings[name]))
-            labels += [self.label_names.index(name)] * len(paths)
-            for path in paths:
+            listing = listings[name]
+            if not listing.files:
+                others = (plural(count, noun) for noun, count in listing.others.items())
+                text = f"no image of {', '.join(pixels.FORMATS)} ({join_parts(*others)})"
+                raise DataError(
+                    f"data.path={folder / name}: {text}; convert them, or remove the folder"
+                )
+            self._paths += listing.files
+            labels += [self.label_names.index(name)] * len(listing.files)
+            for path in listing.files:
                 text = f"{path.relative_to(folder)}|{path.stat().st_size}|"
                 digest.update(text.encode(errors="surrogateescape"))
         digest.update(make.to_json().encode() if make.processor else b"")
@@ -142,24 +152,6 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         """Say what becomes of an image, and which files are none."""
         text = self._make.describe()
         return [row("", text, pixels=text), *Listing(others=self._others).describe()]
-
-
-def _images_of(folder: Path, listing: Listing) -> list[Path]:
-    """Give the images of a class; refuse one that has none."""
-    if not listing.files:
-        kinds = join_parts(*(plural(count, noun) for noun, count in listing.others.items()))
-        text = f"no image of {', '.join(pixels.FORMATS)} ({kinds}); convert them"
-        raise DataError(f"data.path={folder}: {text}, or remove the folder")
-    return listing.files
-
-
-def _refuse_parts(folder: Path, classes: Sequence[str]) -> None:
-    """Refuse classes that are parts by their names, and hold classes themselves."""
-    parts = {TRAIN, "training", *HELD_OUT_NAMES}
-    for name in classes:
-        if name.lower() in parts and _folders(folder / name):
-            text = f"{name} looks like a part and would be a class: rename it, as to"
-            raise DataError(f"data.path={folder}: {text} train and val")
 
 
 def _folders(folder: Path) -> list[str]:
