@@ -190,6 +190,7 @@ def test_a_run_without_its_wrong_sample_is_as_if_it_were_not_there(tmp_path):
 
 GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2 model.vocab_size=16"
 SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, but `lengths`"
+LABEL = "labels holds {} at position 1, and the model's classes, but for -100, are"
 TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary is 0 to 15"
 
 
@@ -202,7 +203,9 @@ TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary
         ("Apart data.kind=input_ids_16", "input_ids holds 16 at position 1"),
         ("Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
-        slow(f"Broken data.kind=labels_-2 num_workers=1 {GPT}", "Broken: labels holds -2 at"),
+        slow("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
+        ("Broken data.kind=labels_99", LABEL.format(99)),
+        slow(f"Broken data.kind=labels_-2 num_workers=1 {GPT}", LABEL.format(-2)),
     ],
 )
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):

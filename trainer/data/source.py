@@ -19,6 +19,7 @@ from trainer.data.split import (
     HeldOutOverlap,
     Split,
     find_overlap,
+    have_equal_contents,
     overlap_warning,
     split_by_seed,
     split_warnings,
@@ -76,19 +77,24 @@ class SourceSpec:
         With `compares` samples are looked for on both sides.
         """
         parts, rule = self._parts(world)
-        asked = parts[0].facts.holdout
+        asked, warnings = parts[0].facts.holdout, tuple[str, ...]()
         if len(parts) == 1:
             whole, drawn = parts[0], (self.holdout, self.split_seed)
             parts = [split_by_seed(whole, side, *drawn) for side in (TRAIN, HELD_OUT)]
             rule, asked = "samples drawn by data.split_seed", self.holdout
+            if self.takes_split:
+                warnings = (
+                    f"data: both parts of {self.name} are the same {len(whole)} samples, so "
+                    f"data.holdout={asked:g} of them is held out; for none, type data.holdout=0",
+                )
         train, rest = parts
-        split = Split(rule=rule, holdout=asked, seed=self.split_seed)
+        split = Split(rule=rule, holdout=asked, seed=self.split_seed, warnings=warnings)
         if not len(rest) or self.holdout == 0:
             return DataSource(train=train, held_out={}, split=split)
         if compares:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
             split = replace(split, overlap=HeldOutOverlap(**found))
-        split = replace(split, warnings=(*split_warnings(split, train, rest),))
+        split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
         sources = {
             name: DataView(rest, len(places), partial(picked, places), f"source {name}")
             for name, places in rest.sources.items()
@@ -122,6 +128,9 @@ class SourceSpec:
             built, rule = named_parts(self)
         views = [DataView(each) for each in built]
         rule = views[0].facts.split_rule or rule
+        # Where `split` is a mere label, all that is held out by it would be trained on.
+        if self.takes_split and world.on_main(partial(have_equal_contents, *views)):
+            views = views[:1]
         if self.skips:
             views = readable(views, self.seed, world)
         return views, rule

@@ -106,6 +106,15 @@ def _listed(view: DataView) -> list[int]:
     return ids
 
 
+def have_equal_contents(first: DataView, second: DataView) -> bool:
+    """Whether two data sets have as many samples, and equal ones wherever they are compared."""
+    if len(first) != len(second) or len(first) == 0:
+        return False
+    hashes = _hashes(first, first.spaced(COMPARED))
+    others = _hashes(second, hashes)
+    return bool(others) and all(hashes[i] == other for i, other in others.items())
+
+
 def find_overlap(train: DataView, held_out: DataView) -> HeldOutOverlap:
     """Look for held-out samples in training, by their contents.
 

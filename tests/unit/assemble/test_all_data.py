@@ -28,6 +28,13 @@ class Halves:
         return {"input_ids": torch.full((2 + self.numbers[i],), self.numbers[i])}
 
 
+class Labelled(Halves):
+    """Takes `split` as no more than a label."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__("train")
+
+
 class Plain(Halves):
     """Knows of no split."""
 
@@ -39,6 +46,7 @@ class Plain(Halves):
     ("data", "lengths"),
     [
         (f"data._target_={HERE}.Halves", [2, 4, 6, 8, 10, 3, 5, 7, 9]),
+        (f"data._target_={HERE}.Labelled", [2, 4, 6, 8, 10]),
         (f"data._target_={HERE}.Plain", [2, 4, 6, 8, 10]),
         (f"data._target_={HERE}.Halves data.split=train", [2, 4, 6, 8, 10]),
         ("data=text data.path=texts.jsonl", [5, 6, 7]),

@@ -145,14 +145,24 @@ class Named(Forgetful):
         super().__init__(split)
 
 
+def test_equal_parts_are_one_data_set_and_a_share_of_it_is_held_out():
+    train, held_out, split = built(f"{__name__}.Forgetful", holdout=0.1)
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (36, 4)
+    assert not {*contents(train)} & {*contents(held_out)}
+    (warning,) = split.warnings
+    assert "both parts of" in warning
+    assert "the same 40 samples, so data.holdout=0.1 of them is held out" in warning
+    train, held_out, _ = built(f"{__name__}.Forgetful", holdout=0)
+    assert (len(train), held_out) == (COUNT, None)
+
+
 def test_parts_that_share_samples_are_named_and_others_are_not():
     train, held_out, split = built(f"{__name__}.Leaky")
     assert held_out is not None
     assert (len(train), len(held_out)) == (COUNT, 8)
     (warning,) = split.warnings
     assert warning.startswith("data: 8 of 8 held-out samples that were compared are trained on too")
-    (warning,) = built(f"{__name__}.Forgetful")[2].warnings
-    assert warning.startswith("data: 40 of 40 held-out samples")
     assert split.to_json(train, {"": held_out})["overlap"] == {
         "held_out": 8,
         "training": COUNT,
@@ -170,8 +180,9 @@ def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so
     train, held_out, _ = built(f"{__name__}.Named", split="extra", holdout=0.5)
     assert held_out is not None
     assert (len(train), len(held_out), train.dataset.split) == (20, 20, "extra")
-    text = r"'held_out' for argument split\..*type data\.split=NAME"
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(
+        ConfigError, match=r"'held_out' for argument split\..*type data\.split=NAME"
+    ):
         built(f"{__name__}.Named")
 
 
@@ -193,8 +204,7 @@ def test_a_share_far_from_the_one_asked_for_is_named():
 def test_what_is_held_out_here_follows_the_split_s_seed_and_not_the_runs():
     found = []
     for run, own in ((0, 0), (5, 0), (5, 3)):
-        typed = {"data._target_": f"{__name__}.Forgetful", "data.split": "train"}
-        typed |= {"seed": run, "data.split_seed": own}
+        typed = {"data._target_": f"{__name__}.Forgetful", "seed": run, "data.split_seed": own}
         held_out = parts(checked(typed, "data=own"))[1]
         assert held_out is not None
         found.append(held_out.original_ids(range(len(held_out))).tolist())
