@@ -32,16 +32,18 @@ def readable(datasets: Sequence[DataView], seed: int, world: World) -> list[Data
     is bad; one sample is always allowed.
     """
     found = world.on_main(lambda: [_read_all(dataset, seed) for dataset in datasets])
-    views = list[DataView]()
+    views, bad = list[DataView](), list[str]()
     for dataset, (faults, lengths) in zip(datasets, found, strict=True):
         if dataset.facts.lengths is None:
             dataset.lengths = Lengths(np.array(lengths, dtype=np.int64))
-        view, positions = dataset, [i for i, _ in faults]
+        view, positions = dataset, list[int]()
+        for position, fault in faults:
+            positions.append(position)
+            bad.append(fault)
         if positions:
             sound = np.delete(np.arange(len(dataset)), positions)
             view = DataView(dataset, len(sound), partial(picked, sound), f"without {positions}")
         views.append(view)
-    bad = [fault for faults, _ in found for _, fault in faults]
     # What a data set itself passes over, its other split counts as well.
     views[0].num_skipped = datasets[0].num_skipped + len(bad)
     views[0].skipped = [*bad, *datasets[0].skipped][:LISTED_SKIPS]

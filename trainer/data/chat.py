@@ -9,7 +9,6 @@ Faults are a ValueError that says in plain words what is wrong and what to do.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -65,7 +64,10 @@ def normalize_messages(value: object) -> list[Message]:
 def _normalized(message: object, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} is of type {type(message).__name__}; write an object")
-    fields = {name: value for name, value in message.items() if value is not None}
+    fields = dict[str, Any]()
+    for key, value in message.items():
+        if value is not None:
+            fields[key] = value
     if "role" not in fields and "from" in fields:
         role, content = fields.pop("from"), fields.pop("value", None)
         fields |= {"role": role, "content": content}
@@ -99,14 +101,18 @@ def _text(content: Any, name: str) -> str:  # noqa: ANN401 - any JSON value
     """Give the text of a message's content, whose parts have texts of their own."""
     if isinstance(content, str):
         return content
-    texts = []
-    for part in content if isinstance(content, list | tuple) else [content]:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        texts.append(part["text"] if is_text and isinstance(part.get("text"), str) else part)
-        if not isinstance(texts[-1], str):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            what = f"a part of type {kind!r}" if kind else f"content of type {type(part).__name__}"
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = list[str]()
+    for part in parts:
+        text, what = part, f"content of type {type(part).__name__}"
+        if isinstance(part, Mapping):
+            if kind := part.get("type"):
+                what = f"a part of type {kind!r}"
+            if kind == "text":
+                text = part.get("text")
+        if not isinstance(text, str):
             raise ValueError(f"{name} has {what}, which is no text")
+        texts.append(text)
     return "".join(texts)
 
 
@@ -134,7 +140,9 @@ def encode_completion(
     """
     if isinstance(prompt, str) and isinstance(completion, str):
         ids, counts = _encode_texts(tokenizer, prompt, completion)
-        return ids, [True] * len(ids) if learns_all else counts
+        if learns_all:
+            counts = [True] * len(ids)
+        return ids, counts
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion have to be both text, or both lists of messages")
     chat = Chat(tokenizer, _tools(tools), chat_template, chat_template_kwargs or {})
@@ -149,10 +157,14 @@ def encode_completion(
 
 def _tools(value: Sequence[Any] | str | None) -> list[Any] | None:
     """Read tools; Arrow cannot store objects that differ, so that many files have them as text."""
-    tools = json.loads(value) if isinstance(value, str) else value
+    tools: Any = value
+    if isinstance(value, str):
+        tools = json.loads(value)
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError("tools is not a list of JSON schemas")
-    return [*tools] if tools else None
+    if not tools:
+        return None
+    return [*tools]
 
 
 def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -167,26 +179,37 @@ def _read_calls(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     if isinstance(arguments, str):
         with suppress(ValueError):
             arguments = json.loads(arguments)
-    return {**value, "arguments": arguments} if isinstance(arguments, dict) else value
+    if not isinstance(arguments, dict):
+        return value
+    return {**value, "arguments": arguments}
 
 
 def _without(counts: Sequence[bool], answers: Sequence[int], learned: Sequence[int]) -> list[bool]:
     """Take out of a template's mask, a run of tokens for each answer, those not learned."""
-    begins = [c and not before for before, c in zip([False, *counts], counts, strict=False)]
-    if sum(begins) != len(answers):
+    # Of each token the number of the run that it is in or behind, from 1
+    runs, count, before = list[int](), 0, False
+    for is_marked in counts:
+        count += is_marked and not before
+        runs.append(count)
+        before = is_marked
+    if count != len(answers):
         raise ValueError(
-            f"the chat template marks {sum(begins)} parts of {len(answers)} answers, so that the "
+            f"the chat template marks {count} parts of {len(answers)} answers, so that the "
             f"one of weight 0 cannot be found; {_TEMPLATE}"
         )
-    runs = itertools.accumulate(begins)  # 1 from the first run on
-    return [c and answers[run - 1] in learned for c, run in zip(counts, runs, strict=True)]
+    found = list[bool]()
+    for is_marked, run in zip(counts, runs, strict=True):
+        found.append(is_marked and answers[run - 1] in learned)
+    return found
 
 
 def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokensAndMask:  # noqa: ANN401
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    end = eos if eos and not completion.endswith(eos) else ""
+    end = ""
+    if eos and not completion.endswith(eos):
+        end = eos
     encoded = tokenizer(
         prompt + completion + end,
         # Those of the tokenizer begin with a BOS, of which the text may have one already.
@@ -212,13 +235,20 @@ class Chat:
 
     def encode_answers(self, messages: Sequence[Message], first: int) -> TokensAndMask:
         """Mark the answers among the messages from index `first` on."""
-        answers = [i for i, m in enumerate(messages) if i >= first and m["role"] == ASSISTANT]
+        answers, learned = list[int](), list[int]()
+        for i in range(first, len(messages)):
+            if messages[i]["role"] == ASSISTANT:
+                answers.append(i)
+                if messages[i].get(MESSAGE_WEIGHT, 1):
+                    learned.append(i)
         if not answers:
             raise ValueError("no message is of the assistant, so that there is nothing to learn")
-        learned = [i for i in answers if messages[i].get(MESSAGE_WEIGHT, 1)]
         if _GENERATION.search(self.template()):
-            ids, counts = self.encode_marked(messages, answers[0] if first else 0)
-            return ids, counts if learned == answers else _without(counts, answers, learned)
+            begin = answers[0] if first else 0
+            ids, counts = self.encode_marked(messages, begin)
+            if learned != answers:
+                counts = _without(counts, answers, learned)
+            return ids, counts
         text = self.render(messages)
         ids, offsets = self.tokenize(text)
         counts = [False] * len(ids)
@@ -249,26 +279,32 @@ class Chat:
         Most templates write them as JSON themselves, and would make a string of a text. Others join
         it to text, which an object is refused for, or would write an object as Python does.
         """
-        read = [
-            {**m, "tool_calls": _read_calls(m["tool_calls"])} if m.get("tool_calls") else m
-            for m in messages
-        ]
+        read = [*messages]
+        for i, message in enumerate(messages):
+            if calls := message.get("tool_calls"):
+                read[i] = {**message, "tool_calls": _read_calls(calls)}
         if read == messages:
             return messages
         try:
             text = self.render(read)
         except ValueError:
             return messages
-        calls = [call for message in read for call in message.get("tool_calls") or ()]
-        objects = [call.get("function", call).get("arguments") for call in calls]
-        return messages if any(str(each) in text for each in objects if each) else read
+        for message in read:
+            for call in message.get("tool_calls") or ():
+                arguments = call.get("function", call).get("arguments")
+                # Written as Python writes it, with single quotes: no JSON for a model to learn.
+                if arguments and str(arguments) in text:
+                    return messages
+        return read
 
     def template(self) -> str:
         """Give the text of the template that is used; today is always the same day in it."""
         if self.chat_template is None and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template; type data.chat_template=FILE")
         text: str = self.tokenizer.get_chat_template(self.chat_template, self.tools)
-        return _FIXED_DAY + text if "strftime_now" in text else text
+        if "strftime_now" in text:
+            text = _FIXED_DAY + text
+        return text
 
     def apply(self, messages: Sequence[Message], **how: Any) -> Any:  # noqa: ANN401
         """Render by the template; what it raises is a ValueError."""
@@ -353,8 +389,10 @@ class Chat:
     def check_header(self, messages: Sequence[Message], i: int, turn: str, before: str) -> None:
         """Refuse a template whose header would be learned with the answer."""
         content = messages[i].get("content")
-        place = turn.find(content.strip()) if isinstance(content, str) else 0
-        header = turn[: max(place, 0)]
+        place = 0
+        if isinstance(content, str):
+            place = max(turn.find(content.strip()), 0)
+        header = turn[:place]
         if header.strip() and self.render(messages[:i]) == before:
             raise ValueError(
                 f"the chat template begins an answer with {header!r} and has no generation prompt, "

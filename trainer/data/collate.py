@@ -33,15 +33,16 @@ def aligned_fields(samples: Sequence[Sample], lengths: Sequence[int]) -> frozens
     """
 
     def is_aligned(name: str) -> bool:
-        fits = [
-            name in sample and sample[name].dim() > 0 and len(sample[name]) == length
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
+        fits, fitting = list[bool](), set[int]()
+        for sample, length in zip(samples, lengths, strict=True):
+            field = sample.get(name)
+            fits.append(field is not None and field.dim() > 0 and len(field) == length)
+            if fits[-1]:
+                fitting.add(length)
         is_rule = 2 * sum(fits) > len(fits)
         if len(set(lengths)) == 1:
             return is_rule
         # One that fits most samples is faulty in the others, also in the shortest.
-        fitting = {length for length, is_fit in zip(lengths, fits, strict=True) if is_fit}
         return len(fitting) > 1 and (is_rule or all(fits[:2]))
 
     return frozenset(filter(is_aligned, samples[0]))
@@ -101,23 +102,27 @@ def pack_samples(
     Fields must have one entry per token, and the samples fit the row.
     """
     columns = _columns(samples, name_of)
-    if others := [name for name in columns if name not in aligned]:
-        raise DataError(
-            f"data: field {others[0]!r} does not have one entry per token, so samples cannot be "
-            f"packed end to end; use padded micro-batches"
-        )
+    for name in columns:
+        if name not in aligned:
+            raise DataError(
+                f"data: field {name!r} does not have one entry per token, so samples cannot be "
+                f"packed end to end; use padded micro-batches"
+            )
     lengths = [len(value) for value in next(iter(columns.values()))]
     spare = pad_to - sum(lengths)
     if spare < 0:
         raise DataError(_too_long(f"{len(samples)} samples from {name_of(0)} on", pad_to))
     longest = max(1, *lengths)
     whole, rest = divmod(spare, longest)
-    segments = torch.tensor([*lengths, *[longest] * whole, *([rest] if rest else [])])
+    sizes = [*lengths, *[longest] * whole]
+    if rest:
+        sizes.append(rest)
+    segments = torch.tensor(sizes)
     ends = segments.cumsum(0)
-    fields = {
-        name: _grow(torch.cat(column)[None], pad_to, _fill(name, pad_token))
-        for name, column in columns.items()
-    }
+    fields = {}
+    for name, column in columns.items():
+        row = torch.cat(column)[None]
+        fields[name] = _grow(row, pad_to, _fill(name, pad_token))
     positions = torch.arange(pad_to) - (ends - segments).repeat_interleave(segments)
     fields["position_ids"] = positions[None]
     fields["cu_seqlens"] = F.pad(ends, (1, 0)).int()
@@ -169,7 +174,10 @@ def _fill(name: str, pad_token: int) -> int:
 def _grow(field: Tensor, length: int, fill: int) -> Tensor:
     """Pad dimension 1 on the right to `length`."""
     missing = length - field.shape[1]
-    return F.pad(field, (0, 0) * (field.dim() - 2) + (0, missing), value=fill) if missing else field
+    if not missing:
+        return field
+    # F.pad counts dimensions from the last one, a pair of sides each.
+    return F.pad(field, (0, 0) * (field.dim() - 2) + (0, missing), value=fill)
 
 
 def _too_long(what: str, pad_to: int) -> str:
@@ -182,12 +190,15 @@ def num_rows(fields: Mapping[str, Tensor], samples: Sequence[Sample]) -> int:
     Samples that lie end to end count each: in one row that has room for all their tokens, or in
     several with the positions of their tokens.
     """
-    shapes = [field.shape for field in fields.values() if field.dim()]
-    rows = max((shape[0] for shape in shapes), default=0)
     tokens = sum(num_tokens(sample) or 0 for sample in samples)
-    in_one_row = any(shape[0] == 1 and len(shape) > 1 and shape[1] >= tokens for shape in shapes)
-    is_packed = PACKING[0] in fields or (tokens > 0 and in_one_row)
-    return max(rows, len(samples)) if is_packed else rows
+    rows, in_one_row = 0, False
+    for field in fields.values():
+        if field.dim():
+            rows = max(rows, len(field))
+            in_one_row |= len(field) == 1 and field.dim() > 1 and field.shape[1] >= tokens
+    if PACKING[0] in fields or (tokens > 0 and in_one_row):
+        return max(rows, len(samples))
+    return rows
 
 
 def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | None:
@@ -197,14 +208,15 @@ def value_out_of_range(fields: Mapping[str, Tensor], limits: Limits) -> str | No
         if values is None or values.is_floating_point() or values.is_complex():
             continue  # refused, or meant, elsewhere
         wrong = (values < 0) | (values >= limit)
-        what = "vocabulary is"
+        what, hint = "vocabulary is", ": is the tokenizer that of another model?"
         if name == LABELS:
             wrong &= values != IGNORED
-            what = "classes, but for -100, are"
+            what, hint = "classes, but for -100, are", ""
         if wrong.any():
             at: list[int] = wrong.nonzero()[0].tolist()
-            place = f" at position {', '.join(map(str, at))}" if at else ""
-            value = values[tuple(at)].tolist()
-            hint = "" if name == LABELS else ": is the tokenizer that of another model?"
+            value, place = values[tuple(at)].tolist(), ""
+            # A field without dimensions has no position to name.
+            if at:
+                place = f" at position {', '.join(map(str, at))}"
             return f"{name} holds {value}{place}, and the model's {what} 0 to {limit - 1}{hint}"
     return None

@@ -43,7 +43,9 @@ def data_rows(
     )
     rows = [counted, *train.facts.describe_records(facts)]
     for part, view in held_out.items():
-        for each in view.facts.describe_records(facts) if part in elsewhere else ():
+        if part not in elsewhere:
+            continue
+        for each in view.facts.describe_records(facts):
             if each.text:
                 rows.append(row("", f"{part or 'held out'}: {each.text}"))
     # Class weights and predictions number the classes so.

@@ -53,7 +53,9 @@ class Ends:
         begin, end = len(self.prefix), len(self.suffix)
         if begin and tuple(ids[:begin]) == self.prefix:
             ids = ids[begin:]
-        return ids[:-end] if end and tuple(ids[-end:]) == self.suffix else ids
+        if end and tuple(ids[-end:]) == self.suffix:
+            ids = ids[:-end]
+        return ids
 
 
 SampleKind = str | int
@@ -82,7 +84,9 @@ class TextSamples:
         self._index, self._ends, self._stored, self._head = index, ends, stored, head
         self.settings = f"{ends}|{max_length}|{overlong}"
         whole = np.diff(index.offsets) // stored.itemsize - head + len(ends)
-        inside, context = (len(ends), 0) if ends.of_samples else (0, 1)
+        inside, context = 0, 1
+        if ends.of_samples:
+            inside, context = len(ends), 0
         self.documents, self._begins, lengths = divide(
             whole - inside, max_length - inside, overlong, context
         )
@@ -176,8 +180,10 @@ def kinds_of(fields: Mapping[str, Any]) -> dict[str, SampleKind]:
             kinds[name] = len(array)
         elif array.ndim == 1:
             kinds[name] = "ids"
+        elif array.dtype.kind == "f":
+            kinds[name] = "real"
         else:
-            kinds[name] = "real" if array.dtype.kind == "f" else "number"
+            kinds[name] = "number"
     return kinds
 
 
@@ -185,8 +191,11 @@ def packed_fields(fields: Mapping[str, Any]) -> bytes:
     """Put the fields of one sample into bytes: how many numbers each has, then the numbers."""
     arrays = [np.asarray(values).ravel() for values in fields.values()]
     heads = np.array([len(each) for each in arrays], dtype=STORED)
-    stored = [each.astype(REAL if each.dtype.kind == "f" else STORED) for each in arrays]
-    return b"".join([heads.tobytes(), *(each.tobytes() for each in stored)])
+    parts = [heads.tobytes()]
+    for each in arrays:
+        dtype = REAL if each.dtype.kind == "f" else STORED
+        parts.append(each.astype(dtype).tobytes())
+    return b"".join(parts)
 
 
 @final
@@ -194,7 +203,8 @@ def packed_fields(fields: Mapping[str, Any]) -> bytes:
 class ByteEntropies:
     """What counting bytes alone predicts of the held-out text, in nats per predicted token."""
 
-    unigram: float  # knowing nothing of the text so far
+    # Knowing nothing of the text so far
+    unigram: float
     bigram: float  # knowing the token before
 
 
@@ -204,9 +214,11 @@ class TwoSides(Dataset[dict[str, Tensor]]):
     _index: Index
     _samples: TextSamples | FieldSamples  # of both sides
     _split: str  # which side this is
-    _settings: str  # what the samples depend on beside the index and the side
+    # What the samples depend on beside the index and the side
+    _settings: str
     _split_rule: str
-    _holdout: float | None  # None where the documents bring their own parts
+    # None where the documents bring their own parts
+    _holdout: float | None
 
     def _hold_out(self, documents: npt.NDArray[np.bool_]) -> None:
         """Draw the sides: the documents that are held out, `(documents,)`, and the others."""
@@ -337,12 +349,12 @@ class ByteDocuments(TwoSides):
         samples, N = h(.,.), and add-one smoothing over the vocabulary. Costs one pass over both
         splits, some 30 ns a token.
         """
-        counts, held_out = (
-            self._pair_counts(ids) for ids in (self._ids[TRAIN], self._ids[HELD_OUT][places])
-        )
+        counts = self._pair_counts(self._ids[TRAIN])
+        held_out = self._pair_counts(self._ids[HELD_OUT][places])
         total = held_out.sum()
         if total == 0:
             return ByteEntropies(unigram=float("nan"), bigram=float("nan"))
+        # 258 x 258 floats, 0.5 MB
         smoothed = counts + 1.0
         after_any = counts.sum(0) + 1.0
         bigram = held_out * np.log(smoothed / smoothed.sum(-1, keepdims=True))
@@ -354,7 +366,10 @@ class ByteDocuments(TwoSides):
         counts = np.zeros(VOCAB_SIZE * VOCAB_SIZE, dtype=np.int64)
         lengths = self._samples.lengths
         blocks = np.cumsum(lengths[ids]) // _BLOCK_TOKENS
-        for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1) if len(ids) else ():
+        for block in np.split(ids, np.flatnonzero(np.diff(blocks)) + 1):
+            # `np.split` makes one empty block of no samples.
+            if len(block) == 0:
+                break
             tokens = np.concatenate([self._samples.ids(sample) for sample in block])
             pairs = tokens[:-1] * VOCAB_SIZE + tokens[1:]
             # The first token of a sample is not predicted from the last one of another.

@@ -36,12 +36,15 @@ class Listing:
     """Files that were found, and what was passed over beside them."""
 
     files: list[Path] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)  # how many, by what they are
+    # How many, by what they are
+    others: Counter[str] = field(default_factory=Counter)
 
     def describe(self) -> Sequence[Row]:
         """Say what was passed over."""
         text = join_parts(*(plural(count, noun) for noun, count in self.others.items()))
-        return [row("", f"passed over: {text}", passed_over=self.others)] if text else []
+        if not text:
+            return []
+        return [row("", f"passed over: {text}", passed_over=self.others)]
 
 
 def files_at(
@@ -66,9 +69,12 @@ def files_at(
     for file in sorted(found):
         if takes(file):
             listing.files.append(file)
+        elif file.suffix:
+            listing.others[f"{file.suffix} file"] += 1
         else:
-            listing.others[f"{file.suffix} file" if file.suffix else OTHER] += 1
-    listing.others += Counter({RUNS: num_runs})  # none where it is zero
+            listing.others[OTHER] += 1
+    # Adding leaves out what is zero.
+    listing.others += Counter({RUNS: num_runs})
     return listing
 
 
@@ -80,9 +86,15 @@ def _walk(path: Path) -> tuple[list[Path], int]:
             num_runs += 1
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if Path(parent, name).is_symlink()]
-        found += [Path(parent, name) for name in (*links, *files) if not name.startswith(".")]
+        for name in [*folders]:
+            if name.startswith("."):
+                folders.remove(name)  # which `walk` then leaves out
+            elif Path(parent, name).is_symlink():
+                # `walk` follows no link to a folder; it is refused below, not passed over.
+                found.append(Path(parent, name))
+        for name in files:
+            if not name.startswith("."):
+                found.append(Path(parent, name))
     for file in found:
         if not file.is_file():
             raise DataError(
@@ -113,15 +125,17 @@ def progress(label: str) -> Iterator[Callable[[], None]]:
     Yields a function to call after each unit of work, such as `indexing the standard library`; it
     raises `Preempted` once a signal has asked the run to stop.
     """
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    due = time.monotonic() + LONG_S if is_first else math.inf
+    due = math.inf
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        due = time.monotonic() + LONG_S
 
     def advance() -> None:
         nonlocal due
         signals.check()
         if time.monotonic() > due:
             due = math.inf
-            with suppress(OSError):  # stderr may be a closed pipe
+            # Stderr may be a closed pipe
+            with suppress(OSError):
                 sys.stderr.write(f"train: {label} ...\n")
 
     yield advance

@@ -62,14 +62,22 @@ class Index:
     """An open index; pickled as its path and key."""
 
     path: Path  # its folder
-    key: str  # what the index was built from
-    blob: npt.NDArray[np.uint8]  # `(bytes,)` uint8, all documents end to end
-    offsets: IntArray  # `(documents + 1,)`, where each begins and the last one ends
-    groups: KeyArray  # `(documents,)`; documents that share one must fall into the same split
-    digest: str  # SHA-256 of the three arrays
-    num_skipped: int  # records that were left out
-    skipped: tuple[str, ...]  # why the first of them were
-    facts: Mapping[str, Any]  # what else is known of all documents
+    # What the index was built from
+    key: str
+    # `(bytes,)` uint8, all documents end to end
+    blob: npt.NDArray[np.uint8]
+    # `(documents + 1,)`, where each begins and the last one ends
+    offsets: IntArray
+    # `(documents,)`; documents that share one must fall into the same split
+    groups: KeyArray
+    # SHA-256 of the three arrays
+    digest: str
+    # Records that were left out
+    num_skipped: int
+    # Why the first of them were
+    skipped: tuple[str, ...]
+    # What else is known of all documents
+    facts: Mapping[str, Any]
 
     def __reduce__(self) -> tuple[Callable[[Path, str], Index], tuple[Path, str]]:
         return _open, (self.path, self.key)
@@ -105,6 +113,7 @@ def cached_index(
         raise DataError(
             f"data: cannot write the index {path} ({error}); name another folder in TRAIN_CACHE"
         ) from error
+    # Of the same corpus before it changed: its documents would fill the disk.
     for older in path.parent.glob(f"{name}-*"):
         if older != path:
             shutil.rmtree(older, ignore_errors=True)
@@ -144,6 +153,8 @@ def _locked(file: Path) -> Iterator[None]:
         try:
             yield
         finally:
+            # One who waits has the file open, and locks what has no name any more: it finds the
+            # index there. One who comes later makes a file anew.
             file.unlink(missing_ok=True)
 
 
@@ -158,6 +169,8 @@ def _write(path: Path, key: str, build: Build) -> None:
                 file.write(document)
                 digest.update(document)
                 offsets.append(offsets[-1] + len(document))
+                # 64 bits of a hash stand for a group: those of two distinct ones are the same for
+                # one in 10^7 corpora of a million documents.
                 draw = hashlib.blake2b(group, digest_size=8).digest()
                 groups.append(int.from_bytes(draw, "little"))
 
@@ -165,13 +178,15 @@ def _write(path: Path, key: str, build: Build) -> None:
             about: dict[str, Any] = {"key": key, "num_skipped": len(skipped), "facts": facts}
             about["skipped"] = skipped[:LISTED_SKIPS]
             file.flush()
-            os.fsync(file.fileno())  # past CHECKED_BYTES nothing would notice bytes that are lost
+            # Past CHECKED_BYTES nothing would notice bytes that are lost
+            os.fsync(file.fileno())
         arrays = np.array(offsets, dtype="<i8"), np.array(groups, dtype="<u8")
         arrays[0].tofile(folder / "offsets.bin")
         arrays[1].tofile(folder / "groups.bin")
         about |= {"documents": digest.hexdigest(), "arrays": _sha256(*arrays)}
         (folder / "index.json").write_text(json.dumps(about))
-        with suppress(OSError):  # another builder was first, with the same documents
+        # Raised where another builder was first, with the same documents.
+        with suppress(OSError):
             folder.rename(path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

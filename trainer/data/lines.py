@@ -32,14 +32,19 @@ _BOM = b"\xef\xbb\xbf"
 
 def kind_suffix(file: Path) -> str:
     """Give the suffix that says what a file holds, in small letters: `.csv` of `a.CSV.gz`."""
-    suffixes = (suffix.lower() for suffix in reversed(file.suffixes))
-    return next((suffix for suffix in suffixes if suffix not in UNPACKED), "")
+    for suffix in reversed(file.suffixes):
+        if suffix.lower() not in UNPACKED:
+            return suffix.lower()
+    return ""
 
 
 def open_unpacked(file: Path) -> Any:  # noqa: ANN401 - a stream of bytes
     """Open a file for reading; `.gz`, `.bz2`, `.xz` and `.zst` are unpacked."""
     module = UNPACKED.get(file.suffix.lower())
-    return import_module(module).open(file, "rb") if module else file.open("rb")
+    if module is None:
+        return file.open("rb")
+    # All of these modules, also that of zstandard, have an `open` of this form.
+    return import_module(module).open(file, "rb")
 
 
 def is_text(file: Path) -> bool:
@@ -57,7 +62,9 @@ def lines_of(file: Path) -> NumberedLines:
             if len(line) > LONGEST_LINE:
                 text = f"the line is longer than {LONGEST_LINE >> 20} MiB; is the file text?"
                 raise DataError(f"data: {file}:{number}: {text}")
-            yield number, line.removeprefix(_BOM) if number == 1 else line
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            yield number, line
 
 
 def paragraphs_of(file: Path) -> NumberedLines:
@@ -76,16 +83,20 @@ def whole_text_of(file: Path) -> NumberedLines:
 def json_records_of(file: Path) -> NumberedLines:
     """Give the lines of a file that are not blank, or the records, by number, of a list in it."""
     if not _holds_list(file):
-        yield from ((number, line) for number, line in lines_of(file) if line.strip())
+        for number, line in lines_of(file):
+            if line.strip():
+                yield number, line
         return
     with reading(file), open_unpacked(file) as stream:
-        content = stream.read().removeprefix(_BOM)  # often one line, whatever its size
+        # Read at once, since a list is often one line, whatever its size.
+        content = stream.read().removeprefix(_BOM)
     try:
         records = _parsed(content)
     except ValueError as error:
         before, text = fault(error)
         raise DataError(f"data: {file}:{1 + before}: {text}") from error
-    yield from ((number, json.dumps(each).encode()) for number, each in enumerate(records, start=1))
+    for number, each in enumerate(records, start=1):
+        yield number, json.dumps(each).encode()
 
 
 def _holds_list(file: Path) -> bool:
@@ -97,7 +108,9 @@ def _holds_list(file: Path) -> bool:
 
 def record_place(file: Path, number: int) -> str:
     """Name a record by its line, or by its number in a list."""
-    return f"{file}: record {number}" if _holds_list(file) else f"{file}:{number}"
+    if _holds_list(file):
+        return f"{file}: record {number}"
+    return f"{file}:{number}"
 
 
 def json_object(record: bytes) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import signal
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import wait
 from typing import Any, final
 
@@ -105,7 +105,9 @@ class Loader(Dataset[Any]):
     def load(self, request: Request) -> Fields:
         """Load one micro-batch in this process; a DataError names what cannot be read or joined."""
         fields = self._assembled(request)
-        return {n: f.pin_memory() for n, f in fields.items()} if self._pin_memory else fields
+        if not self._pin_memory:
+            return fields
+        return {name: field.pin_memory() for name, field in fields.items()}
 
     def longest(self) -> Request:
         """Ask for the longest sample alone."""
@@ -169,7 +171,10 @@ class Loader(Dataset[Any]):
         sample that cannot be read or joined, or a worker that died, is a DataError.
         """
         if self.num_workers == 0:
-            yield from (self._ahead if self.loads_in_thread else partial(map, self.load))(requests)
+            if self.loads_in_thread:
+                yield from self._ahead(requests)
+            else:
+                yield from map(self.load, requests)
             return
         self._sampler.requests = requests
         try:
@@ -189,15 +194,21 @@ class Loader(Dataset[Any]):
     def _deaths(self) -> str:
         """Say how loading processes ended that were to go on."""
         running = self._running
-        workers = () if running is None else running._workers
+        if running is None:
+            return ""
+        workers, codes = running._workers, list[int]()
         ended = wait([worker.sentinel for worker in workers], DYING_S)
         for worker in workers:
             if worker.sentinel in ended:
                 worker.join()  # its pipe closes a moment before it has an exit code
-        codes = [worker.exitcode for worker in workers if worker.exitcode is not None]
+        for worker in workers:
+            if worker.exitcode is not None:
+                codes.append(worker.exitcode)
         if -signal.SIGKILL in codes:
             return "it was killed (SIGKILL), as happens when the host's memory runs out"
-        return f"it ended with exit code {codes[0]}" if codes else ""
+        if codes:
+            return f"it ended with exit code {codes[0]}"
+        return ""
 
     def _ahead(self, requests: Iterator[Request]) -> Iterator[Fields]:
         """Load in a thread."""
@@ -216,7 +227,9 @@ class Loader(Dataset[Any]):
     @property
     def _running(self) -> Any:  # noqa: ANN401 - a class of PyTorch's own
         """Give what owns the workers; PyTorch has no public way to stop persistent ones."""
-        return None if self._workers is None else self._workers._iterator
+        if self._workers is None:
+            return None
+        return self._workers._iterator
 
     def close(self) -> None:
         """Stop the workers. A later stream starts them again."""
@@ -267,10 +280,10 @@ class Loader(Dataset[Any]):
                 pad_token = data.facts.pad_token_id or 0
                 fields = join(samples, self.aligned, request.pad_to, name, pad_token)
         if fault := value_out_of_range(fields, self.limits):
-            found = (value_out_of_range(sample, self.limits) for sample in samples)
-            faults = ((name(k), each) for k, each in enumerate(found))
-            own = f"`collate` of {data.kind}", fault
-            raise DataError("data: {}: {}".format(*next((f for f in faults if f[1]), own)))
+            for k, sample in enumerate(samples):
+                if own := value_out_of_range(sample, self.limits):
+                    raise DataError(f"data: {name(k)}: {own}")
+            raise DataError(f"data: `collate` of {data.kind}: {fault}")
         return fields
 
     def __getitem__(self, request: Request) -> Fields | Exception:
@@ -300,20 +313,24 @@ class Loader(Dataset[Any]):
             samples = self._prepared(ids, epoch=0)
             if lengths.max() == 1 and None in map(num_tokens, samples):
                 return frozenset()
-            others = {
-                i: self._as_prepared(i, sample, epoch=0)
-                for i, sample in data.probe(data.spaced(PROBED), seed=self.seed)
-            }
-        ids, samples = [*ids, *others], [*samples, *others.values()]
-        counts = [num_tokens(sample) for sample in samples]
-        pairs = zip(ids, counts, strict=True)
-        tokens = [int(lengths[i]) if n is None else n for i, n in pairs]
+            for i, sample in data.probe(data.spaced(PROBED), seed=self.seed):
+                ids.append(i)
+                samples.append(self._as_prepared(i, sample, epoch=0))
+        tokens = list[int]()
+        for i, sample in zip(ids, samples, strict=True):
+            count = num_tokens(sample)
+            if count is None:
+                count = int(lengths[i])
+            tokens.append(count)
         return aligned_fields(samples, tokens) - self._unaligned
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """Restore the global generators in the end, where anything here seeds them."""
-        with preserve_generators() if self._changes else nullcontext(), self.dataset.isolated_rng():
+        preserved: AbstractContextManager[None] = nullcontext()
+        if self._changes:
+            preserved = preserve_generators()
+        with preserved, self.dataset.isolated_rng():
             yield
 
     def _prepared(self, ids: Sequence[int], epoch: int) -> list[dict[str, Tensor]]:

@@ -45,14 +45,19 @@ class Joined(Dataset[Sample]):
     ) -> None:
         self._keeps_ids = keeps_ids
         self._names, self._views = [*views], [*views.values()]
-        self._counts = [len(v) if counts is None else counts[n] for n, v in views.items()]
+        if counts is None:
+            self._counts = [*map(len, self._views)]
+        else:
+            self._counts = [counts[name] for name in views]
         self._ends = np.cumsum([0, *self._counts])
 
     def facts(self) -> DataFacts:
         """Say what is known of all parts; what they have alike is that of the first."""
         known = [view.facts for view in self._views]
-        ids = [_NO_IDS, *(view.original_ids(np.arange(len(view))) for view in self._views)]
-        first = known[0] if known else DataFacts()
+        first, ids = next(iter(known), DataFacts()), None
+        if self._keeps_ids:
+            own = [view.original_ids(np.arange(len(view))) for view in self._views]
+            ids = np.concatenate([_NO_IDS, *own])
         return DataFacts(
             lengths=self._lengths(),
             draws_randomness=any(each.draws_randomness for each in known),
@@ -68,7 +73,7 @@ class Joined(Dataset[Sample]):
             name_of=self.name_of,
             describe_records=first.describe_records,
             num_cut=sum(each.num_cut for each in known),
-            original_ids=np.concatenate(ids) if self._keeps_ids else None,
+            original_ids=ids,
         )
 
     def __len__(self) -> int:
@@ -116,7 +121,9 @@ class Joined(Dataset[Sample]):
 
 def _largest(found: Sequence[int | None]) -> int | None:
     """Give the largest of some numbers, if all are known."""
-    return None if None in found else max(found, default=None)  # type: ignore[type-var] # None is out
+    if None in found:
+        return None
+    return max(found, default=None)  # type: ignore[type-var] # None is out
 
 
 @final
@@ -126,8 +133,10 @@ class MixtureSource:
 
     train: DataView
     held_out: DataView | None
-    weight: float  # samples of it in an epoch are proportional to this
-    num_left_out: int = 0  # samples that are in no epoch, as another source holds them out
+    # Samples of it in an epoch are proportional to this
+    weight: float
+    # Samples that are in no epoch, as another source holds them out
+    num_left_out: int = 0
 
 
 @final
@@ -157,6 +166,7 @@ class Mixture:
         opened = cast("Mapping[str, MixtureSource]", sources)  # as they come
         self._sources = _without_held_out(opened)
         sizes = {name: len(source.train) for name, source in self._sources.items()}
+        # By the decimals that were typed: as a float 0.1 is no tenth, and shares were not exact.
         weights = {name: Fraction(str(s.weight)) for name, s in self._sources.items()}
         self.counts = counts_by_weight(sizes, weights, stopping)
         for name, count in self.counts.items():
@@ -171,11 +181,13 @@ class Mixture:
 
     def splits(self) -> dict[str, MixturePart]:
         """Give what is trained on, with repeats, and what is held out, once."""
-        train = {name: source.train for name, source in self._sources.items()}
-        rest = {name: source.held_out for name, source in self._sources.items()}
-        held_out = {name: view for name, view in rest.items() if view is not None}
-        weights = {name: source.weight for name, source in self._sources.items()}
-        left_out = {name: source.num_left_out for name, source in self._sources.items()}
+        train, held_out = dict[str, DataView](), dict[str, DataView]()
+        weights, left_out = dict[str, float](), dict[str, int]()
+        for name, source in self._sources.items():
+            train[name], weights[name] = source.train, source.weight
+            left_out[name] = source.num_left_out
+            if source.held_out is not None:
+                held_out[name] = source.held_out
         trained = MixturePart(train, self.counts, weights, left_out, is_marked=True)
         return {TRAIN: trained, HELD_OUT: MixturePart(held_out, None, weights)}
 
@@ -185,11 +197,14 @@ def _without_held_out(sources: Mapping[str, MixtureSource]) -> dict[str, Mixture
 
     Each source holds out a share of its own, so that two may part a text that is in both.
     """
-    views = (source.held_out for source in sources.values())
-    held_out = np.concatenate([_NONE, *(_contents(view) for view in views if view is not None)])
+    held_out = [_NONE]
+    for source in sources.values():
+        if source.held_out is not None:
+            held_out.append(_contents(source.held_out))
+    of_any = np.concatenate(held_out)
     found = dict(sources)
     for name, source in sources.items():
-        keeps = ~np.isin(_contents(source.train), held_out)
+        keeps = ~np.isin(_contents(source.train), of_any)
         if not keeps.all():
             places, digest = np.flatnonzero(keeps), hashlib.sha256(keeps.data).hexdigest()
             train = DataView(source.train, len(places), partial(picked, places), digest)
@@ -202,7 +217,9 @@ def _contents(view: DataView) -> KeyArray:
     contents = view.facts.contents
     if contents is None:
         return _NONE
-    stated = np.asarray(contents() if callable(contents) else contents)
+    if callable(contents):
+        contents = contents()
+    stated = np.asarray(contents)
     return stated[view.ids(np.arange(len(view)))]
 
 
@@ -212,12 +229,19 @@ def counts_by_weight(
     """Give the samples of each source in an epoch; see `Mixture`."""
     total = sum(weights.values(), Fraction(0))
     epochs = [sizes[name] * total / weights[name] for name in sizes]
-    length = floor(min(epochs)) if stopping == "first_exhausted" else ceil(max(epochs))
-    exact = {name: length * weights[name] / total for name in sizes}
-    counts = {name: floor(share) for name, share in exact.items()}
+    length = ceil(max(epochs))
+    if stopping == "first_exhausted":
+        length = floor(min(epochs))
+    exact, counts = dict[str, Fraction](), dict[str, int]()
+    for name in sizes:
+        exact[name] = length * weights[name] / total
+        counts[name] = floor(exact[name])
     left = length - sum(counts.values())
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])  # stable
-    return {name: counts[name] + (name in by_remainder[:left]) for name in sizes}
+    # Stable: of equal remainders the first source gets the sample.
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[:left]:
+        counts[name] += 1
+    return counts
 
 
 @final
@@ -247,6 +271,7 @@ class MixturePart(Joined):
             super().facts(),
             describe_records=self._describe,
             source_names=self._names,
+            # 2 bytes for each sample of an epoch
             source_ids=np.repeat(np.arange(len(self._names), dtype=np.int16), self._counts),
             split_rule="of each source as of data of its own",
         )
@@ -254,8 +279,10 @@ class MixturePart(Joined):
     def __getitem__(self, i: int) -> Sample:
         """Give a sample as its source does."""
         fields = dict(super().__getitem__(i))
-        if self._is_marked:  # of each token, or once, where a sample has none
-            shape = () if (count := num_tokens(fields)) is None else (count,)
+        # A mark for each token, or one where a sample has none
+        if self._is_marked:
+            count = num_tokens(fields)
+            shape = () if count is None else (count,)
             source = self._place(i)[0]
             for place, name in enumerate(self._names):
                 fields[f"{SOURCE}{name}"] = torch.full(shape, place == source)
@@ -271,14 +298,16 @@ class MixturePart(Joined):
         for source, name in enumerate(self._names):
             view, count = self._views[source], self._counts[source]
             tokens, repeats = int(self._lengths_of(source).sum()), count / len(view)
+            left_out = self._left_out.get(name, 0)
+            often = f"each {repeats:.2f} times an epoch"
+            if repeats < 1:
+                often = f"the same {percent(repeats)} in every epoch"
             text = join_parts(
                 f"{name}: weight {self._weights[source]:g}",
                 f"{number(count)} of {plural(len(view), 'sample')}",
-                f"each {repeats:.2f} times an epoch"
-                if repeats >= 1
-                else f"the same {percent(repeats)} in every epoch",
+                often,
                 facts.noun == "token" and f"{short(tokens)} tokens, {percent(tokens / total)}",
-                (left_out := self._left_out.get(name, 0)) and f"{left_out:,} held out elsewhere",
+                left_out and f"{left_out:,} held out elsewhere",
             )
             inner = [each.text for each in view.facts.describe_records(facts)]
             rows += [row("", join_parts(text, *inner))]

@@ -20,13 +20,16 @@ def limited(what: str) -> Iterator[None]:
         raise ValueError(f"{what} takes more than {SECONDS} s")
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # no such file, or less is allowed already
+    # Raised outside of Linux, which has no such file, or where less is allowed already.
+    with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEBIBYTES * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, refuse) if is_main else None
-    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS) if is_main else (0.0, 0.0)
+    # Python lets no other thread set a handler.
+    if is_main:
+        handler = signal.signal(signal.SIGALRM, refuse)
+        timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     except MemoryError as error:

@@ -47,8 +47,10 @@ class DataFacts:
     """
 
     # Of every sample
-    lengths: npt.ArrayLike | None = None  # integers, the tokens of each; else they are measured
-    draws_randomness: bool = True  # False where reading draws nothing, which saves seeding
+    # Integers, the tokens of each; else they are measured
+    lengths: npt.ArrayLike | None = None
+    # False where reading draws nothing, which saves seeding
+    draws_randomness: bool = True
     # Makes fields of samples, in place of padding; it may add or cut tokens, as `lengths` counts
     collate: Callable[[Sequence[Sample]], Any] | None = None
     # Changes a sample that is trained on, with draws of its own for each sample and epoch
@@ -57,31 +59,42 @@ class DataFacts:
     fingerprint: str | Callable[[], str] | None = None
 
     # For a model
-    vocab_size: int | None = None  # token ids are below it
+    # Token ids are below it
+    vocab_size: int | None = None
     num_classes: int | None = None  # labels are below it
-    pad_token_id: int | None = None  # what `input_ids` are padded with, in place of 0
-    max_length: int | None = None  # most tokens of a sample
+    # What `input_ids` are padded with, in place of 0
+    pad_token_id: int | None = None
+    # Most tokens of a sample
+    max_length: int | None = None
 
     # For a person
-    label_names: Sequence[str] | None = None  # of classes that are words, in their order
+    # Of classes that are words, in their order
+    label_names: Sequence[str] | None = None
     decode: Callable[[Sequence[int]], str] | None = None  # writes tokens as text
     # Gives the tokens that a sample of a text begins with, and those of which each one ends it
     prompt: Callable[[str], tuple[Sequence[int], Sequence[int]]] | None = None
-    name_of: Callable[[int], str] | None = None  # names a sample for a message
+    # Names a sample for a message
+    name_of: Callable[[int], str] | None = None
     # Rows for the start block: what the records are, and how many of them are no samples
     describe_records: Callable[[RunFacts], Sequence[Row]] = lambda _: ()
-    unused: Mapping[str, str] = field(default_factory=dict)  # arguments that do nothing, and why
-    num_skipped: int = 0  # records that were bad and left out
-    skipped: Sequence[str] = ()  # why the first of them were
-    num_cut: int = 0  # tokens that `max_length` left out
+    # Arguments that do nothing, and why
+    unused: Mapping[str, str] = field(default_factory=dict)
+    # Records that were bad and left out
+    num_skipped: int = 0
+    # Why the first of them were
+    skipped: Sequence[str] = ()
+    # Tokens that `max_length` left out
+    num_cut: int = 0
     # Of several sources: their names, and the number of each sample's
     source_names: Sequence[str] | None = None
     source_ids: npt.ArrayLike | None = None
 
     # Of data that split themselves
     split_rule: str | None = None  # by what, in words
-    holdout: float | None = None  # share that was asked for
-    original_ids: npt.ArrayLike | None = None  # the ids that a person reads
+    # Share that was asked for
+    holdout: float | None = None
+    # The ids that a person reads
+    original_ids: npt.ArrayLike | None = None
     # Numbers that equal documents share: a mixture trains on none that another source holds out
     contents: npt.ArrayLike | Callable[[], npt.ArrayLike] | None = None
     # What the held-out loss is compared with, over held-out samples by places: a class of floats
@@ -106,8 +119,10 @@ def data_facts(dataset: object) -> DataFacts:
         name = each.name
         with faults_of(f"`{name}` of {kind}"):
             value = getattr(dataset, name, None)
-            if value is not None:
-                found[name] = operator.index(value) if name in _COUNTS else value
+            if value is not None and name in _COUNTS:
+                value = operator.index(value)
+        if value is not None:
+            found[name] = value
     # Some classes use the word for something else.
     if not isinstance(found.get("holdout"), int | float):
         found.pop("holdout", None)
@@ -116,26 +131,36 @@ def data_facts(dataset: object) -> DataFacts:
 
 def without_marks(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Leave out the fields that say where samples come from."""
-    return {name: field for name, field in fields.items() if not name.startswith(SOURCE)}
+    rest = dict[str, Tensor]()
+    for name, value in fields.items():
+        if not name.startswith(SOURCE):
+            rest[name] = value
+    return rest
 
 
 def image_field(sample: Sample) -> str | None:
     """Name the first field that is an image: one or three channels of height and width."""
-    images = (name for name, field in sample.items() if field.dim() == 3 and len(field) in (1, 3))  # noqa: PLR2004
-    return next(images, None)
+    for name, value in sample.items():
+        if value.dim() == 3 and len(value) in (1, 3):  # noqa: PLR2004
+            return name
+    return None
 
 
 def num_tokens(sample: Sample) -> int | None:
     """Count the tokens of a sample; None where it has no one-dimensional `input_ids`."""
     tokens = sample.get(INPUT_IDS)
-    return tokens.size(0) if tokens is not None and tokens.dim() == 1 else None
+    if tokens is None or tokens.dim() != 1:
+        return None
+    return tokens.size(0)
 
 
 def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str, Tensor]:
     """Turn fields into dense tensors; arrays, numbers and lists of numbers are converted."""
     tensors = {}
     for name, value in fields.items():
-        tensor, why = (value, "") if isinstance(value, Tensor) else _converted(value)
+        tensor, why = value, ""
+        if not isinstance(value, Tensor):
+            tensor, why = _converted(value)
         if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
             raise DataError(
                 f"data: {place()}: field {name!r} is a {type(value).__name__}, which cannot "
@@ -153,7 +178,8 @@ def _converted(value: object) -> tuple[Tensor | None, str]:
         if not value.dtype.isnative or min(value.strides, default=0) < 0:
             value = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         elif not value.flags.writeable:
-            value = value.copy()  # PyTorch has no read-only tensors, and warns
+            # PyTorch has no read-only tensors, and warns
+            value = value.copy()
     try:
         return torch.as_tensor(value), ""
     except (TypeError, ValueError, RuntimeError) as error:

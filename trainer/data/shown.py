@@ -30,8 +30,11 @@ class ShownSample:
         if self.terms is not None and ids is not None and labels is not None:
             return "".join(self._marked(ids.flatten().tolist(), labels.flatten().tolist()))
         if ids is None:
-            fields = ((name, field) for name, field in self.fields.items() if name != LABELS)
-            given = ", ".join(f"{name} {tuple(field.shape[1:])}" for name, field in fields)
+            forms = list[str]()
+            for name, field in self.fields.items():
+                if name != LABELS:
+                    forms.append(f"{name} {tuple(field.shape[1:])}")
+            given = ", ".join(forms)
         else:  # one row, or one for each of several choices
             given = "\n".join(map(self.decode, ids.reshape(-1, ids.shape[-1]).tolist()))
         return " -> ".join(filter(None, [given, self.learned()]))
@@ -46,8 +49,10 @@ class ShownSample:
             # Of the whole so far: what stands alone may be decoded without the space before it.
             whole = self.decode(ids[:end])
             text, before = whole[len(before) :], whole
-            name = f"={self._class(labels[end - 1])}" if self.names else ""
-            yield f"[[{text}{name}]]" if is_term else text
+            if is_term:
+                name = f"={self._class(labels[end - 1])}" if self.names else ""
+                text = f"[[{text}{name}]]"
+            yield text
 
     def learned(self) -> str | None:
         """Give the class by its name, the target of an encoder-decoder, or numbers."""
@@ -55,18 +60,21 @@ class ShownSample:
             return self._span()
         values = labels.flatten().tolist()
         if labels.dim() > 1 and not labels.is_floating_point() and INPUT_IDS in self.fields:
-            return f"[[{self.decode([value for value in values if value != IGNORED])}]]"
+            target = [value for value in values if value != IGNORED]
+            return f"[[{self.decode(target)}]]"
         return f"[[{', '.join(map(self._class, values))}]]"
 
     def _span(self) -> str | None:
         """Give the tokens of the answer to a question about a context."""
-        ends = [self.fields.get(f"{name}_positions") for name in ("start", "end")]
-        if None in ends or INPUT_IDS not in self.fields:
+        begin, end = self.fields.get("start_positions"), self.fields.get("end_positions")
+        if begin is None or end is None or INPUT_IDS not in self.fields:
             return None
-        begin, end = (int(each) for each in ends if each is not None)
-        return f"[[{self.decode(self.fields[INPUT_IDS].flatten()[begin : end + 1].tolist())}]]"
+        answer = self.fields[INPUT_IDS].flatten()[int(begin) : int(end) + 1]
+        return f"[[{self.decode(answer.tolist())}]]"
 
     def _class(self, label: float) -> str:
         """Name a class; else write the number."""
         known = self.names or ()
-        return known[label] if isinstance(label, int) and 0 <= label < len(known) else f"{label:g}"
+        if isinstance(label, int) and 0 <= label < len(known):
+            return known[label]
+        return f"{label:g}"

@@ -62,14 +62,21 @@ class DataSource:
 class SourceSpec:
     """How a data set is built and parted."""
 
-    build: Callable[..., Any]  # builds it; takes `split` where `takes_split`
-    name: str  # of its class, for messages
-    takes_split: bool  # whether it is built for each part, by an argument `split`
-    is_part: bool  # whether it is one part, as typed, whatever others it has
-    holdout: float  # share held out where it brings no parts of its own
+    # Builds it; takes `split` where `takes_split`
+    build: Callable[..., Any]
+    # Of its class, for messages
+    name: str
+    # Whether it is built for each part, by an argument `split`
+    takes_split: bool
+    # Whether it is one part, as typed, whatever others it has
+    is_part: bool
+    # Share held out where it brings no parts of its own
+    holdout: float
     split_seed: int  # selects which samples
-    skips: bool  # leave samples out that cannot be read, which the class does not
-    seed: int  # the run's; what samples draw while they are looked for
+    # Leave samples out that cannot be read, which the class does not
+    skips: bool
+    # The run's; what samples draw while they are looked for
+    seed: int
 
     def open(self, world: World, *, compares: bool) -> DataSource:
         """Build the data, once where they give their parts, and hold a share out. Collective.
@@ -95,24 +102,26 @@ class SourceSpec:
             found = world.on_main(lambda: asdict(find_overlap(train, rest)))
             split = replace(split, overlap=HeldOutOverlap(**found))
         split = replace(split, warnings=(*warnings, *split_warnings(split, train, rest)))
-        sources = {
-            name: DataView(rest, len(places), partial(picked, places), f"source {name}")
-            for name, places in rest.sources.items()
-            if len(places)
-        }
-        return DataSource(train=train, held_out={OWN_PART: rest, **sources}, split=split)
+        held_out = {OWN_PART: rest}
+        for name, places in rest.sources.items():
+            if len(places):
+                of_source = partial(picked, places)
+                held_out[name] = DataView(rest, len(places), of_source, f"source {name}")
+        return DataSource(train=train, held_out=held_out, split=split)
 
     def open_all(self, world: World) -> DataSource:
         """Give every sample to be evaluated on: all parts, in turn. Collective."""
         parts, _ = self._parts(world)
-        parts = [part for part in parts if len(part)] or parts[:1]
+        parts = [*filter(len, parts)] or parts[:1]
         every = parts[0]
         if len(parts) > 1:
             keeps_ids = all(part.facts.original_ids is not None for part in parts)  # else they meet
             named = dict(zip((TRAIN, HELD_OUT), parts, strict=True))
             every = DataView(Joined(named, keeps_ids=keeps_ids))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
-        held_out = {OWN_PART: every} if len(every) else {}
+        held_out = dict[str, DataView]()
+        if len(every):
+            held_out[OWN_PART] = every
         return DataSource(train=every, held_out=held_out, split=split)
 
     def _parts(self, world: World) -> tuple[list[DataView], str]:
@@ -144,10 +153,16 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
     """
     built = spec.build()
     splits = getattr(built, "splits", None)
-    parts = splits() if callable(splits) and not spec.is_part else built
+    parts = built
+    if callable(splits) and not spec.is_part:
+        parts = splits()
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         return [built], ""
-    names = [TRAIN, *(name for name in HELD_OUT_NAMES if name in parts)][:2]
+    names = [TRAIN]
+    for name in HELD_OUT_NAMES:
+        if name in parts:
+            names.append(name)
+            break
     if len(parts) == 1:
         names = [*parts]
     elif TRAIN not in parts:
@@ -160,9 +175,10 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
             f"data: splits of {spec.name} gives {', '.join(parts)}: call the held-out part one of "
             f"{', '.join(HELD_OUT_NAMES)}"
         )
-    if odd := [name for name in names if not isinstance(parts[name], Sized)]:
-        raise DataError(
-            f"data: {spec.name}: part {odd[0]!r} is a {type(parts[odd[0]]).__name__}, which has no "
-            "length; load it whole, without streaming=True"
-        )
+    for name in names:
+        if not isinstance(parts[name], Sized):
+            raise DataError(
+                f"data: {spec.name}: part {name!r} is a {type(parts[name]).__name__}, which has "
+                "no length; load it whole, without streaming=True"
+            )
     return [parts[name] for name in names], f"parts {' and '.join(names)} of the data set"

@@ -16,7 +16,7 @@ from trainer.core.errors import DataError
 from trainer.core.format import plural
 from trainer.core.world import rng_key
 from trainer.data.files import progress
-from trainer.data.samples import SOURCE, KeyArray, Samples
+from trainer.data.samples import KeyArray, Samples, without_marks
 from trainer.data.view import DataView, feed_sample
 from trainer.plan.cut import IntArray
 from trainer.plan.lengths import IdsOf, picked
@@ -54,9 +54,12 @@ OWN_PART = ""
 class HeldOutOverlap:
     """What comparing samples of both parts by their contents found."""
 
-    held_out: int  # samples of the held-out part that were looked for
-    training: int  # samples of the training part that they were looked for among
-    found: int  # how many of the former are there; all of them, if all samples were compared
+    # Samples of the held-out part that were looked for
+    held_out: int
+    # Samples of the training part that they were looked for among
+    training: int
+    # How many of the former are there; all of them, if all samples were compared
+    found: int
 
 
 @final
@@ -65,38 +68,43 @@ class Split:
     """How training and held-out samples were parted."""
 
     rule: str  # in words
-    holdout: float | None  # share that was asked for; None where the data bring their own parts
+    # Share that was asked for; None where the data bring their own parts
+    holdout: float | None
     seed: int  # `data.split_seed`.
-    overlap: HeldOutOverlap | None = None  # of the contents; None where they were not compared
+    # Of the contents; None where they were not compared
+    overlap: HeldOutOverlap | None = None
     # Likewise of each named held-out set
     sets: Mapping[str, HeldOutOverlap | None] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()  # what a person must know about it
+    # What a person must know about it
+    warnings: tuple[str, ...] = ()
 
     def to_json(self, train: DataView, parts: Mapping[str, DataView]) -> dict[str, Any]:
         """Give splits.json: the rule, the counts, and the held-out ids up to `LISTED_IDS`.
 
         `parts` are the held-out ones by name; the run's own has none.
         """
-        held_out = parts.get("")
-        ids = [] if held_out is None else _listed(held_out)
+        held_out = parts.get(OWN_PART)
+        ids, num_held_out = list[int](), 0
+        if held_out is not None:
+            ids, num_held_out = _listed(held_out), len(held_out)
+        sources, sets = dict[str, Any](), dict[str, Any]()
+        for name, view in parts.items():
+            if name != OWN_PART and name not in self.sets:
+                sources[name] = {"num_samples": len(view), "held_out": _listed(view)}
+        for name, found in self.sets.items():
+            overlap = found and asdict(found)
+            sets[name] = {"num_samples": len(parts[name]), "overlap": overlap}
         return {
             "rule": self.rule,
             "holdout": self.holdout,
             "split_seed": self.seed,
             "num_training": len(train),
-            "num_held_out": 0 if held_out is None else len(held_out),
+            "num_held_out": num_held_out,
             "num_listed": len(ids),
             "held_out": ids,
             "overlap": self.overlap and asdict(self.overlap),
-            "sources": {
-                name: {"num_samples": len(view), "held_out": _listed(view)}
-                for name, view in parts.items()
-                if name and name not in self.sets
-            },
-            "sets": {
-                name: {"num_samples": len(parts[name]), "overlap": found and asdict(found)}
-                for name, found in self.sets.items()
-            },
+            "sources": sources,
+            "sets": sets,
         }
 
 
@@ -123,8 +131,11 @@ def find_overlap(train: DataView, held_out: DataView) -> HeldOutOverlap:
     draw at random only what is at the same place in both can be recognised.
     """
     wanted = _hashes(held_out, held_out.spaced(COMPARED))
+    among = {*train.spaced(3 * COMPARED)}
     # A part that is the beginning of the other one lies at the same places.
-    among = {*train.spaced(3 * COMPARED), *(i for i in wanted if i < len(train))}
+    for i in wanted:
+        if i < len(train):
+            among.add(i)
     hashes = _hashes(train, among)
     there = set(hashes.values())
     found = sum(each in there for each in wanted.values())
@@ -152,7 +163,8 @@ def split_warnings(split: Split, train: DataView, held_out: DataView) -> Iterabl
 
 def overlap_warning(key: str, shared: HeldOutOverlap | None, train: DataView) -> Iterable[str]:
     """Warn of samples that are evaluated and trained on, by the key that gives them."""
-    allowed = 0 if train.sources else SHARED_SHARE  # a copy in another source may not be known
+    # A copy in another source may not be known
+    allowed = 0 if train.sources else SHARED_SHARE
     if shared is not None and shared.found > allowed * shared.held_out:
         yield (
             f"{key}: {shared.found:,} of {plural(shared.held_out, 'held-out sample')} that were "
@@ -170,7 +182,7 @@ def _hashes(data: DataView, places: Iterable[int]) -> dict[int, bytes]:
             advance()
             digest = hashlib.blake2b(digest_size=16)
             # What is trained on may say more of its source.
-            feed_sample(digest.update, {n: f for n, f in sample.items() if SOURCE not in n})
+            feed_sample(digest.update, without_marks(sample))
             hashes[i] = digest.digest()
             if time.monotonic() - started > COMPARED_S:
                 break
@@ -189,18 +201,23 @@ def split_by_seed(dataset: Samples | DataView, split: str, holdout: float, seed:
         raise DataError(f"data: {whole.kind} holds no samples")
     settings = f"{split}|{holdout!r}|{seed}"
     count = held_out_count(len(whole), holdout)
+    is_held_out, size, chosen = False, len(whole) - count, train_ids
+    if split == HELD_OUT:
+        is_held_out, size, chosen = True, count, held_out_ids
     ids_of: IdsOf | None = None
     if count and len(whole) > DRAWN_WHOLE:
-        ids_of = partial(held_out_ids if split == HELD_OUT else train_ids, len(whole), count, seed)
+        ids_of = partial(chosen, len(whole), count, seed)
     elif count:
         mask = held_out_mask(np.arange(len(whole), dtype=np.uint64), holdout, seed)
-        ids_of = partial(picked, np.flatnonzero(mask if split == HELD_OUT else ~mask))
-    return DataView(whole, count if split == HELD_OUT else len(whole) - count, ids_of, settings)
+        ids_of = partial(picked, np.flatnonzero(mask == is_held_out))
+    return DataView(whole, size, ids_of, settings)
 
 
 def held_out_count(count: int, holdout: float) -> int:
     """Round the held-out share of `count` things; of two or more, one is on either side."""
-    return 0 if holdout == 0.0 or count <= 1 else min(max(round(count * holdout), 1), count - 1)
+    if holdout == 0.0 or count <= 1:
+        return 0
+    return min(max(round(count * holdout), 1), count - 1)
 
 
 def held_out_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntArray:
@@ -209,7 +226,7 @@ def held_out_ids(whole: int, held_out: int, seed: int, places: IntArray) -> IntA
     The stretches of `whole` samples differ by one in size. Both sides keep the order of the data,
     and neither is a list; `whole * held_out` is below 2^63.
     """
-    begins, ends = (p * whole // held_out for p in (places, places + 1))
+    begins, ends = places * whole // held_out, (places + 1) * whole // held_out
     draws = mixed(places.astype(np.uint64) ^ np.uint64(rng_key("holdout", seed)))
     found: IntArray = begins + below(draws, (ends - begins).astype(np.uint64)).astype(np.int64)
     return found

@@ -94,8 +94,10 @@ def _modules(root: Path) -> Iterator[str]:
     """Walk the library; yields its source files, relative to `root`, with forward slashes."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
-        for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            if path.is_file():  # distributions link into /etc, where slim images hold nothing
+        for name in files:
+            path = Path(folder, name)
+            # Distributions link into /etc, where slim images hold nothing.
+            if name.endswith(".py") and path.is_file():
                 yield path.relative_to(root).as_posix()
 
 

@@ -75,7 +75,9 @@ class Text(ByteDocuments):
     def describe(self, _: RunFacts) -> Sequence[Row]:
         """Say what was left out, and passed over."""
         empty = self._index.facts["empty"]
-        rows = [row("", f"{empty:,} without text left out", num_empty=empty)] if empty else []
+        rows = list[Row]()
+        if empty:
+            rows.append(row("", f"{empty:,} without text left out", num_empty=empty))
         return [*rows, *self._listing.describe()]
 
 
@@ -112,6 +114,7 @@ def _text_index(path: Path, files: Sequence[Path], field: str | None, skips: boo
             raise DataError(f"data.path={path}: holds no documents")
         return bad, {"empty": empty}
 
+    # The number of the reader goes up where the same files give other documents.
     return cached_index("text", f"{path}|{field}|{skips}", states, build, reader="4")
 
 
@@ -123,14 +126,17 @@ def _records(
     of_object = partial(_text_in, name=field or _FIELD)
     of_text = lines.paragraphs_of if files == [path] else lines.whole_text_of
     for file in files:
-        is_lines = is_json or lines.kind_suffix(file) in _JSON_LINES
-        for number, record in (lines.json_records_of if is_lines else of_text)(file):
-            yield file, number, record, of_object if is_lines else _checked
+        divide: Callable[[Path], lines.NumberedLines] = of_text
+        document_of: Callable[[bytes], bytes] = _checked
+        if is_json or lines.kind_suffix(file) in _JSON_LINES:
+            divide, document_of = lines.json_records_of, of_object
+        for number, record in divide(file):
+            yield file, number, record, document_of
 
 
 def _checked(text: bytes) -> bytes:
     """Give a text; a ValueError where it is not UTF-8."""
-    text.decode()
+    text.decode()  # bytes are stored, so that the string is not needed
     return text
 
 

@@ -73,18 +73,19 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             self._listing = files_at(place, lambda file: file.suffix == ".bin", ".bin files")
         if not (paths := self._listing.files):
             raise DataError(f"data.path={path}: the folder holds no .bin files")
-        by_name = {
-            TRAIN: [path for path in paths if path.name.startswith("train")],
-            HELD_OUT: [path for path in paths if path.name.startswith("val")],
-        }
-        named = by_name[split] if all(by_name.values()) else []  # else names do not tell
-        self.split_rule = "files named train* and val*" if named else "the last windows"
-        self.holdout = None if named else holdout
+        named = _by_name(paths)
+        self._paths, self.split_rule = paths, "the last windows"
+        self.holdout: float | None = holdout
+        if named is not None:
+            self._paths, self.split_rule = named[split], "files named train* and val*"
+            self.holdout = None
         self.max_length, self.vocab_size = max_length, vocab_size
-        suffixes = [_SUFFIXES[suffix] for suffix in paths[0].suffixes if suffix in _SUFFIXES]
-        guess = suffixes[-1] if suffixes else "uint16"
-        self._dtype = _DTYPES[guess if dtype == "auto" else dtype]
-        self._paths = named or paths
+        stated: str | None = dtype
+        if dtype == "auto":
+            stated = None
+            for suffix in paths[0].suffixes:
+                stated = _SUFFIXES.get(suffix, stated)
+        self._dtype = _DTYPES[stated or "uint16"]
         sizes = np.array([_num_tokens(file, self._dtype) for file in self._paths])
         self._maps: dict[int, npt.NDArray[Any]] = {}
         # One token alone is a window too, which predicts nothing.
@@ -92,13 +93,15 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         self._ends = np.cumsum(np.bincount(files))
         boundary = len(lengths) - held_out_count(len(lengths), holdout)
         sides = {TRAIN: slice(boundary), HELD_OUT: slice(boundary, None)}
-        side = slice(None) if named else sides[split]
+        side = sides[split]
+        if named is not None:
+            side = slice(None)
         self.lengths: IntArray = lengths[side]
         self.original_ids: IntArray = np.arange(len(lengths))[side]
         settings = split, max_length, self._dtype, repr(holdout), self.vocab_size, "with context"
         self._settings = "|".join(map(str, settings))
         head = self._mapped(0)[:_INSPECTED_TOKENS]
-        is_guessed = dtype == "auto" and not suffixes and len(head) >= _FEWEST_INSPECTED
+        is_guessed = stated is None and len(head) >= _FEWEST_INSPECTED
         if is_guessed and head.any() and not head[1::2].any():
             raise DataError(
                 f"data: {self._paths[0]}: every second uint16 is 0, as if the tokens were "
@@ -149,6 +152,7 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
         for number, file in enumerate(self._paths):
             mapped = self._mapped(number).view(np.uint8)
             digest.update(f"|{len(mapped)}|{file.name}|".encode())
+            # The first block and the last are among them.
             for begin in np.linspace(0, max(len(mapped) - _BLOCK_BYTES, 0), blocks, dtype=int):
                 digest.update(mapped[begin : begin + _BLOCK_BYTES].tobytes())
         return digest.hexdigest()
@@ -159,6 +163,19 @@ class TokenWindows(Dataset[dict[str, Tensor]]):
             with reading(file):
                 self._maps[number] = np.asarray(np.memmap(file, dtype=self._dtype, mode="r"))
         return self._maps[number]
+
+
+def _by_name(paths: Sequence[Path]) -> dict[str, list[Path]] | None:
+    """Part files by what their names begin with; None where not both sides have one."""
+    parts: dict[str, list[Path]] = {TRAIN: [], HELD_OUT: []}
+    for path in paths:
+        if path.name.startswith("train"):
+            parts[TRAIN].append(path)
+        elif path.name.startswith("val"):
+            parts[HELD_OUT].append(path)
+    if not all(parts.values()):
+        return None
+    return parts
 
 
 def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -55,25 +55,34 @@ class DataView:
         ids_of: IdsOf | None = None,
         settings: str = "",
     ) -> None:
-        whole = self._whole = dataset if isinstance(dataset, DataView) else None
+        self._whole: DataView | None = None
+        self.dataset: Samples
+        if isinstance(dataset, DataView):
+            self._whole, self.dataset = dataset, dataset.dataset
+        else:
+            self.dataset = dataset
         self._settings, self._ids_of = settings, ids_of
         self._generators: Mapping[str, Any] = {}
-        self.dataset: Samples = dataset.dataset if isinstance(dataset, DataView) else dataset
         self.kind = type(self.dataset).__name__
-        with faults_of(f"`__len__` of {self.kind}"):
-            self._count = len(dataset) if count is None else count
+        if count is None:
+            with faults_of(f"`__len__` of {self.kind}"):
+                count = len(dataset)
+        self._count = count
         if self._count > MOST_SAMPLES:
             raise DataError(
                 f"data: `__len__` of {self.kind} gives {self._count}, and a data set has at most "
                 f"{MOST_SAMPLES} samples: streams without a length are not supported"
             )
-        self.num_skipped: int = (whole or self.facts).num_skipped
-        self.skipped: Sequence[str] = (whole or self.facts).skipped
+        known = self._whole or self.facts
+        self.num_skipped: int = known.num_skipped
+        self.skipped: Sequence[str] = known.skipped
 
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:
         """Give a view of all of a data set; of a view itself."""
-        return dataset if isinstance(dataset, DataView) else cls(dataset)
+        if isinstance(dataset, DataView):
+            return dataset
+        return cls(dataset)
 
     def __len__(self) -> int:
         return self._count
@@ -87,12 +96,17 @@ class DataView:
     @cached_property
     def facts(self) -> DataFacts:
         """What is known of the whole data set, asked for once."""
-        return data_facts(self.dataset) if self._whole is None else self._whole.facts
+        if self._whole is not None:
+            return self._whole.facts
+        return data_facts(self.dataset)
 
     def ids(self, positions: IntArray) -> IntArray:
         """Turn positions in this view into indices of the data set as the user wrote it."""
-        within = positions if self._ids_of is None else self._ids_of(positions)
-        return within if self._whole is None else self._whole.ids(within)
+        if self._ids_of is not None:
+            positions = self._ids_of(positions)
+        if self._whole is not None:
+            positions = self._whole.ids(positions)
+        return positions
 
     @cached_property
     def sources(self) -> Mapping[str, IntArray]:
@@ -171,10 +185,10 @@ class DataView:
                     why = f"`lengths` of the data set says {length}; it must be token counts"
                 raise DataError(f"data: {self.name_of(i)} has {tokens} tokens, but {why}")
             for name in aligned:
-                size = sample[name].shape[:1] if name in sample else ()
-                if size and size[0] != length:
+                field = sample.get(name)
+                if field is not None and field.dim() and len(field) != length:
                     raise DataError(
-                        f"data: field {name!r} has {size[0]} entries in {self.name_of(i)} of "
+                        f"data: field {name!r} has {len(field)} entries in {self.name_of(i)} of "
                         f"{length} tokens: give one for each token (in labels -100 is no loss "
                         "term), or give the data set a `collate`"
                     )
@@ -198,7 +212,9 @@ class DataView:
             self.seed_draws(seed, epoch, i)
         try:
             sample: Any = self.dataset[own]
-            fields = dict(sample.items()) if isinstance(sample, Mapping) else None
+            fields: dict[Any, Any] | None = None
+            if isinstance(sample, Mapping):
+                fields = dict(sample.items())
         except BaseException as error:
             raise_fault(self.name_of(i), error)
         if fields is None:
@@ -223,9 +239,11 @@ class DataView:
 
         Generators cost nothing for data that draw nothing.
         """
-        if self.facts.draws_randomness:  # some data sets make one as they are first read
+        preserved: AbstractContextManager[None] = nullcontext()
+        # Some data sets make a generator only as they are first read, so that none is remembered.
+        if self.facts.draws_randomness:
             self._generators = generators_in(self.dataset)
-        preserved = preserve_generators() if self.facts.draws_randomness else nullcontext()
+            preserved = preserve_generators()
         with preserved, torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
 
@@ -237,7 +255,10 @@ class DataView:
         """
         ids = self.ids(np.asarray(positions, dtype=np.int64))
         own = self.facts.original_ids
-        return ids if own is None else np.asarray(own)[ids]
+        if own is None:
+            return ids
+        original: IntArray = np.asarray(own)[ids]
+        return original
 
     def name_of(self, i: int) -> str:
         """Name a sample for a message, by its id in the data set that the user wrote."""
@@ -259,13 +280,16 @@ class DataView:
         own, kind = self.facts.fingerprint, type(self.dataset)
         if own is not None:
             with faults_of(f"`fingerprint` of {self.kind}"):
-                return str(own() if callable(own) else own)
+                if callable(own):
+                    own = own()
+                return str(own)
         digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}|{len(self)}|".encode())
         digest.update(self.lengths.digest.encode())
         with preserve_generators(), torch.set_grad_enabled(torch.is_grad_enabled()):
             once, again = self._contents(seed=0), self._contents(seed=1)
         # Two readings that differ draw at random, also where the data set says that they do not.
-        digest.update(once if once == again else b"")
+        if once == again:
+            digest.update(once)
         return digest.hexdigest()
 
     def spaced(self, count: int) -> list[int]:
