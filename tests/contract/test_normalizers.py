@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, TinyLM, relative_error
-from trainer.accumulate.normalizer import divisors
+from trainer.accumulate.base import divisors
 from trainer.core.micro_batch import IGNORED, MicroBatch
 from trainer.core.world import World
 from trainer.objectives.base import Objective, Sums

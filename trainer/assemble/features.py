@@ -24,8 +24,8 @@ from trainer.core.world import World
 from trainer.data.shown import ShownSample
 from trainer.parallel.base import Parallel
 from trainer.plan.cut import Plan
-from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.context import EachDivisors, Measured, StepContext
+from trainer.training.batches import Feed
+from trainer.training.context import Measuring
 
 if TYPE_CHECKING:
     from trainer.assemble.run import Run
@@ -110,15 +110,9 @@ class Feature:
         """Cut the samples of a step otherwise: a pure function, the same on every rank."""
         return plan
 
-    def measuring(
-        self, context: StepContext, batch: PlannedBatch, divisors: EachDivisors, measured: Measured
-    ) -> AbstractContextManager[None]:
-        """Measure the last pass over this rank's micro-batches, around it; waits for no device.
-
-        `measured` takes 0-d sums by names, the same on every rank, when the block ends. Sums over
-        ranks reach `see_gradient` of the parts. `divisors` are those of each micro-batch.
-        """
-        return nullcontext()
+    def measuring(self) -> Measuring | None:
+        """Give what measures the steps of this run; None where none is to be measured."""
+        return None
 
     @property
     def estimates(self) -> bool:
@@ -184,14 +178,6 @@ class Features:
         for feature in self:
             plan = feature.recut(plan, feed, step)
         return plan
-
-    @contextmanager
-    def measuring(self, *given: Any) -> Iterator[None]:  # noqa: ANN401 - as each takes it
-        """Have all of them measure a pass."""
-        with ExitStack() as opened:
-            for feature in self:
-                opened.enter_context(feature.measuring(*given))
-            yield
 
     @contextmanager
     def evaluating(self, model: Parallel, feed: Feed) -> Iterator[None]:

@@ -16,7 +16,7 @@ from trainer.objectives.base import weights_of
 from trainer.optim.optimizers import HalfLives
 from trainer.training.batches import PlannedBatch
 from trainer.training.best_metric import BEST, STOP, BestMetric
-from trainer.training.context import StepContext, StepState
+from trainer.training.context import Measuring, StepContext, StepState
 from trainer.training.parameter_norms import ParameterNorms
 
 SIZES = "batch"  # the part that sizes of steps are, where they depend on what a run decides
@@ -53,8 +53,11 @@ def step_context(
         first.append(scale)
     if (every := config.log.parameters) is not None:
         first.append(ParameterNorms(parallel, optimizer, every))
+    measuring = list[Measuring]()
     for feature in run.features:
         first += feature.parts(model.module, world)
+        if (measures := feature.measuring()) is not None:
+            measuring.append(measures)
     return StepContext(
         data=run.data,
         model=model,
@@ -67,7 +70,7 @@ def step_context(
         loss_scale=scale,
         follow_batch=half_lives,
         parts=[*first, *parts],
-        measuring=run.features.measuring,
+        measuring=measuring,
         on_out_of_memory=on_out_of_memory,
     )
 

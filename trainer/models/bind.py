@@ -6,9 +6,10 @@ Where packed documents begin it is told in the words that its `forward` takes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields
+from trainer.models.attention import computed_in
 from trainer.models.check import refuse_dtypes
-from trainer.models.output_layer import ModelRun, declares_logits
+from trainer.models.compilation import COMPILED
+from trainer.models.output_layer import IS_LAST, candidate, declares_logits
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What a forward's matrix products compute in, where it is not what the weights are in."""
@@ -29,6 +32,43 @@ BOUNDARIES = "cu_seqlens"
 """The field that says where packed documents begin."""
 BOUNDARY_FIELDS = ("cu_seq_lens_q", "position_ids")
 """Parameters by which a forward without it may learn the same; whether it does is to be tried."""
+
+
+@final
+@dataclass(frozen=True)
+class ModelRun:
+    """A call of a model, as objectives get it, that can leave the output layer out."""
+
+    run: Callable[[Fields], Any]
+    module: nn.Module
+    declares_logits: bool  # see `declares_logits`
+
+    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
+        """Run the model as it is."""
+        return self.run(fields)
+
+    @property
+    def output_layer(self) -> Any:  # noqa: ANN401 - of any class
+        """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
+        layer = candidate(self.module)
+        if layer is not None and (self.declares_logits or IS_LAST in vars(layer)):
+            return layer
+        return None
+
+    @property
+    def compiled_by(self) -> str | None:
+        """The backend that compiles the model now."""
+        return vars(self.module).get(COMPILED)
+
+    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
+        """Run the model with what goes into its output layer in place of the logits."""
+        layer: Any = self.output_layer
+        # An attribute hides the method of the class; hooks and weights stay where they are.
+        layer.forward = _pass
+        try:
+            return self.run(fields)
+        finally:
+            del layer.forward
 
 
 def bind(
@@ -83,6 +123,11 @@ def bind(
             raise
 
     return ModelRun(call, written, declares_logits(written))
+
+
+def _pass(x: Tensor) -> Tensor:
+    """Give back what goes into a matrix product, in the dtype that autocast would compute it in."""
+    return x.to(computed_in(x))
 
 
 def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:

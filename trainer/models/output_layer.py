@@ -7,56 +7,16 @@ on their way out, as in Cohere, Granite and Gemma 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.core.micro_batch import Fields, output_part
-from trainer.models.attention import computed_in
-from trainer.models.compilation import COMPILED
+from trainer.core.micro_batch import output_part
 
 _OUTPUT = "output_matrices"
 """Attribute of a layer: names of its own matrices that give the output, as a trial found."""
 IS_LAST = "gives_logits"
 """Attribute of an output layer whose outputs are the logits of its model, as a trial found."""
-
-
-@final
-@dataclass(frozen=True)
-class ModelRun:
-    """A call of a model, as objectives get it, that can leave the output layer out."""
-
-    run: Callable[[Fields], Any]
-    module: nn.Module
-    declares_logits: bool  # see `declares_logits`
-
-    def __call__(self, fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        """Run the model as it is."""
-        return self.run(fields)
-
-    @property
-    def output_layer(self) -> Any:  # noqa: ANN401 - of any class
-        """The layer `x @ weight.T + bias` whose outputs are the logits; None where none is."""
-        layer = candidate(self.module)
-        if layer is not None and (self.declares_logits or IS_LAST in vars(layer)):
-            return layer
-        return None
-
-    @property
-    def compiled_by(self) -> str | None:
-        """The backend that compiles the model now."""
-        return vars(self.module).get(COMPILED)
-
-    def without_output_layer(self, fields: Fields) -> Any:  # noqa: ANN401
-        """Run the model with what goes into its output layer in place of the logits."""
-        layer: Any = self.output_layer
-        # An attribute hides the method of the class; hooks and weights stay where they are.
-        layer.forward = _pass
-        try:
-            return self.run(fields)
-        finally:
-            del layer.forward
 
 
 def declares_logits(module: nn.Module) -> bool:
@@ -152,8 +112,3 @@ def watch_last(model: nn.Module, layer: nn.Module) -> Callable[[], bool]:
     layer.register_forward_hook(note)
     model.register_forward_hook(note)
     return lambda: [each[:2] for each in seen[layer]] == [each[:2] for each in seen[model]] != []
-
-
-def _pass(x: Tensor) -> Tensor:
-    """Give back what goes into a matrix product, in the dtype that autocast would compute it in."""
-    return x.to(computed_in(x))

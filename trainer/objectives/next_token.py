@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.config.components import NonNegative, Share
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import IGNORED, Fields
-from trainer.models.output_layer import ModelRun
+from trainer.models.bind import ModelRun
 from trainer.objectives.base import (
     ModelCall,
     Objective,

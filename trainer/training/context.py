@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -27,6 +27,14 @@ EachDivisors = Sequence[Mapping[str, float]]
 
 Measured = dict[str, float | Tensor]
 """0-d sums over micro-batches by name."""
+
+Measuring = Callable[
+    ["StepContext", PlannedBatch, EachDivisors, Measured], AbstractContextManager[None]
+]
+"""Measures the last pass over this rank's micro-batches, around it; waits for no device.
+
+`Measured` takes sums by names, the same on every rank, when the block ends. Sums over ranks reach
+`see_gradient` of the parts."""
 
 
 @final
@@ -69,8 +77,7 @@ class StepContext:
     # Sets what of the optimizer follows the size of a step; also given what scales its rates
     follow_batch: Callable[[int, float], None] | None = None
     parts: Sequence[Stateful] = ()  # those that follow every update, in order
-    # Measures the last pass around it; called with this, the batch, its divisors and `Measured`
-    measuring: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+    measuring: Sequence[Measuring] = ()
     # Called with the global batch and the error, before memory is freed
     on_out_of_memory: Callable[[PlannedBatch, BaseException], None] | None = None
 

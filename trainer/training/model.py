@@ -14,8 +14,7 @@ from typing import final
 import torch
 from torch import nn
 
-from trainer.accumulate.base import GradientStrategy
-from trainer.accumulate.normalizer import WeightUnit
+from trainer.accumulate.base import GradientStrategy, WeightUnit
 from trainer.accumulate.sum import Sum
 from trainer.core.coupling import NONE, Coupling
 from trainer.core.world import World

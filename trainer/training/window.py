@@ -8,7 +8,7 @@ adds the loss up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
@@ -17,8 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trainer.accumulate.base import Pass, Rows, StepDivisors, at_positions, summed
-from trainer.accumulate.normalizer import divisors
+from trainer.accumulate.base import Pass, Rows, StepDivisors, at_positions, divisors, summed
 from trainer.core.errors import ConfigError, DoesNotFitError
 from trainer.core.out_of_memory import AllocationGuard, no_replay, peak_bytes, release_memory
 from trainer.training.batches import PlannedBatch
@@ -70,16 +69,17 @@ def compute(
     sync, is_last = model.setup.sync, each is model.strategy
     unused = [False] * len(parallel.parameters)
     measured = Measured()
-    measuring = context.measuring(context, batch, divisors.each, measured)
-    divisors = divisors if scale is None else divisors.over(scale.value)
+    scaled = divisors if scale is None else divisors.over(scale.value)
     with AllocationGuard(context.on_out_of_memory and partial(context.on_out_of_memory, batch)):
         context.state.model_state.watch()
-        # In lockstep a block's weights may leave once they are used, and their casts would stay.
-        casts = context.state.casts.once(context.world.device.type)
-        with nullcontext() if sync.lockstep else casts:
+        with ExitStack() as around:
+            # In lockstep a block's weights may leave once used, and their casts would stay.
+            if not sync.lockstep:
+                around.enter_context(context.state.casts.once(context.world.device.type))
+            for measuring in context.measuring if is_last else ():
+                around.enter_context(measuring(context, batch, divisors.each, measured))
             own = (parallel, model.objective, batch.micro_batches)
-            with measuring if is_last else nullcontext():
-                found = each.walk(*own, divisors, rows, is_last=is_last)
+            found = each.walk(*own, scaled, rows, is_last=is_last)
         context.state.model_state.check()
         if not is_last:
             whole = at_positions(found.rows, batch.micro_batches, batch.plan.num_samples)

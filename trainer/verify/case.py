@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.accumulate.base import GradientStrategy, Rows, StepDivisors, at_positions
-from trainer.accumulate.normalizer import WeightUnit, divisors, reference_kind
+from trainer.accumulate.base import (
+    GradientStrategy,
+    Rows,
+    StepDivisors,
+    WeightUnit,
+    at_positions,
+    divisors,
+    reference_kind,
+)
 from trainer.accumulate.sum import Sum
 from trainer.core.declared_state import own_generators
 from trainer.core.micro_batch import Fields, MicroBatch, to_device

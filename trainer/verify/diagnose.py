@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.accumulate.normalizer import reference_kind
+from trainer.accumulate.base import reference_kind
 from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import bits_of, dtype_name, gradient_dtype

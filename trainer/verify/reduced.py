@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.accumulate.normalizer import divisors
+from trainer.accumulate.base import divisors
 from trainer.core.errors import TrainError
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.tensors import as_real, whole_of

@@ -26,7 +26,7 @@ from trainer.config.messages import clip
 from trainer.core import gpu
 from trainer.core.micro_batch import Fields, MicroBatch
 from trainer.core.out_of_memory import is_out_of_memory
-from trainer.models.output_layer import ModelRun
+from trainer.models.bind import ModelRun
 from trainer.objectives.base import ModelCall, Sums, sums_of
 from trainer.verify.case import Case
 

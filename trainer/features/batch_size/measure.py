@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal, Self, final
 
@@ -18,8 +17,8 @@ from trainer.features.batch_size.advice import NOISE, advice_at, saved_advice
 from trainer.features.batch_size.noise_scale import NoiseScale, summing_norms
 from trainer.features.batch_size.random_slots import steps_between, with_random_slots
 from trainer.plan.cut import Plan
-from trainer.training.batches import Feed, PlannedBatch
-from trainer.training.context import EachDivisors, Measured, StepContext
+from trainer.training.batches import Feed
+from trainer.training.context import Measuring
 from trainer.training.loop import OpenRun
 
 
@@ -51,11 +50,9 @@ class MeasuredNoise(Feature):
             return plan
         return with_random_slots(plan, feed.cut, feed.layout, f"{feed.seed}\x1f{step}")
 
-    def measuring(
-        self, context: StepContext, batch: PlannedBatch, divisors: EachDivisors, measured: Measured
-    ) -> AbstractContextManager[None]:
+    def measuring(self) -> Measuring | None:
         """See the base class."""
-        return summing_norms(context, batch, divisors, measured)
+        return None if self.every is None else summing_norms
 
     def end_rows(self, opened: OpenRun, run: Run) -> Sequence[Row]:
         """Say whether another global batch would pay."""
