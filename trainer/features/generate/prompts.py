@@ -122,7 +122,9 @@ def _continued(
             for _ in range(most):
                 with AllocationGuard() as guard:
                     ids = _likeliest(run, rows, length)
-                ranks = world.collect([guard.failed, run.was_asked(), [] if guard.failed else ids])
+                if guard.failed:
+                    ids = []
+                ranks = world.collect([guard.failed, run.was_asked(), ids])
                 if any(asked for _, asked, _ in ranks):
                     raise Preempted("stopped while prompts were continued")
                 if any(failed for failed, *_ in ranks):
@@ -143,12 +145,14 @@ def _likeliest(run: OpenRun, rows: Sequence[Tokens], length: int) -> Tokens:
     facts, device = run.feed.data.loader.dataset.facts, run.context.world.device
     ids = torch.full((len(rows), length), facts.pad_token_id or 0, dtype=torch.int64)
     mask = torch.zeros_like(ids)
+    # On the right: positions are counted from the left, and a causal model sees no padding there.
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)
         mask[place, : len(row)] = 1
     fields = {INPUT_IDS: ids.to(device), ATTENTION_MASK: mask.to(device)}
     logits = logits_of(run.context.parallel.call(fields))
-    last = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
+    last = torch.tensor([*map(len, rows)], device=logits.device) - 1
     places = torch.arange(len(rows), device=logits.device)
+    # Beyond the vocabulary of the data lie rows of a padded table, which stand for no token.
     tokens: Tokens = logits[places, last, : facts.vocab_size].argmax(-1).tolist()
     return tokens

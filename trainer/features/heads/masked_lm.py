@@ -28,7 +28,8 @@ class MaskedLM(TokenEntropy):
     that the data label -100. A sample may have none of them: it then has no loss term.
     """
 
-    mlm_probability: Share = 0.15  # chance of a token to be chosen
+    # Chance of a token to be chosen
+    mlm_probability: Share = 0.15
     tokenizer: Any = field(default=None, repr=False, compare=False)  # of any library
 
     def __post_init__(self) -> None:
@@ -53,16 +54,19 @@ class MaskedLM(TokenEntropy):
     def special_ids(self) -> tuple[int, ...]:
         """Tokens that are never hidden."""
         special = {*getattr(self.tokenizer, "all_special_ids", ())}
-        special |= {getattr(self.tokenizer, name, None) for name in SPECIAL}
-        return tuple(sorted(number for number in special if number is not None))
+        for name in SPECIAL:
+            special.add(getattr(self.tokenizer, name, None))
+        return tuple(sorted(special - {None}))
 
     def prepare(self, sample: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Hide tokens of one sample; what is not hidden is labelled -100."""
         ids = sample["input_ids"].long()
+        # On the host, before collation: the draws are those of the sample, whatever the cut is.
         chosen = torch.rand(ids.shape) < self.mlm_probability
         chosen &= ~torch.isin(ids, torch.tensor(self.special_ids))
         chosen &= sample.get("labels", ids) != IGNORED
         how, words = torch.rand(ids.shape), torch.randint(self.vocab_size, ids.shape)
+        # Below 0.8 the mask, from there to 0.9 a random token, above it the token itself
         words = torch.where(how < REPLACED, self.mask_id, words)
         hidden = torch.where(chosen & (how < CHANGED), words, ids)
         return {**sample, "input_ids": hidden, "labels": ids.masked_fill(~chosen, IGNORED)}

@@ -48,8 +48,10 @@ class ModelLoss(Objective):
         if labels is None:
             return {"model_loss": float(next(iter(fields.values())).shape[0])}
         shifts = self.causal and labels.dim() > 1 and not labels.is_floating_point()
-        counted = labels[:, 1:] if shifts else labels
-        return {"model_loss": float((counted != IGNORED).sum())}
+        # The first label of a row is no term: nothing before it predicts it
+        if shifts:
+            labels = labels[:, 1:]
+        return {"model_loss": float((labels != IGNORED).sum())}
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Take the loss out of the output of the model."""
@@ -65,10 +67,11 @@ class ModelLoss(Objective):
         if self.reduction == "sum":
             return self.sums(model, fields)
         loss = at_least_single(_loss_of(model(self._apart(fields))))
-        weight = weights["model_loss"]
+        if weight := weights["model_loss"]:
+            return Sums(losses={"model_loss": loss * weight})
         # The mean over nothing is NaN. A leaf of its own keeps the step's backward uniform.
         nothing = torch.zeros_like(loss, requires_grad=torch.is_grad_enabled())
-        return Sums(losses={"model_loss": loss * weight if weight else nothing})
+        return Sums(losses={"model_loss": nothing})
 
     def _apart(self, fields: Fields) -> Fields:
         """Drop the first label of each packed document, which the one before would predict."""
@@ -82,8 +85,11 @@ class ModelLoss(Objective):
 
 def _loss_of(output: Any) -> Tensor:  # noqa: ANN401 - models return what they like
     """Take the loss, one number: the part `loss`, the first of a tuple, or the output itself."""
-    loss = output[0] if isinstance(output, tuple) and output else output
-    loss = loss if isinstance(loss, Tensor) else output_part(loss, "loss")
+    loss = output
+    if isinstance(output, tuple) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        loss = output_part(loss, "loss")
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
         return loss
     raise ConfigError(

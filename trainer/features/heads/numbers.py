@@ -43,7 +43,9 @@ class Numbers(Objective):
     @property
     def label_kind(self) -> LabelKind:
         """See the base class."""
-        return "numbers" if self.loss == "squared_error" else "flags"
+        if self.loss == "squared_error":
+            return "numbers"
+        return "flags"
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels."""
@@ -52,7 +54,8 @@ class Numbers(Objective):
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the numbers; under binary cross entropy the probabilities of the labels."""
         found = at_least_single(logits_of(output))
-        found = found if self.loss == "squared_error" else found.sigmoid()
+        if self.loss == "binary_cross_entropy":
+            found = found.sigmoid()
         return [*zip(_labels(fields).tolist(), found.tolist(), strict=True)]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
@@ -69,6 +72,7 @@ class Numbers(Objective):
                 f"{tuple(labels.shape)}: one number for each is needed (model.num_classes)"
             )
         labels = labels.to(logits.dtype)
+        # One by one, since a label of -100 is no term and is taken out of the sum.
         terms = _LOSSES[self.loss](logits, labels, reduction="none")
         return Sums(
             losses={self.loss: terms.masked_fill(labels == IGNORED, 0.0).sum()},
@@ -83,4 +87,7 @@ def _labels(fields: Fields) -> Tensor:
             f"objective: the data give no field named labels (they give: {', '.join(fields)})"
         )
     labels = fields["labels"]
-    return labels[:, None] if labels.dim() == 1 else labels
+    # A model of one number gives `(batch, 1)`, and data mostly one label a sample.
+    if labels.dim() == 1:
+        labels = labels[:, None]
+    return labels

@@ -32,14 +32,18 @@ class QuestionAnswering(Objective):
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the positions."""
-        start, end = (targets != IGNORED for targets in _targets(fields))
+        first, last = _targets(fields)
+        start, end = first != IGNORED, last != IGNORED
         both = {"exact_match": float((start & end).sum())}
         return {"start": float(start.sum()), "end": float(end.sum()), **both}
 
     def predictions(self, output: Any, fields: Fields) -> Sequence[tuple[Any, Any]]:  # noqa: ANN401
         """Give the first and the last token of each answer."""
-        logits = (_without_padding(output_part(output, f"{end}_logits"), fields) for end in ENDS)
-        found = torch.stack([each.argmax(-1) for each in logits], dim=-1)
+        places = list[Tensor]()
+        for end in ENDS:
+            logits = _without_padding(output_part(output, f"{end}_logits"), fields)
+            places.append(logits.argmax(-1))
+        found = torch.stack(places, dim=-1)
         labels = torch.stack(_targets(fields), dim=-1)
         return [*zip(labels.tolist(), found.tolist(), strict=True)]
 
@@ -50,7 +54,11 @@ class QuestionAnswering(Objective):
             ConfigError: the model gives no `start_logits` and `end_logits`, `(batch, time)`.
         """
         targets = _targets(fields)
-        output = model({n: f for n, f in fields.items() if not n.endswith("_positions")})
+        inputs = dict(fields)
+        for name in fields:
+            if name.endswith("_positions"):  # with which heads would compute a loss of their own
+                inputs.pop(name)
+        output = model(inputs)
         losses, hits = {}, []
         for end, target in zip(ENDS, targets, strict=True):
             logits = output_part(output, f"{end}_logits")
@@ -62,6 +70,7 @@ class QuestionAnswering(Objective):
                 )
             logits = _without_padding(at_least_single(logits), fields)
             entropy = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+            # Each is divided by its own count of positions: the loss is the mean of both means.
             losses[end] = entropy / len(ENDS)
             hits.append(logits.argmax(-1) == target)
         return Sums(losses=losses, metrics={"exact_match": (hits[0] & hits[1]).sum()})
@@ -77,12 +86,20 @@ def _without_padding(logits: Tensor, fields: Fields) -> Tensor:
 def _targets(fields: Fields) -> list[Tensor]:
     """Give the positions of both ends, -100 where they are outside of their sample."""
     names = [f"{end}_positions" for end in ENDS]
-    if missing := [name for name in names if name not in fields]:
+    missing = [name for name in names if name not in fields]
+    if missing:
         raise ConfigError(
             f"objective=question_answering: the data give no {' and no '.join(missing)} (they "
             f"give: {', '.join(fields)})"
         )
     ids = fields["input_ids"]
-    lengths = fields["attention_mask"].sum(-1) if "attention_mask" in fields else ids.shape[1]
-    each = (fields[name].reshape(len(ids)).long() for name in names)
-    return [at.masked_fill((at < 0) | (at >= lengths), IGNORED) for at in each]
+    lengths: Tensor | int = ids.shape[1]
+    # Padding is on the right: a sample ends where its mask does.
+    if "attention_mask" in fields:
+        lengths = fields["attention_mask"].sum(-1)
+    found = list[Tensor]()
+    for name in names:
+        at = fields[name].reshape(len(ids)).long()
+        # As in the heads of transformers: a position outside of the sample is no loss term.
+        found.append(at.masked_fill((at < 0) | (at >= lengths), IGNORED))
+    return found

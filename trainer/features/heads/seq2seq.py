@@ -41,11 +41,13 @@ class Seq2Seq(TokenEntropy):
         if prepare := getattr(module, "prepare_decoder_input_ids_from_labels", None):
             return {**given, DECODER_IDS: prepare(labels=labels)}
         config = getattr(module, "config", None)
-        start, pad = (getattr(config, f"{n}_token_id", None) for n in ("decoder_start", "pad"))
+        start = getattr(config, "decoder_start_token_id", None)
+        pad = getattr(config, "pad_token_id", None)
         if start is None or pad is None:
             raise ConfigError(
                 f"objective=seq2seq: {type(module).__name__} has no config.decoder_start_token_id "
                 f"and pad_token_id: set them, or let the data give {DECODER_IDS}"
             )
+        # -100 is no token: padding stands for it, as in the method of transformers' own models.
         moved = F.pad(labels[:, :-1], (1, 0), value=start)
         return {**given, DECODER_IDS: moved.masked_fill(moved == IGNORED, pad)}

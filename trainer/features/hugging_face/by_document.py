@@ -35,7 +35,10 @@ def attend_by_document(module: nn.Module) -> Callable[[], None] | None:
     AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
     choose: Callable[[str], None] = module.set_attn_implementation  # type: ignore[assignment] # of transformers
     choose(BY_DOCUMENT)
-    return partial(choose, "sdpa") if config._attn_implementation == BY_DOCUMENT else None
+    # transformers warns, and keeps the kernel, where a model does not take the one chosen.
+    if config._attn_implementation != BY_DOCUMENT:
+        return None
+    return partial(choose, "sdpa")
 
 
 def _attend(
@@ -59,9 +62,10 @@ def _attend(
     bounds: Tensor | None = options.get("cu_seq_lens_q")
     lengths = list[int]()
     if bounds is not None and not is_fake(bounds):
-        lengths = [n for n in bounds.diff().tolist() if n]
+        lengths = [*filter(None, bounds.diff().tolist())]
     is_plain = all(options.get(name) is None for name in _OTHER)
     if not is_plain or sum(lengths) != query.shape[2] or sum(lengths) != key.shape[2]:
         return attend(query, key, value, attention_mask), None
-    pieces = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([attend(q, k, v, None) for q, k, v in pieces], dim=1), None
+    queries, keys = torch.split(query, lengths, dim=2), torch.split(key, lengths, dim=2)
+    pieces = zip(queries, keys, torch.split(value, lengths, dim=2), strict=True)
+    return torch.cat([attend(*piece, None) for piece in pieces], dim=1), None

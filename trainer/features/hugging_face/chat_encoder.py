@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,7 +26,8 @@ _WITH_INPUT = (
 )
 """What Alpaca was trained on: for tokenizers without a chat template."""
 _REASONING = {"reasoning_content", "thinking", "reasoning"}  # one thing
-_ANSWER = "answer"  # stands for one in a rendered conversation
+# Stands for an answer in a rendered conversation
+_ANSWER = "answer"
 
 
 def has_template(tokenizer: Any, options: Mapping[str, Any]) -> bool:  # noqa: ANN401
@@ -42,16 +43,35 @@ def unread_by_template(
 ) -> list[str]:
     """Name keys of the messages of some records, and tools, that the chat template never names."""
     template = str(options.get("chat_template") or getattr(tokenizer, "chat_template", None))
-    found = {"tools": form.columns["tools"]} if "tools" in form.columns else {}
+    found = dict[str, str]()
+    if "tools" in form.columns:
+        found["tools"] = form.columns["tools"]
     columns = [form.columns.get(role, "") for role in ("messages", "prompt", "completion")]
     for record, column in product(records, columns):
-        messages = record.get(column) if isinstance(record, Mapping) else None
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, Mapping):
-                found |= {key: f"{column}.{key}" for key in message if key not in READ_KEYS}
+        for key in _keys_of_messages(record, column):
+            found[key] = f"{column}.{key}"
     words = {*re.findall(r"\w+", template)}
-    words |= _REASONING if words & _REASONING else set()
-    return [name for key, name in found.items() if key not in words]
+    if words & _REASONING:
+        words |= _REASONING
+    unread = list[str]()
+    for key, name in found.items():
+        if key not in words:
+            unread.append(name)
+    return unread
+
+
+def _keys_of_messages(record: Any, column: str) -> Iterator[str]:  # noqa: ANN401 - any JSON
+    """Give the keys of the messages in a column that only some templates read; none if it has none.
+
+    What is no record, or no message, is found, and named, where it is encoded.
+    """
+    messages = None
+    if isinstance(record, Mapping):
+        messages = record.get(column)
+    if isinstance(messages, list):
+        for message in messages:
+            if isinstance(message, Mapping):
+                yield from (key for key in message if key not in READ_KEYS)
 
 
 def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collection[str]:
@@ -59,12 +79,16 @@ def answer_options(form: str, overlong: Overlong, *, is_chat: bool) -> Collectio
     if form not in {"chat", "prompt and completion", "instruction"}:
         return ()
     is_text = form == "instruction" and not is_chat
-    is_pair = is_text or form == "prompt and completion"
-    return {
-        "completion_only_loss" if is_pair else "assistant_only_loss",
-        *(() if is_text else ("chat_template", "chat_template_kwargs")),
-        *(("truncation",) if overlong == "cut" else ()),
-    }
+    names = set[str]()
+    if is_text or form == "prompt and completion":
+        names.add("completion_only_loss")
+    else:
+        names.add("assistant_only_loss")
+    if not is_text:
+        names |= {"chat_template", "chat_template_kwargs"}
+    if overlong == "cut":
+        names.add("truncation")
+    return names
 
 
 def answer_fields(
@@ -72,7 +96,9 @@ def answer_fields(
 ) -> encode.RecordFields:
     """Encode what has answers; the loss is on them alone unless the `OF_ANSWERS` say otherwise."""
     prompt, completion = _parts(record, is_chat=has_template(encoder.tokenizer, options))
-    is_turns = not isinstance(prompt, str) and "completion" not in record
+    only_answers = options["completion_only_loss"]
+    if not isinstance(prompt, str) and "completion" not in record:
+        only_answers = options["assistant_only_loss"]
     found, counted = encode_completion(
         encoder.tokenizer,
         prompt,
@@ -80,16 +106,18 @@ def answer_fields(
         tools=record.get("tools"),
         chat_template=options["chat_template"],
         chat_template_kwargs=options["chat_template_kwargs"],
-        learns_all=not options["assistant_only_loss" if is_turns else "completion_only_loss"],
+        learns_all=not only_answers,
     )
     ids, counts = np.array(found), np.array(counted)
     if len(ids) > encoder.max_length:
         if encoder.overlong == "drop":
             raise encode.DroppedError(encode.LONGER)
-        is_right = options["truncation"] == "right"
-        rest = slice(encoder.max_length) if is_right else slice(-encoder.max_length, None)
+        rest = slice(-encoder.max_length, None)
+        if options["truncation"] == "right":
+            rest = slice(encoder.max_length)
         ids, counts = ids[rest], counts[rest]
-    if not counts[1:].any():  # the first token is never predicted
+    # The first token is never predicted
+    if not counts[1:].any():
         raise encode.DroppedError("without a loss term")
     return {INPUT_IDS: ids, LABELS: np.where(counts, ids, IGNORED)}
 
@@ -98,8 +126,9 @@ def _parts(
     record: encode.RoleValues, *, is_chat: bool
 ) -> tuple[str | list[Message], str | list[Message]]:
     """Give what is given and what is learned; a conversation is learned as a whole."""
-    system = record.get("system")
-    begin = [{"role": "system", "content": encode.text_of(record, "system")}] if system else []
+    begin = list[Message]()
+    if record.get("system"):
+        begin.append({"role": "system", "content": encode.text_of(record, "system")})
     if "messages" in record:
         messages = normalize_messages(record["messages"])
         if begin and messages[0]["role"] in {"system", "developer"}:
@@ -109,18 +138,24 @@ def _parts(
         return _side(record["prompt"]), _side(record["completion"])
     # An instruction is one turn of a chat, or as Alpaca wrote it.
     asked, answer = encode.text_of(record, "instruction"), encode.text_of(record, "output")
-    more = record.get("input") or ""
+    more, template = record.get("input"), _WITHOUT_INPUT
+    # Alpaca's files have an empty text where there is none
+    if more:
+        template = _WITH_INPUT
     if not is_chat:
         if begin:
             raise ValueError("its system needs a chat template; type data.chat_template=FILE")
-        return (_WITH_INPUT if more else _WITHOUT_INPUT).format(asked, more), answer
-    asked = f"{asked}\n\n{more}" if more else asked
+        return template.format(asked, more), answer
+    if more:
+        asked = f"{asked}\n\n{more}"
     turns = {"role": "user", "content": asked}, {"role": "assistant", "content": answer}
     return [], [*begin, *turns]
 
 
 def _side(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value
-    return value if isinstance(value, str) else normalize_messages(value)
+    if isinstance(value, str):
+        return value
+    return normalize_messages(value)
 
 
 def prompt_tokens(
@@ -138,13 +173,18 @@ def prompt_tokens(
     if form in {"chat", "instruction"} and has_template(tokenizer, template):
         messages = [{"role": "user", "content": text}]
         whole = [*messages, {"role": "assistant", "content": _ANSWER}]
-        variables = {name: value for name, value in template.items() if name != "chat_template"}
-        chat = Chat(tokenizer, None, template["chat_template"], variables)
+        variables = {**template}
+        own_template = variables.pop("chat_template")
+        chat = Chat(tokenizer, None, own_template, variables)
         ids, _ = chat.tokenize(chat.render(messages, has_header=True))
+        # What the template writes behind an answer begins with the token that ends a turn.
         after, _ = chat.tokenize(chat.render(whole).rpartition(_ANSWER)[2].lstrip())
-        ends += [first for first in after[:1] if first in tokenizer.added_tokens_decoder]
+        if after and after[0] in tokenizer.added_tokens_decoder:
+            ends.append(after[0])
     else:
-        text = _WITHOUT_INPUT.format(text) if form == "instruction" else text
+        if form == "instruction":
+            text = _WITHOUT_INPUT.format(text)
         found = tokenizer(text, add_special_tokens=False, verbose=False)[INPUT_IDS]
         ids = [*encode.ends_of(tokenizer, is_causal=True).prefix, *found]
+    # A tokenizer may have no end-of-text token.
     return ids, [end for end in ends if end is not None]

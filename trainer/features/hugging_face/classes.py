@@ -11,7 +11,8 @@ from typing import Any
 from trainer.models.facts import ModelFacts, noted
 
 _NAMED = {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
-_CODE = ("attn_implementation", "experts_implementation")  # may name a kernel on the hub
+# Settings that may name a kernel on the hub
+_CODE = ("attn_implementation", "experts_implementation")
 
 
 def with_facts(target: Callable[..., Any], source: str) -> Callable[..., Any]:
@@ -20,7 +21,8 @@ def with_facts(target: Callable[..., Any], source: str) -> Callable[..., Any]:
     @functools.wraps(target)
     def load(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - as transformers gives it
         found = target(*given, **{**named, "output_loading_info": True})
-        if not isinstance(found, tuple):  # a method of its own
+        # A class may have a `from_pretrained` of its own, which reports nothing.
+        if not isinstance(found, tuple):
             return found
         return noted((found[0], facts_of_loading(source, found[1])))
 
@@ -37,29 +39,62 @@ def with_config_settings(
     network, as those of an inner config or of a kernel may, are left out.
     """
     is_config = inspect.isclass(target) and hasattr(target, "attribute_map")
-    kind: Any = target if is_config else getattr(target, "config_class", None)
+    kind: Any = getattr(target, "config_class", None)
+    if is_config:
+        kind = target
     is_model = inspect.isclass(kind) and [*inspect.signature(target).parameters][:1] == ["config"]
     if not (is_config or is_model):
         return target
 
     def make(**settings: Any) -> Any:  # noqa: ANN401 - any model or config
-        return kind(**settings) if is_config else target(kind(**settings))
+        config = kind(**settings)
+        if is_config:
+            return config
+        return target(config)
 
     make.__name__ = target.__name__
-    own = [p for p in inspect.signature(kind).parameters.values() if p.kind in _NAMED]
-    if not typed:
-        own = [p for p in own if p.name not in getattr(kind, "sub_configs", ())]
-    known = {p.name for p in own}
-    found = [n for n, v in inspect.getmembers(kind) if isinstance(v, property) and v.fset]
-    more = [n for n in found if not n.startswith("_") and n != "name_or_path"]
-    more += [*kind.attribute_map, *(n for n in names if n.endswith("_token_id"))]
-    more += _CODE if typed else ()
-    own += [Parameter(n, Parameter.KEYWORD_ONLY) for n in dict.fromkeys(more) if n not in known]
-    make.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined] # read by inspect
+    parameters = _parameters_of(kind, typed=typed)
+    more = [*_settable(kind), *kind.attribute_map]
+    for name in names:
+        if name.endswith("_token_id"):
+            more.append(name)
+    if typed:
+        more += _CODE
+    for name in more:
+        if name not in parameters:
+            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY)
+    signature = inspect.Signature([*parameters.values()])
+    make.__signature__ = signature  # type: ignore[attr-defined] # read by inspect
     return make
+
+
+def _parameters_of(kind: Any, *, typed: bool) -> dict[str, Parameter]:  # noqa: ANN401 - a config
+    """Give the arguments of a config's constructor that can be typed, by name."""
+    inner = getattr(kind, "sub_configs", ())
+    found = dict[str, Parameter]()
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.kind in _NAMED and (typed or name not in inner):
+            found[name] = parameter
+    return found
+
+
+def _settable(kind: Any) -> list[str]:  # noqa: ANN401 - a config
+    """Name the properties of a config that can be set, such as `num_labels`.
+
+    But the path that it was read from, which is no setting.
+    """
+    found = list[str]()
+    for name, value in inspect.getmembers(kind):
+        is_set = isinstance(value, property) and value.fset is not None
+        if is_set and not name.startswith("_") and name != "name_or_path":
+            found.append(name)
+    return found
 
 
 def facts_of_loading(source: str, report: Mapping[str, Any]) -> ModelFacts:
     """Say where the weights of a model are from, and by transformers' report which are not."""
-    new = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    new = {*report["missing_keys"]}
+    # Each comes with its shape in the files, and in the model.
+    for name, *_ in report["mismatched_keys"]:
+        new.add(name)
     return ModelFacts(source=source, new=sorted(new), unused=sorted(report["unexpected_keys"]))

@@ -82,16 +82,20 @@ class HuggingFaceData(TwoSides):
     ) -> None:
         # Set, it also spares processes that are forked later a warning of the library.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Where nothing is stated `model_max_length` is 10^30.
         limits = (DEFAULT_LENGTH, getattr(tokenizer, "model_max_length", None), max_positions)
         self._max_length = max_length or min(filter(None, limits))
         self._tokenizer = tokenizer
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
+        names = None
+        if label_names is not None:
+            names = tuple(label_names)
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),
             model_labels=tuple(model_labels or ()),
-            label_names=None if label_names is None else tuple(label_names),
+            label_names=names,
             max_samples=max_samples,
             max_length=self._max_length,
             overlong=overlong,
@@ -105,9 +109,10 @@ class HuggingFaceData(TwoSides):
         )
         one_part_only = part is not None and holdout == 0
         self._source = find_records(path, subset, part, one_part_only=one_part_only)
-        is_named = subset is not None and self._source.kind != "hub"
-        why = "is of a name on the hub, and the path is a file or folder"
-        self._unused = {"subset": why} if is_named else {}
+        self._unused = dict[str, str]()
+        if subset is not None and self._source.kind != "hub":
+            why = "is of a name on the hub, and the path is a file or folder"
+            self._unused["subset"] = why
         self._index = cached_records(self._source, tokenizer, options, skips=on_bad == "skip")
         self._unused |= self._index.facts["unused"]
         self._split, self._samples = TRAIN, self._laid_out(options.task)
@@ -119,10 +124,13 @@ class HuggingFaceData(TwoSides):
     def facts(self) -> DataFacts:
         """Add what the cache and the tokenizer know."""
         known, pad_token = self._index.facts, pad_token_of(self._tokenizer)
-        has_rows = any(isinstance(kind, int) for kind in known.get("kinds", {}).values())
+        collate = None
+        # Samples of several rows, as of choices, are padded to the longest row of all.
+        if any(isinstance(kind, int) for kind in known.get("kinds", {}).values()):
+            collate = partial(_stacked, pad_token)
         return replace(
             super().facts(),
-            collate=partial(_stacked, pad_token) if has_rows else None,
+            collate=collate,
             vocab_size=len(self._tokenizer),
             num_classes=known.get("num_classes"),
             pad_token_id=pad_token,
@@ -179,7 +187,12 @@ class HuggingFaceData(TwoSides):
         known = self._index.facts
         form, dropped = known["format"], known["dropped"]
         others, unread = known["other_parts"], known["unread"]
-        columns = [c if c == r else f"{r}: {c}" for r, c in known["columns"].items()]
+        columns = list[str]()
+        for role, column in known["columns"].items():
+            if column == role:
+                columns.append(column)
+            else:
+                columns.append(f"{role}: {column}")
         text = join_parts(
             f"{form} ({', '.join(columns)})",
             *(f"{count:,} {why} left out" for why, count in dropped.items()),
@@ -194,12 +207,15 @@ class HuggingFaceData(TwoSides):
 def _stacked(pad_token: int, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack samples of rows, `(rows, time)`, padded on the right to the longest."""
     longest = max(sample[INPUT_IDS].shape[1] for sample in samples)
-
-    def padded(name: str, field: Tensor) -> Tensor:
-        if field.dim() == 0:
-            return field
+    stacked = dict[str, Tensor]()
+    for name in samples[0]:
         fill = pad_token if name == INPUT_IDS else 0
-        return F.pad(field, (0, longest - field.shape[1]), value=fill)
-
-    names = samples[0]
-    return {name: torch.stack([padded(name, each[name]) for each in samples]) for name in names}
+        column = list[Tensor]()
+        for sample in samples:
+            field = sample[name]
+            # One number, as the right choice, is not padded
+            if field.dim():
+                field = F.pad(field, (0, longest - field.shape[1]), value=fill)
+            column.append(field)
+        stacked[name] = torch.stack(column)
+    return stacked

@@ -52,7 +52,8 @@ class Encoded:
     """A record as it is stored."""
 
     entry: bytes  # the fields
-    group: bytes  # what copies of it share: its ids, whatever its labels are
+    # What copies of it share: its ids, whatever its labels are
+    group: bytes
     kinds: Mapping[str, SampleKind]  # of the fields
 
 
@@ -66,10 +67,13 @@ class RecordEncoder:
     """Turns records of one format into the fields of samples."""
 
     format: Format
-    is_json: bool  # whether a record is JSON, in bytes, in a column `text`
+    # Whether a record is JSON, in bytes, in a column `text`
+    is_json: bool
     tokenizer: Any
-    max_length: int  # most tokens of a sample
-    overlong: Overlong  # what becomes of longer ones
+    # Most tokens of a sample
+    max_length: int
+    # What becomes of longer ones
+    overlong: Overlong
     fields_of: FieldsOf
 
     def encode(self, record: Mapping[str, Any] | ValueError) -> Encoded | ValueError:
@@ -81,7 +85,9 @@ class RecordEncoder:
         except (TrainError, MemoryError):
             raise
         except ValueError as error:
-            return error if isinstance(error, DroppedError) else ValueError(str(error))
+            if isinstance(error, DroppedError):
+                return error
+            return ValueError(str(error))
         except Exception as error:  # whatever a record holds
             text = " ".join(str(error).split())
             return ValueError(f"cannot be encoded ({type(error).__name__}: {text})")
@@ -91,21 +97,28 @@ class RecordEncoder:
 
     def __call__(self, batch: Any) -> list[Encoded | ValueError]:  # noqa: ANN401 - columns
         """Encode each record of a batch."""
-        with quiet():  # that a text is longer than a model takes is dealt with here
+        # transformers would warn of each text that is longer than its model takes.
+        with quiet():
             return [*map(self.encode, records_of(batch, is_json=self.is_json))]
 
     def run(self, records: Any) -> Generator[Encoded | ValueError]:  # noqa: ANN401
         """Encode a `datasets.Dataset` in its order, in as many processes as pay."""
-        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        num_cores = 1 if current_process().daemon else num_cores  # it may start none
-        size = len(records)
+        num_cores = os.cpu_count() or 1
+        if sys.platform == "linux":
+            # A process may be bound to fewer of them, as in a container.
+            num_cores = len(os.sched_getaffinity(0))
+        size, num_workers = len(records), 0
+        # A process that is a daemon may start none.
+        if size >= MANY_RECORDS and num_cores > 1 and not current_process().daemon:
+            num_workers = num_cores
+        # A range is read at once, as columns, in place of 100 records one by one.
         batches = [range(first, min(first + BATCH, size)) for first in range(0, size, BATCH)]
         loader = DataLoader(
             records,
             batch_size=None,
             sampler=batches,
             collate_fn=self,
-            num_workers=num_cores if size >= MANY_RECORDS and num_cores > 1 else 0,
+            num_workers=num_workers,
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # the global one must not be drawn from
         )
@@ -117,10 +130,14 @@ class RecordEncoder:
 
         Where longer ones are dropped it raises a DroppedError.
         """
-        cuts = {"truncation": how.pop("truncation", True), "max_length": self.max_length}
-        found = self.tokenizer(*texts, **(cuts if self.overlong == "cut" else {}), **how)
-        ids = found[INPUT_IDS]
-        if max(map(len, ids if isinstance(ids[0], list) else [ids])) > self.max_length:
+        truncation = how.pop("truncation", True)
+        if self.overlong == "cut":
+            how |= {"truncation": truncation, "max_length": self.max_length}
+        found = self.tokenizer(*texts, **how)
+        rows = found[INPUT_IDS]
+        if not isinstance(rows[0], list):  # of one text
+            rows = [rows]
+        if max(map(len, rows)) > self.max_length:
             raise DroppedError(LONGER)
         return found
 
@@ -153,8 +170,14 @@ def records_of(batch: Mapping[str, Sequence[Any]], *, is_json: bool) -> Iterator
 def _without_none(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Leave out of objects what is None: Arrow adds what other objects of the column hold."""
     if isinstance(value, Mapping):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+        found = dict[str, Any]()
+        for name, each in value.items():
+            if each is not None:
+                found[name] = _without_none(each)
+        return found
+    if isinstance(value, list | tuple):
+        return [*map(_without_none, value)]
+    return value
 
 
 def text_of(record: RoleValues, role: str) -> str:
@@ -172,11 +195,14 @@ def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tok
 
     A document that a causal model learns has an end in any case.
     """
-    plain, whole = (
-        [*tokenizer(["a"], add_special_tokens=adds)[INPUT_IDS][0]] for adds in (False, True)
-    )
-    places = range(len(whole) - len(plain) + 1)
-    at = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
+    plain = [*tokenizer(["a"], add_special_tokens=False)[INPUT_IDS][0]]
+    whole = [*tokenizer(["a"], add_special_tokens=True)[INPUT_IDS][0]]
+    # It stays 0 where special tokens change how the text is written.
+    at = 0
+    for place in range(len(whole) - len(plain) + 1):
+        if whole[place : place + len(plain)] == plain:
+            at = place
+            break
     prefix, suffix = whole[:at], whole[at + len(plain) :]
     eos = getattr(tokenizer, "eos_token_id", None)
     if is_causal and eos is not None and eos not in suffix:
@@ -186,5 +212,8 @@ def ends_of(tokenizer: Any, *, is_causal: bool) -> Ends:  # noqa: ANN401 - a tok
 
 def pad_token_of(tokenizer: Any) -> int:  # noqa: ANN401 - a tokenizer
     """Find what to pad with, as the field does: the tokenizer's own, else its end, else 0."""
-    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((each for each in ids if each is not None), 0)
+    for name in ("pad_token_id", "eos_token_id"):
+        number: int | None = getattr(tokenizer, name, None)
+        if number is not None:
+            return number
+    return 0

@@ -43,36 +43,35 @@ def recognise(
     Columns are `typed` by role in place of the usual ones; None under the name of a column leaves
     it out. One that nothing reads, and that changes what a record means, is refused.
     """
-    left_out = {column for column, name in (typed or {}).items() if name is None}
-    named = {role: column for role, column in (typed or {}).items() if column is not None}
-    for column in left_out.difference(columns):
-        raise ConfigError(f"data.columns={{{column}:null}}: {_no_column(columns)}")
+    readable, named = _typed_roles(typed or {}, columns)
     if {"chosen", "rejected"} <= {*columns} and not named:
-        roles = "{prompt: prompt, completion: chosen}"
-        roles = roles if "prompt" in columns else "{messages: chosen}"
+        roles = "{messages: chosen}"
+        if "prompt" in columns:
+            roles = "{prompt: prompt, completion: chosen}"
         raise DataError(
             f"{place}: preference pairs (chosen, rejected) are not trained on; to learn the chosen "
             f"answers alone, type data.columns={roles}"
         )
     _check_typed(named, columns, task)
-    readable = [column for column in columns if column not in left_out]
     for name, usual in _usual(task):
-        names = {**usual, **{role: named[role] for role in named if role in usual}}
-        found = {role: column for role, column in names.items() if column in readable}
+        found = dict[str, str]()
+        for role, usual_column in usual.items():
+            column = named.get(role, usual_column)
+            if column in readable:
+                found[role] = column
+        # All that the format cannot do without, and all that was typed: a role of another
+        # format that is typed says that this is not the one.
         needed = usual.keys() - _optional(name).keys()
         if found.keys() >= needed | named.keys():
-            for column in (*_FORMATS[name].get("decisive", ()), *_WEIGHTS):
-                if column in readable and column not in found.values():
-                    raise DataError(
-                        f"{place}: column {column!r} changes what a record means, and is not read "
-                        f"from records of {name}; to train without it, type "
-                        f"data.columns={{{column}:null}}"
-                    )
-            return Format(name, found, [c for c in columns if c not in found.values()])
+            _refuse_unread(place, name, {*readable} - {*found.values()})
+            unread = [column for column in columns if column not in found.values()]
+            return Format(name, found, unread)
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
-    role = "text" if "text" in wanted else next(iter(wanted)).split()[0]
+    role = next(iter(wanted)).split()[0]
+    if "text" in wanted:
+        role = "text"
     raise DataError(
         f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
         f"{' or '.join(wanted)}; say which they are, e.g. "
@@ -80,9 +79,36 @@ def recognise(
     )
 
 
+def _typed_roles(
+    typed: Mapping[str, str | None], columns: Collection[str]
+) -> tuple[Collection[str], Mapping[str, str]]:
+    """Part what was typed: gives the columns that are not left out, and columns by role."""
+    readable, named = [*columns], dict[str, str]()
+    for key, value in typed.items():
+        if value is not None:
+            named[key] = value
+        elif key in columns:  # the key is a column, and no role
+            readable.remove(key)
+        else:
+            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(columns)}")
+    return readable, named
+
+
+def _refuse_unread(place: str, name: str, unread: Collection[str]) -> None:
+    """Refuse a column that nothing reads, and that changes what a record means."""
+    for column in (*_FORMATS[name].get("decisive", ()), *_WEIGHTS):
+        if column in unread:
+            raise DataError(
+                f"{place}: column {column!r} changes what a record means, and is not read "
+                f"from records of {name}; to train without it, type "
+                f"data.columns={{{column}:null}}"
+            )
+
+
 def _optional(name: str) -> Mapping[str, str]:
     """Give the columns that a format uses where they are there, by role."""
-    return _FORMATS[name].get("optional", {}) if name in _FORMATS else {}
+    found: Mapping[str, str] = _FORMATS.get(name, {}).get("optional", {})
+    return found
 
 
 def _usual(task: Task) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -92,7 +118,9 @@ def _usual(task: Task) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task) -> None:
-    roles = dict.fromkeys(role for _, usual in _usual(task) for role in usual)
+    roles = dict[str, None]()
+    for _, usual in _usual(task):
+        roles |= dict.fromkeys(usual)
     for role, column in typed.items():
         text = f"data.columns={{{role}: {column}}}"
         if role not in roles:

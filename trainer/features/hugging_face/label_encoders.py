@@ -31,9 +31,12 @@ _NUMBER = re.compile(r"\s*[-+]?(?!0\d)(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.A
 class Labels:
     """The labels of a data set."""
 
-    names: tuple[str, ...] | None = None  # of the classes, where labels are words
-    num_classes: int | None = None  # None where they are real numbers
-    numbers: Mapping[object, int] = field(default_factory=dict)  # of classes by what stands for one
+    # Of the classes, where labels are words
+    names: tuple[str, ...] | None = None
+    # None where they are real numbers
+    num_classes: int | None = None
+    # Of classes by what stands for one
+    numbers: Mapping[object, int] = field(default_factory=dict)
 
     def number(self, value: Any) -> int | float:  # noqa: ANN401 - any JSON
         """Give the number of a label; a ValueError where it is none, or no class."""
@@ -48,7 +51,9 @@ class Labels:
         is_class = self.names is None and isinstance(value, int) and self.num_classes is not None
         if is_class and 0 <= value < self.num_classes:
             return int(value)
-        classes = f"one of {', '.join(self.names)}" if self.names else "a number from 0"
+        classes = "a number from 0"
+        if self.names:
+            classes = f"one of {', '.join(self.names)}"
         raise ValueError(f"the label {value!r} is not {classes}")
 
 
@@ -56,7 +61,9 @@ def number_in(cell: str) -> Any:  # noqa: ANN401 - a number, or the cell
     """Read a cell of CSV as a whole or real number; what is none, such as `007`, stays text."""
     if _NUMBER.fullmatch(cell) is None:
         return cell
-    return int(cell) if _WHOLE.fullmatch(cell) else float(cell)
+    if _WHOLE.fullmatch(cell):
+        return int(cell)
+    return float(cell)
 
 
 def labels_in(cells: Iterable[object], names: Collection[str]) -> Iterator[object]:
@@ -64,10 +71,11 @@ def labels_in(cells: Iterable[object], names: Collection[str]) -> Iterator[objec
 
     They stay words where all of them are `names` of classes that are known.
     """
-    found = {str(cell) for cell in cells if cell}
+    found = {*map(str, filter(None, cells))}
     numbers = {*map(number_in, found)}
-    is_words = found <= {*names} or any(isinstance(number, str) for number in numbers)
-    return iter(found if is_words else numbers)
+    if found <= {*names} or any(isinstance(number, str) for number in numbers):
+        return iter(found)
+    return iter(numbers)
 
 
 def find_labels(
@@ -83,55 +91,88 @@ def find_labels(
     """
     found = {*values}
     distinct = found - {None}
-    kinds = {type(value) for value in distinct}
+    kinds = {*map(type, distinct)}
     if kinds == {str} and fixed is not None and not fixed:
         raise ValueError("labels are words here, but numbers in the data that are trained on")
     if stated is not None or kinds == {str}:
         words = [*map(str, stated or sorted(map(str, distinct)))]
-        # Heads often spell their classes otherwise, such as POSITIVE.
-        place = {name.casefold(): number for number, name in enumerate(fixed or model)}
-        folded = {word.casefold() for word in words}
-        is_respelt = folded <= place.keys() and len(folded) == len({*words})
-        is_known = {*words} <= {*(fixed or model)} or is_respelt
-        names = fixed or (model if is_known else words)
-        numbers: dict[object, int] = {word: number for number, word in enumerate(names)}
-        if is_known:
-            numbers = {word: place[word.casefold()] for word in words} | numbers
-        numbers |= {i: numbers[word] for i, word in enumerate(stated or ()) if word in numbers}
-        return Labels(tuple(names), len(names), numbers)
+        return _named_labels(words, stated or (), model, fixed)
     if kinds <= {int, bool}:
-        most = max((int(value) for value in distinct), default=0)  # type: ignore[call-overload]
+        most = max(map(int, distinct), default=0)  # type: ignore[arg-type] # see `kinds`
         return Labels(None, max(1 + most, len(model)))
-    real = [value for value in distinct if isinstance(value, float)]
-    if kinds == {float} and None in found and all(v.is_integer() and v >= 0 for v in real):
-        # A column of whole numbers with a gap is read as one of real numbers.
-        whole: dict[object, int] = {value: int(value) for value in real}
+    # A column of whole numbers with a gap is read as one of real numbers.
+    whole = dict[object, int]()
+    if kinds == {float} and None in found:
+        for value in distinct:
+            if isinstance(value, float) and value.is_integer() and value >= 0:
+                whole[value] = int(value)
+    if whole and len(whole) == len(distinct):
         return Labels(None, max(1 + max(whole.values()), len(model)), whole)
     if kinds <= {int, float}:
         return Labels()
     raise ValueError(f"labels are of the types {', '.join(sorted(k.__name__ for k in kinds))}")
 
 
+def _named_labels(
+    words: Sequence[str], stated: Sequence[str], model: Sequence[str], fixed: Sequence[str] | None
+) -> Labels:
+    """Number classes that are words; see `find_labels`."""
+    given = fixed or model
+    # Heads often spell their classes otherwise, such as POSITIVE.
+    place = {name.casefold(): number for number, name in enumerate(given)}
+    folded = {*map(str.casefold, words)}
+    # Two words of the data that differ in case alone are two classes, and no spelling of one.
+    is_respelt = folded <= place.keys() and len(folded) == len({*words})
+    is_known = {*words} <= {*given} or is_respelt
+    names = words
+    if fixed or is_known:
+        names = given
+    numbers = dict[object, int]()
+    if is_known:
+        for word in words:
+            numbers[word] = place[word.casefold()]
+    # Later ones count: of names that differ in case alone `place` has the last.
+    numbers |= {word: number for number, word in enumerate(names)}
+    for i, word in enumerate(stated):
+        if word in numbers:
+            numbers[i] = numbers[word]
+    return Labels(tuple(names), len(names), numbers)
+
+
 def read_labels(records: Iterator[Mapping[str, Any] | ValueError], column: str) -> Iterator[object]:
     """Give the labels of all records, one by one also where a record has a list of them."""
     for record in records:
-        value = None if isinstance(record, ValueError) else record.get(column)
-        yield from value if isinstance(value, list) else [value]
+        if isinstance(record, ValueError):
+            # A bad record is named where it is encoded.
+            yield None
+            continue
+        value = record.get(column)
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
 
 
 def label_fields(encoder: RecordEncoder, record: RoleValues, labels: Labels) -> RecordFields:
     """Encode a text, or a pair, with its label."""
-    texts = [text_of(record, role) for role in ("text", "text_pair") if role in record]
+    texts = [text_of(record, "text")]
+    if "text_pair" in record:
+        texts.append(text_of(record, "text_pair"))
     label = labels.number(record["label"])
     found = encoder.tokenize(*texts)
-    names = [INPUT_IDS, TYPE_IDS] if len(texts) > 1 else [INPUT_IDS]
-    return {name: found[name] for name in names if name in found} | {LABELS: label}
+    fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
+    # Of a single text they are all 0, as a model that gets none takes them.
+    if len(texts) > 1 and TYPE_IDS in found:
+        fields[TYPE_IDS] = found[TYPE_IDS]
+    return {**fields, LABELS: label}
 
 
 def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
     """Give a space where a tokenizer, such as RoBERTa's, takes words in a row for one."""
     ids = tokenizer(["a", "a"], is_split_into_words=True, add_special_tokens=False)[INPUT_IDS]
-    return " " if tokenizer.decode(ids).strip() == "aa" else ""
+    if tokenizer.decode(ids).strip() == "aa":
+        return " "
+    return ""
 
 
 def tag_fields(
@@ -147,7 +188,10 @@ def tag_fields(
     found = encoder.tokenize([space + word for word in words], is_split_into_words=True)
     of_tokens, before = [], None
     for word in found.word_ids():
-        of_tokens.append(IGNORED if word is None or word == before else numbers[word])
+        if word is None or word == before:
+            of_tokens.append(IGNORED)
+        else:
+            of_tokens.append(numbers[word])
         before = word
     return {INPUT_IDS: found[INPUT_IDS], LABELS: of_tokens}
 
@@ -159,10 +203,14 @@ def span_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     found = encoder.tokenize(
         question, context, truncation="only_second", return_offsets_mapping=True
     )
-    begin, end = (0, 0) if span is None else _tokens_of(span, found)
-    names = [name for name in (INPUT_IDS, TYPE_IDS) if name in found]
-    ends = {"start_positions": begin, "end_positions": end}
-    return {name: found[name] for name in names} | ends
+    # The first token, as the field marks a question without an answer
+    begin, end = 0, 0
+    if span is not None:
+        begin, end = _tokens_of(span, found)
+    fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
+    if TYPE_IDS in found:
+        fields[TYPE_IDS] = found[TYPE_IDS]
+    return {**fields, "start_positions": begin, "end_positions": end}
 
 
 def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) -> RecordFields:
@@ -170,7 +218,8 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
     first, choices, label = choices_of(record)
     if len(choices) != num_choices:
         raise ValueError(f"{len(choices)} choices, and the first record has {num_choices}")
-    label = number_in(label) if isinstance(label, str) else label
+    if isinstance(label, str):
+        label = number_in(label)
     if not isinstance(label, int) or not 0 <= label < len(choices):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
@@ -184,7 +233,8 @@ def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     if not all(found[INPUT_IDS]):
         raise ValueError("one of its texts has no tokens")
     rows = _rows(found, pad_token_of(encoder.tokenizer))
-    rows.pop(TYPE_IDS, None)  # 0 of a single text, as a model that gets none takes them
+    # They are 0 of a single text, as a model that gets none takes them.
+    rows.pop(TYPE_IDS, None)
     return rows
 
 
@@ -209,7 +259,12 @@ def _rows(found: Mapping[str, list[list[int]]], pad_token: int) -> dict[str, lis
 def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN401 - any JSON
     """Find the first answer in its context, in characters; None where there is none."""
     if isinstance(answers, list):
-        answers = {k: [a.get(k) for a in answers] for k in ("text", "answer_start")}
+        # JSON has a list of objects, which `datasets` may store as an object of lists.
+        turned: dict[str, list[Any]] = {"text": [], "answer_start": []}
+        for answer in answers:
+            for key, column in turned.items():
+                column.append(answer.get(key))
+        answers = turned
     if not isinstance(answers, Mapping) or not {"text", "answer_start"} <= answers.keys():
         raise ValueError("its answers have no text and answer_start")
     texts, begins = answers["text"], answers["answer_start"]
@@ -226,8 +281,11 @@ def _answer(answers: Any, context: str) -> tuple[int, int] | None:  # noqa: ANN4
 def _tokens_of(span: tuple[int, int], found: Any) -> tuple[int, int]:  # noqa: ANN401
     """Turn characters of the context into its first and last token."""
     (begin, end), offsets = span, found["offset_mapping"]
-    of_context = [place for place, part in enumerate(found.sequence_ids()) if part == 1]
-    inside = [p for p in of_context if offsets[p][0] < end and offsets[p][1] > begin]
+    inside = list[int]()
+    for place, part in enumerate(found.sequence_ids()):
+        first, last = offsets[place]
+        if part == 1 and first < end and last > begin:  # 0 is the question
+            inside.append(place)
     if not inside or offsets[inside[-1]][1] < end:
         raise DroppedError("without their answer once they are cut")
     return inside[0], inside[-1]
@@ -246,5 +304,7 @@ def choices_of(record: RoleValues) -> tuple[str, list[str], Any]:
     if not isinstance(choices, list):
         raise ValueError(f"its choices are of type {type(choices).__name__}, not a list")
     if isinstance(answer, str):
-        answer = choices.index(answer) if answer in choices else letters.index(answer)
+        # A letter, unless it is one of the choices themselves
+        texts = choices if answer in choices else letters
+        answer = texts.index(answer)
     return record["question"], choices, answer

@@ -71,7 +71,8 @@ class _StandIn:
         shape = torch.Size(self._part.get_shape())
         made = torch.empty(shape, dtype=dtype, device="meta")
         source = StoredTensor(shape, made.dtype, (self._part,))
-        self._notes[made.untyped_storage()._cdata] = made, source  # alive: no other gets its id
+        # The tensor stays alive with it, so that no other storage gets its id.
+        self._notes[made.untyped_storage()._cdata] = made, source
         return made
 
 
@@ -111,10 +112,13 @@ def _parts(path: str) -> Iterator[tuple[str, Any]]:
 
     one = cached_file(path, _FILE, _raise_exceptions_for_missing_entries=False)
     shards: Any = get_checkpoint_shard_files
-    files = [one] if one else shards(path, cached_file(path, _INDEX))[0]
+    files = [one]
+    if not one:
+        files, _ = shards(path, cached_file(path, _INDEX))
     for file in files:
         tensors: Any = safe_open(file, "pt")
-        yield from ((name, tensors.get_slice(name)) for name in tensors.keys())  # noqa: SIM118
+        for name in tensors.keys():  # noqa: SIM118
+            yield name, tensors.get_slice(name)
 
 
 def _read_buffers(module: nn.Module, notes: _Notes) -> None:
@@ -128,14 +132,18 @@ def _read_buffers(module: nn.Module, notes: _Notes) -> None:
 def _take_parameters(module: nn.Module, notes: _Notes) -> dict[str, LazyTensor | None]:
     """Put all parameters on the meta device; gives what each begins with, by all of its names."""
     named = [*module.named_parameters(remove_duplicate=False)]
-    origins = {id(p): _origin(p, notes) for _, p in named}
-    metas = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for _, p in named
-    }
+    origins, metas = dict[int, LazyTensor | None](), dict[int, nn.Parameter]()
+    for _, parameter in named:
+        # One that is tied has several names, and stays one
+        if id(parameter) not in metas:
+            origins[id(parameter)] = _origin(parameter, notes)
+            empty = torch.empty_like(parameter, device="meta")
+            metas[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for part in module.modules():
-        own = part._parameters.items()
-        part._parameters.update({n: None if p is None else metas[id(p)] for n, p in own})
-    return {name: origins[id(p)] for name, p in named}
+        for name, own in part._parameters.items():
+            if own is not None:
+                part._parameters[name] = metas[id(own)]
+    return {name: origins[id(parameter)] for name, parameter in named}
 
 
 def _origin(tensor: Tensor, notes: _Notes) -> LazyTensor | None:
@@ -143,5 +151,7 @@ def _origin(tensor: Tensor, notes: _Notes) -> LazyTensor | None:
     if not tensor.is_meta:
         return InMemoryTensor(tensor.detach())
     _, source = notes.get(tensor.untyped_storage()._cdata, (None, None))
-    is_same = source is not None and source.shape == tensor.shape and tensor.is_contiguous()
-    return source if is_same else None
+    # A view of a part of a file's tensor, or of it transposed, shares its storage.
+    if source is None or source.shape != tensor.shape or not tensor.is_contiguous():
+        return None
+    return source

@@ -43,7 +43,8 @@ _WARNS = "warn_if_padding_and_no_attention_mask"
 """Method that a model calls where it gets no mask."""
 _LOADERS = {"from_pretrained", "from_config", "_from_config"}
 _DTYPES = ("dtype", "torch_dtype")
-_ALL = "1000TB"  # of weights, in one file
+# More than any model has, so that all weights go into one file
+_ALL = "1000TB"
 
 
 @final
@@ -77,9 +78,10 @@ class HuggingFace(ModelLibrary):
         is_of_model = hasattr(owner, "config_class") or hasattr(owner, "_model_mapping")
         if not is_of_model or target.__name__ not in _LOADERS:
             return target, arguments
-        parameters = inspect.signature(target).parameters.values()
-        takes = any(p.name == "dtype" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        if takes and all(arguments.get(name) is None for name in _DTYPES):
+        parameters = inspect.signature(target).parameters
+        takes_any = Parameter.VAR_KEYWORD in {each.kind for each in parameters.values()}
+        is_typed = any(arguments.get(name) is not None for name in _DTYPES)
+        if ("dtype" in parameters or takes_any) and not is_typed:
             arguments["dtype"] = "float32"
         source = arguments.get(PRETRAINED)
         if target.__name__ == "from_pretrained" and isinstance(source, str):
@@ -124,14 +126,19 @@ class HuggingFace(ModelLibrary):
         facts = facts.filled(
             task=task,
             has_targets=task == "seq2seq_lm",
-            new_head=() if task is not None and TASKS[task].of_body else facts.new,
             max_positions=_positions_of(module),
             stored_dtypes=partial(_stored_dtypes, source),
-            uses_flash=None if attention is None else "flash" in attention,
-            balance_loss=getattr(config, "router_aux_loss_coef", 0.0) if balances else 0.0,
-            omit_mask=partial(_omit_mask, module) if may_omit else None,
             attend_by_document=partial(attend_by_document, module),
         )
+        if task is None or not TASKS[task].of_body:
+            facts = facts.filled(new_head=facts.new)
+        if attention is not None:
+            facts = facts.filled(uses_flash="flash" in attention)
+        if balances:
+            loss = getattr(config, "router_aux_loss_coef", 0.0)
+            facts = facts.filled(balance_loss=loss)
+        if may_omit:
+            facts = facts.filled(omit_mask=partial(_omit_mask, module))
         if task is not None:
             facts = facts.filled(objective=partial(_objective, module, facts.pooling))
         if (save := getattr(module, "save_pretrained", None)) is None:
@@ -158,12 +165,14 @@ class HuggingFace(ModelLibrary):
         """Give the run's, with the chat template of its data; else that of the model's folder."""
         found = built
         if built is None and source is not None:
-            with suppress(ConfigError):  # there is none beside the model
+            # Raised where there is none beside the model.
+            with suppress(ConfigError):
                 found = hugging_face_tokenizer(model=source)
         if not hasattr(found, "save_pretrained"):
             return None
         named = {arguments.get("chat_template") for arguments in data} - {None}
-        if len(named) == 1:  # of several no single one goes with the weights
+        # Of several no single one goes with the weights
+        if len(named) == 1:
             found.chat_template = read_template(named.pop())
         return found
 
@@ -172,26 +181,31 @@ class HuggingFace(ModelLibrary):
         if type(tokenizer).__module__.partition(".")[0] != "transformers":
             return lines
         name, beside = "AutoTokenizer", "from transformers import "
-        first = next((place for place, line in enumerate(lines) if line.startswith(beside)), None)
-        if first is None:
-            lines = [*lines, f"{beside}{name}"]
+        lines = [*lines]
+        for i, line in enumerate(lines):
+            if line.startswith(beside):
+                lines[i] = f"{line}, {name}"
+                break
         else:
-            lines = [f"{line}, {name}" if i == first else line for i, line in enumerate(lines)]
+            lines.append(f"{beside}{name}")
         return [*lines, f'tokenizer = {name}.from_pretrained("{folder}")']
 
 
 def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[str, str]:
     """Name the objective of a model that is made for a task, and why it is that one."""
     task, name = task_of(module), type(module).__name__
-    assert task is not None  # of no other model it is asked
+    # It is asked of a model with a task alone.
+    assert task is not None
     labels, ids = fields.get("labels"), fields.get("input_ids")
     if TASKS[task].objective == "classify" and (problem := _problem_of(module, labels)) in _NUMBERS:
         return _NUMBERS[problem], f"as {name} is made for {problem}"
     are_ids = labels is not None and ids is not None and torch.equal(labels, ids)
     if task == "masked_lm" and labels is not None and not are_ids:
         return "token_classify", "as the data say by their labels which tokens are hidden"
-    more = f", {pooling} pooling" if pooling else ""
-    return TASKS[task].objective, f"as {name} is made for {task}{more}"
+    why = f"as {name} is made for {task}"
+    if pooling:
+        why = f"{why}, {pooling} pooling"
+    return TASKS[task].objective, why
 
 
 def _problem_of(module: nn.Module, labels: Tensor | None) -> str:
@@ -201,8 +215,10 @@ def _problem_of(module: nn.Module, labels: Tensor | None) -> str:
         return str(problem)
     if getattr(config, "num_labels", None) == 1:
         return "regression"
-    is_real = labels is not None and labels.is_floating_point()
-    return "multi_label_classification" if is_real else "single_label_classification"
+    # A class has one integer; a flag for each label is a real number, as PyTorch's loss takes it.
+    if labels is not None and labels.is_floating_point():
+        return "multi_label_classification"
+    return "single_label_classification"
 
 
 def _positions_of(module: nn.Module) -> int | None:
@@ -210,15 +226,18 @@ def _positions_of(module: nn.Module) -> int | None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             # Those of RoBERTa's kind begin behind the padding's, those of OPT's behind two.
-            first = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
-            return part.num_embeddings - int(first)
+            first = 0
+            if part.padding_idx is not None:
+                first = part.padding_idx + 1
+            return part.num_embeddings - int(getattr(part, "offset", first))
     return None
 
 
 def _omit_mask(module: nn.Module) -> None:
     """Give a model no mask, from its next binding on."""
     setattr(module, OMITTED, {"attention_mask", *getattr(module, OMITTED, ())})
-    for part in module.modules():  # GPT-2 would read ids on the host, to warn of padding
+    # GPT-2 would read ids on the host, to warn of padding
+    for part in module.modules():
         vars(part)[_WARNS] = lambda *_: None
 
 
@@ -248,5 +267,9 @@ def _stored_dtypes(source: str | None) -> list[str]:
                 kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     except (OSError, TypeError, ValueError, SafetensorError):
         return []
-    real = [kind for kind in kinds if kind.startswith(("F", "BF"))]
-    return sorted(_STORED_WORDS.get(kind, kind.lower()) for kind in real)
+    words = list[str]()
+    for kind in kinds:
+        # Buffers such as positions are integers
+        if kind.startswith(("F", "BF")):
+            words.append(_STORED_WORDS.get(kind, kind.lower()))
+    return sorted(words)

@@ -29,8 +29,10 @@ from trainer.models.transform import ModelTransform
 _NAME = "default"  # of the one adapter
 _ALL = "all-linear"
 _PREFIX = "base_model.model."
-_DRAWN = (True, "gaussian")  # first weights that no value of the model decides
-_BY_DATA = ("corda", "eva", "lora_ga")  # first weights that peft computes from samples
+# First weights that no value of the model decides
+_DRAWN = (True, "gaussian")
+# First weights that peft computes from samples
+_BY_DATA = ("corda", "eva", "lora_ga")
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")  # which no shape of a weight tells
 
 
@@ -62,18 +64,27 @@ class Lora(ModelTransform):
             )
         hints = get_type_hints(LoraConfig)
         for name, value in others.items():
+            kind = hints[name]
+            if kind not in {bool, int, float}:
+                # peft itself says what is wrong with a value of another type.
+                kind = object
             try:
-                convert(hints[name] if hints[name] in {bool, int, float} else object, value)
+                convert(kind, value)
             except ValidationError as error:
                 raise ConfigError(value_fault(f"adapter.{name}", hints[name], value)) from error
-        layers = target_modules if isinstance(target_modules, str) else list(target_modules)
+        layers = target_modules
+        if not isinstance(layers, str):
+            layers = list(layers)
+        whole: list[str] | None = None
+        if modules_to_save:
+            whole = list(modules_to_save)
         try:
             self._config = LoraConfig(
                 r=r,
                 lora_alpha=lora_alpha,
                 lora_dropout=lora_dropout,
                 target_modules=layers,
-                modules_to_save=list(modules_to_save) if modules_to_save else None,
+                modules_to_save=whole,
                 **others,
             )
         except (TypeError, ValueError, ImportError) as error:
@@ -91,7 +102,8 @@ class Lora(ModelTransform):
         _refuse_unmatched("modules_to_save", config.modules_to_save, names)
         if isinstance(model, PreTrainedModel):
             task = task_of(model)
-            config.task_type = config.task_type or (TASKS[task].peft if task else None)
+            if not config.task_type and task is not None:
+                config.task_type = TASKS[task].peft
         elif config.target_modules == _ALL:  # of transformers' models peft knows the output layer
             output = candidate(model)
             config.target_modules = set()
@@ -136,7 +148,8 @@ class Lora(ModelTransform):
         config = deepcopy(_config_of(model))
         config.base_model_name_or_path = config.base_model_name_or_path or base
         config.inference_mode = True
-        if config.task_type is None:  # peft's loader then asks for the class of the base
+        # Without a task peft's loader asks for the class of the base.
+        if config.task_type is None:
             names = {"base_model_class": type(model).__name__}
             config.auto_mapping = {**names, "parent_library": type(model).__module__}
         if not isinstance(config.target_modules, str):
@@ -154,8 +167,10 @@ class Lora(ModelTransform):
             load = f'model = PeftModel.from_pretrained(base, "{folder}")  # base: as it was built'
             return ["from peft import PeftModel", load]
         words = _words(_config_of(model))
-        end = "ForFeatureExtraction" if words is TASKS["embedding"] else "".join(words.ends[:1])
-        kind = f"AutoPeftModel{end}"
+        kind = f"AutoPeftModel{''.join(words.ends[:1])}"
+        if words is TASKS["embedding"]:
+            # As peft calls the class for a body alone
+            kind = "AutoPeftModelForFeatureExtraction"
         more = ""
         if kind.endswith("Classification"):
             its_config: Any = model.config
@@ -168,8 +183,10 @@ class Lora(ModelTransform):
         from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: PLC0415 - see above
 
         named = [*model.named_parameters(remove_duplicate=False)]
-        counts = Counter(id(p) for _, p in named)
-        tied = [name for name, p in named if counts[id(p)] > 1]
+        counts, tied = Counter(id(p) for _, p in named), list[str]()
+        for name, parameter in named:
+            if counts[id(parameter)] > 1:
+                tied.append(name)
         for name in _outermost(
             model, lambda _, part: isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ):
@@ -183,6 +200,7 @@ class Lora(ModelTransform):
                 plain = layer.unload_and_optionally_merge_module(True, True, None)
             else:
                 try:
+                    # Refuses a sum that is not finite, as fp16 has it beyond 65,504.
                     layer.merge(safe_merge=True)
                 except (RuntimeError, ValueError, NotImplementedError) as error:  # as of a bias
                     text = f"peft cannot merge {name}: {' '.join(str(error).split())}"
@@ -196,7 +214,8 @@ class Lora(ModelTransform):
 def _last_name(path: str) -> str:
     """Give a model's name without its folder or organisation, which may change."""
     parts = Path(path).parts
-    if "snapshots" in parts:  # of the hub's cache, models--org--name/snapshots/COMMIT
+    # A folder of the hub's cache is models--org--name/snapshots/COMMIT.
+    if "snapshots" in parts:
         return parts[parts.index("snapshots") - 1].rpartition("--")[2]
     return Path(path).resolve().name
 
@@ -224,8 +243,10 @@ def _widen(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - a LoraConfi
 
     cast_adapter_dtype(model, _NAME)
     if config.init_lora_weights in _DRAWN:
-        layers: list[Any] = [part for part in model.modules() if isinstance(part, LoraLayer)]
-        for layer in layers:
+        for part in [*model.modules()]:
+            if not isinstance(part, LoraLayer):
+                continue
+            layer: Any = part
             base = next(layer.get_base_layer().parameters())
             for matrices in (layer.lora_A, layer.lora_B):
                 matrices.to(torch.promote_types(base.dtype, torch.float32))
@@ -245,8 +266,13 @@ def _refuse_unmatched(key: str, wanted: str | Collection[str] | None, names: lis
         return
     for each in wanted or ():
         if not any(f".{name}".endswith(f".{each}") for name in names):
-            ends = {name.rpartition(".")[2]: name for name in names}
-            words = [*(end for end in ends if not end.isdecimal())]
+            ends = dict[str, None]()
+            for name in names:
+                end = name.rpartition(".")[2]
+                # A number is that of a layer in a list, and no name to type.
+                if not end.isdecimal():
+                    ends[end] = None
+            words = [*ends]
             near = did_you_mean(each, words) or f" It has {first_of(words)}"
             raise ConfigError(f"adapter.{key}={show(each)}: no module is named so.{near}")
 

@@ -31,9 +31,9 @@ _MODES: Mapping[str, Pooling | None] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
-    **dict.fromkeys(
-        f"pooling_mode_{name}_tokens" for name in ("max", "mean_sqrt_len", "weightedmean")
-    ),
+    "pooling_mode_max_tokens": None,
+    "pooling_mode_mean_sqrt_len_tokens": None,
+    "pooling_mode_weightedmean_tokens": None,
 }
 """What their config calls them; None is not there."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
@@ -48,7 +48,8 @@ def read_config(source: str) -> Any:  # noqa: ANN401 - any config
     from transformers import AutoConfig, PreTrainedConfig  # noqa: PLC0415 - seconds
 
     settings, _ = PreTrainedConfig.get_config_dict(source)
-    refuse_sizes(settings, source)  # transformers may make a list of layers as it reads
+    # Checked before transformers reads it, which may make a list of layers.
+    refuse_sizes(settings, source)
     names = settings.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{source}: architectures={names} in its config: no names of classes")
@@ -62,11 +63,15 @@ def refuse_sizes(settings: Mapping[str, Any], source: str) -> None:
     for name, value in settings.items():
         if isinstance(value, Mapping):
             refuse_sizes(value, source)
+        # One for each stage, as of a vision model, or one of all
         numbers = value if isinstance(value, list) else [value]
-        most = max((each for each in numbers if isinstance(each, int)), default=0)
-        limit = next((n for pattern, n in _MOST.items() if re.search(pattern, name)), most)
-        if most > limit:
-            raise ConfigError(f"{source}: {name}={most} in its config: above {limit:,}")
+        most = 0
+        for number in numbers:
+            if isinstance(number, int):
+                most = max(most, number)
+        for pattern, limit in _MOST.items():
+            if most > limit and re.search(pattern, name):
+                raise ConfigError(f"{source}: {name}={most} in its config: above {limit:,}")
 
 
 def refuse_files(path: str) -> None:
@@ -107,10 +112,10 @@ def write_pooling(folder: Path, pooling: str, width: int | None) -> None:
     (folder / _POOLING_FILE).write_text(
         json.dumps({"word_embedding_dimension": width, **modes}, indent=2)
     )
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(parts)
-    ]
+    listed = list[dict[str, Any]]()
+    for i, (path, kind) in enumerate(parts):
+        type_name = f"sentence_transformers.models.{kind}"
+        listed.append({"idx": i, "name": str(i), "path": path, "type": type_name})
     (folder / "modules.json").write_text(json.dumps(listed, indent=2))
 
 
@@ -119,8 +124,12 @@ def _stated_pooling(path: str | None) -> Pooling:
     stated = _read(path, _POOLING_FILE)
     if stated is None:
         return "mean"
-    pairs = stated.items() if isinstance(stated, dict) else ()
-    modes = [name for name, value in pairs if name in _MODES and value is True]
+    modes = list[str]()
+    if isinstance(stated, dict):
+        for name, value in stated.items():
+            if name in _MODES and value is True:
+                modes.append(name)
+    # Several are concatenated there, which makes an embedding wider than the model.
     if len(modes) != 1 or (found := _MODES[modes[0]]) is None:
         raise ConfigError(
             f"model.path={path}: {_POOLING_FILE} says {' and '.join(modes) or 'no way'}; "
@@ -132,19 +141,25 @@ def _stated_pooling(path: str | None) -> Pooling:
 def _refuse_parts(path: str | None) -> None:
     """Refuse a model with a part, such as a dense layer, that would be left out."""
     listed = _read(path, "modules.json")
-    kinds = [str(each.get("type")) for each in listed or () if isinstance(each, dict)]
-    names = [kind.rpartition(".")[2] for kind in kinds]
-    if odd := [name for name in names if name not in _MODULES]:
-        raise ConfigError(
-            f"model.path={path}: modules.json has a {odd[0]}, which would be left out; take the "
-            "model without it, or write a class for it: model._target_=mine.Model"
-        )
+    for each in listed or ():
+        if not isinstance(each, dict):
+            continue
+        name = str(each.get("type")).rpartition(".")[2]
+        if name not in _MODULES:
+            raise ConfigError(
+                f"model.path={path}: modules.json has a {name}, which would be left out; take the "
+                "model without it, or write a class for it: model._target_=mine.Model"
+            )
 
 
 def _read(path: str | None, name: str) -> Any:  # noqa: ANN401 - any JSON
     """Read a file of a model's folder, or of the hub; None where there is none."""
-    files = model_files(path, name) if path else []
+    if not path:
+        return None
+    files = model_files(path, name)
+    if not files:
+        return None
     try:
-        return json.loads(files[0].read_text(encoding="utf-8")) if files else None
+        return json.loads(files[0].read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {name} is not valid JSON: {error}") from error

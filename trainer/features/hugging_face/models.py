@@ -48,7 +48,9 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     model's config.
     """
     if (path is None) == (config is None):
-        both = "both path and config are given: " if path is not None else ""
+        both = ""
+        if path is not None:
+            both = "both path and config are given: "
         raise ConfigError(
             f"model: {both}type model.path=FOLDER for a model with its weights, or "
             "model.config=FILE for one with random weights"
@@ -60,8 +62,9 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     import transformers  # noqa: PLC0415 - seconds, and only for this option
 
     key = "model.config" if path is None else "model.path"
-    given = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {"dtype": getattr(torch, dtype)}
+    if attn_implementation is not None:  # else what the config says counts
+        options["attn_implementation"] = attn_implementation
     try:
         found = _read_config(settings, source)
         made_for = _prepare(found, f"{key}={source}", task, num_classes, label_names)
@@ -113,13 +116,16 @@ def _read_config(settings: Mapping[str, Any], source: str) -> Any:  # noqa: ANN4
     kind = type(found)
     known = inspect.signature(with_config_settings(kind, settings, typed=True)).parameters
     for name in settings.keys() - {*known, "model_type"}:
-        rest = {n: value for n, value in settings.items() if n not in {name, "model_type"}}
+        rest = {**settings}
+        for left_out in (name, "model_type"):
+            rest.pop(left_out, None)
         with quiet():
             others = kind(**rest).to_dict()
         # What is known by another name changes another field.
         if name not in others and {**others, name: settings[name]} == found.to_dict():
-            near = difflib.get_close_matches(name, {*others, *known}, n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
+            hint = "leave it out"
+            if near := difflib.get_close_matches(name, {*others, *known}, n=1):
+                hint = f"did you mean {near[0]}?"
             raise ConfigError(f"model.config.{name}: {kind.__name__} has no such field; {hint}")
     return found
 
@@ -147,13 +153,15 @@ def _load(
     else:
         safe = {"trust_remote_code": False, "use_safetensors": True}
         module, report = kind.from_pretrained(path, config=found, **safe, **options)
-    for name, stored, built in [] if begins_new else sorted(report["mismatched_keys"]):
+    if report["mismatched_keys"] and not begins_new:
+        name, stored, built = min(report["mismatched_keys"])
         raise ConfigError(
             f"model.path={path}: {name} is {tuple(stored)} in the files and {tuple(built)} in the "
             "model; where its classes are others, type model.ignore_mismatched_sizes=true, with "
             "which it begins new"
         )
-    if kind.__name__ == "AutoModel":  # no way of pooling takes what a pooler gives
+    # No way of pooling takes what a pooler gives
+    if kind.__name__ == "AutoModel":
         missing = [name for name in report["missing_keys"] if not name.startswith("pooler.")]
         report = {**report, "missing_keys": missing}
     return module, facts_of_loading(path, report)
@@ -177,11 +185,13 @@ def _prepare(
             f"such as model.task=causal_lm ({', '.join(TASKS)})"
         )
     inner = [getattr(found, name, None) for name in found.sub_configs]
-    if any("/" in (getattr(each, "_attn_implementation", None) or "") for each in [found, *inner]):
-        raise ConfigError(
-            f"{source}: its config names an attention kernel on the hub, which is code and is not "
-            "run: take attn_implementation out of its config.json"
-        )
+    for each in (found, *inner):
+        kernel = getattr(each, "_attn_implementation", None) or ""
+        if "/" in kernel:
+            raise ConfigError(
+                f"{source}: its config names an attention kernel on the hub, which is code and is "
+                "not run: take attn_implementation out of its config.json"
+            )
     if made_for == "embedding" and is_encoder_decoder:
         raise ConfigError(
             f"{source}: model.task=embedding takes an encoder or a decoder, and this is both; "

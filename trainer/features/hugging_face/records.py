@@ -56,30 +56,38 @@ class RecordSource:
     """Where records are read from."""
 
     path: str  # as it was typed
-    kind: str  # of the files; `saved` by `save_to_disk`, or a name on the `hub`
+    # Of the files; `saved` by `save_to_disk`, or a name on the `hub`
+    kind: str
     # By part, the one that is trained on first. Empty for a name on the hub.
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
-    subset: str | None = None  # of a name on the hub, its configuration
+    # Of a name on the hub, its configuration
+    subset: str | None = None
     part: str | None = None  # which is trained on; None is the one that is called so
-    one_part_only: bool = False  # whether no other part is taken beside it
+    # Whether no other part is taken beside it
+    one_part_only: bool = False
     # Parts of the files that are not taken
     others: Sequence[str] = ()
-    listing: Listing = field(default_factory=Listing)  # of the files, of all parts
+    # Of the files, of all parts
+    listing: Listing = field(default_factory=Listing)
 
     @property
     def digest(self) -> str:
         """Tell the files apart from others; empty for a name on the hub."""
         digest = hashlib.blake2b(digest_size=16)
-        every = [(part, file) for part, files in self.files.items() for file in files]
-        states = [file.stat() for _, file in every]
-        is_hashed = sum(state.st_size for state in states) <= _HASHED_BYTES
-        for (part, file), state in zip(every, states, strict=True):
+        every = list[tuple[str, Path, os.stat_result]]()
+        for part, files in self.files.items():
+            for file in files:
+                every.append((part, file, file.stat()))
+        if not every:
+            return ""
+        is_hashed = sum(state.st_size for _, _, state in every) <= _HASHED_BYTES
+        for part, file, state in every:
             known = f"{file}|{state.st_size}|{state.st_mtime_ns}"
             if is_hashed:
                 with reading(file), file.open("rb") as stream:
                     known = hashlib.file_digest(stream, hashlib.blake2b).hexdigest()
             digest.update(f"{part}|{known}|".encode())
-        return digest.hexdigest() if every else ""
+        return digest.hexdigest()
 
     def load(self, scratch: Path) -> tuple[dict[str, Any], Sequence[str]]:
         """Give a `datasets.Dataset` of each part, mapped from files in `scratch` where it can be.
@@ -88,14 +96,17 @@ class RecordSource:
         trained on and, where there is one, the held-out part beside it; and the names of those that
         are not taken.
         """
-        files = [file for each in self.files.values() for file in each]
+        files = [*chain.from_iterable(self.files.values())]
         if files and not sum(file.stat().st_size for file in files):
             raise DataError(f"data.path={self.path}: holds no records")
         with _explained(self), quiet():
             opened = self._opened(scratch)
         if self.kind not in {"saved", "hub"}:
             return {name: _without_media(opened[name]) for name in self.files}, self.others
-        parts = opened if isinstance(opened, Mapping) else {TRAIN: opened}
+        parts = opened
+        # One without parts, as `save_to_disk` may write it
+        if not isinstance(opened, Mapping):
+            parts = {TRAIN: opened}
         taken, others = _chosen(list(parts), self)
         return {name: _without_media(parts[name]) for name in taken}, others
 
@@ -103,23 +114,26 @@ class RecordSource:
         read_cache_without_network(self.path)
         import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, for this option
 
-        is_shown = sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0"
-        (datasets.enable_progress_bars if is_shown else datasets.disable_progress_bars)()
+        if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+            datasets.enable_progress_bars()
+        else:
+            datasets.disable_progress_bars()
         if self.kind == "saved":
             return datasets.load_from_disk(str(expanded(self.path)))
         if self.kind == "hub":
             return datasets.load_dataset(self.path, self.subset)
         if self.kind in {"parquet", "arrow"}:
             links = {part: list[str]() for part in self.files}
-            for part, files in self.files.items():  # by links: the library takes names for patterns
+            # By links: the library takes names for patterns
+            for part, files in self.files.items():
                 for i, file in enumerate(files):
                     (link := scratch / f"{part}-{i}").symlink_to(file)
                     links[part].append(glob.escape(str(link)))
             return datasets.load_dataset(self.kind, data_files=links, cache_dir=str(scratch))
-        return {
-            part: read_table(files, self.kind, scratch / f"{part}.rows")
-            for part, files in self.files.items()
-        }
+        tables = dict[str, Any]()
+        for part, files in self.files.items():
+            tables[part] = read_table(files, self.kind, scratch / f"{part}.rows")
+        return tables
 
     def name_of(self, part: str, row: int, before: int = 0) -> str:
         """Name a record, by its number from 0 in its part: by its line where it has one.
@@ -128,10 +142,16 @@ class RecordSource:
         """
         files = self.files.get(part, ())
         if self.kind in ROWS:
-            rows = ((file, line) for file in files for line, _ in ROWS[self.kind](file))
-            file, line = next(islice(rows, row, None))
-            return lines.record_place(file, line + before)
-        return f"{files[0] if len(files) == 1 else self.path}: record {row + 1}"
+            left = row
+            for file in files:
+                for line, _ in ROWS[self.kind](file):
+                    if left == 0:
+                        return lines.record_place(file, line + before)
+                    left -= 1
+        place = self.path
+        if len(files) == 1:
+            place = str(files[0])
+        return f"{place}: record {row + 1}"
 
 
 def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
@@ -139,7 +159,9 @@ def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
     from datasets.features.features import require_decoding  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
 
     names = [name for name, kind in records.features.items() if require_decoding(kind)]
-    return records.remove_columns(names) if names else records
+    if not names:
+        return records
+    return records.remove_columns(names)
 
 
 def find_records(
@@ -163,9 +185,12 @@ def find_records(
     files = listing.files
     if place.is_dir() and any((place / name).is_file() for name in _SAVED):
         return replace(source, kind="saved", files={TRAIN: files})
-    kinds = Counter(kind for file in files if (kind := _KINDS.get(lines.kind_suffix(file))))
+    kinds = Counter(_KINDS.get(lines.kind_suffix(file), "") for file in files)
+    # A file that was named itself may have any suffix.
+    kinds.pop("", None)
     if len(kinds) > 1:
-        listing.others[OTHER] += kinds.pop("text", 0)  # such as a licence beside the data
+        # Text beside data of another kind is such as a licence.
+        listing.others[OTHER] += kinds.pop("text", 0)
     if len(kinds) != 1:
         text = f"no file ends with one of {', '.join(_KINDS)}"
         if kinds:
@@ -176,7 +201,8 @@ def find_records(
     files = [file for file in files if _KINDS[lines.kind_suffix(file)] == kind]
     parts = _parted(files, place, chooses=part is not None)
     taken, others = _chosen(list(parts), source)
-    kind = WHOLE_TEXT if kind == "text" and place.is_dir() else kind
+    if kind == "text" and place.is_dir():
+        kind = WHOLE_TEXT
     parts = {name: parts[name] for name in taken}
     return replace(source, kind=kind, files=parts, others=others, listing=listing)
 
@@ -193,10 +219,13 @@ def _parted(files: Sequence[Path], root: Path, *, chooses: bool) -> Mapping[str,
     """
     named: dict[str, list[Path]] = {}
     for file in files:
-        words = _PART.findall(str(file.relative_to(root)).lower()) if file != root else []
-        named.setdefault(words[0] if words else "", []).append(file)
-    is_parted = "" not in named and (TRAIN in named or chooses)
-    return named if is_parted else {TRAIN: files}
+        # "." of a single file
+        word = _PART.search(str(file.relative_to(root)).lower())
+        part = "" if word is None else word[1]
+        named.setdefault(part, []).append(file)
+    if "" in named or not (TRAIN in named or chooses):
+        return {TRAIN: files}
+    return named
 
 
 def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], Sequence[str]]:
@@ -207,21 +236,42 @@ def _chosen(names: Sequence[str], source: RecordSource) -> tuple[Sequence[str], 
     """
     place, there = f"data.path={source.path}", ", ".join(names)
     if source.part is not None and source.part not in names:
-        text = f"there are {there}" if len(names) > 1 else "it has one alone; leave it out, or null"
+        text = "it has one alone; leave it out, or null"
+        if len(names) > 1:
+            text = f"there are {there}"
         raise DataError(f"data.part={source.part}: no such part of {source.path}; {text}")
-    found = [source.part] if source.part else [n for n in names if n.startswith(TRAIN)]
-    found = found if len(names) > 1 else list(names)
+    if len(names) == 1:
+        found = [*names]
+    elif source.part:
+        found = [source.part]
+    else:
+        found = [name for name in names if name.startswith(TRAIN)]
     if len(found) != 1:
-        several = f"{' and '.join(found)} are parts to train on" if found else "no part is train"
+        several = "no part is train"
+        if found:
+            several = f"{' and '.join(found)} are parts to train on"
         raise DataError(f"{place}: {several}; there are {there}: type data.part=NAME")
-    (part,) = found
-    rest = [name for name in names if name != part]
-    partners = [n for w in HELD_OUT_NAMES if (n := part.replace(TRAIN, w)) in rest][:1]
-    # Else the first word that some begin with, if that is one.
-    begun = ([name for name in rest if name.startswith(word)] for word in HELD_OUT_NAMES)
-    partners = partners or next(filter(None, begun), [])
-    taken = [part, *(partners if len(partners) == 1 and not source.one_part_only else ())]
+    taken = [found[0]]
+    partner = _partner(found[0], names)
+    if partner is not None and not source.one_part_only:
+        taken.append(partner)
     return taken, [name for name in names if name not in taken]
+
+
+def _partner(part: str, names: Sequence[str]) -> str | None:
+    """Find the held-out part that goes with one that is trained on; None where none does."""
+    rest = [name for name in names if name != part]
+    for word in HELD_OUT_NAMES:
+        if (name := part.replace(TRAIN, word)) in rest:
+            return name
+    # Else of the first word that some begin with: of several nobody says which one.
+    for word in HELD_OUT_NAMES:
+        begun = [name for name in rest if name.startswith(word)]
+        if len(begun) > 1:
+            return None
+        if begun:
+            return begun[0]
+    return None
 
 
 def select(records: Any, count: int | None) -> tuple[Any, IntArray]:  # noqa: ANN401 - a Dataset
@@ -256,13 +306,16 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
     import pyarrow as pa  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds, as `datasets`
     from datasets import Dataset  # noqa: PLC0415
 
-    rows = (row for file in files for _, row in ROWS[kind](file))
+    numbered = chain.from_iterable(map(ROWS[kind], files))
+    rows = (row for _, row in numbered)
     batches = iter(lambda: [*islice(rows, _ROWS_AT_ONCE)], [])
     first = next(batches, list[dict[str, Any]]([{}]))
+    # With offsets of 64 bits: a column may have more than 2 GiB.
     cell = pa.large_string() if kind == "csv" else pa.large_binary()
     schema = pa.schema([(name, cell) for name in first[0]])
+    place = files[0].parent if files[1:] else files[0]
     with (
-        progress(f"reading {files[0].parent if files[1:] else files[0]}") as advance,
+        progress(f"reading {place}") as advance,
         pa.OSFile(str(to), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
@@ -274,9 +327,12 @@ def read_table(files: Sequence[Path], kind: str, to: Path) -> Any:  # noqa: ANN4
 
 def _csv_rows(file: Path) -> NumberedRows:
     """Divide CSV by tabs where it is named `.tsv`, else by what the first line has most of."""
+    # The limit is the process's; by default it is 128 KiB, less than some texts have.
     csv.field_size_limit(lines.LONGEST_LINE)
     _, head = next(lines.lines_of(file), (1, b""))
-    separators = b"\t" if lines.kind_suffix(file) == ".tsv" else b",;\t"
+    separators = b",;\t"
+    if lines.kind_suffix(file) == ".tsv":
+        separators = b"\t"
     separator = chr(max(separators, key=head.count))
     texts = (line.decode() for _, line in lines.lines_of(file))
     names, number, found = list[str](), 1, csv.reader(texts, delimiter=separator, strict=True)
@@ -297,7 +353,8 @@ def _csv_rows(file: Path) -> NumberedRows:
 
 
 def _text_rows(divide: Callable[[Path], lines.NumberedLines], file: Path) -> NumberedRows:
-    return ((number, {"text": text}) for number, text in divide(file))
+    for number, text in divide(file):
+        yield number, {"text": text}
 
 
 ROWS: Mapping[str, Callable[[Path], NumberedRows]] = {

@@ -21,11 +21,13 @@ class TaskWords:
     objective: str  # an option
     # Ends of the names of classes of transformers that are made for it, the usual one first
     ends: Sequence[str] = ()
-    formats: Sequence[str] = ()  # what a record may hold, the first that fits first
+    # What a record may hold, the first that fits first
+    formats: Sequence[str] = ()
     peft: str | None = None
     trained_heads: Collection[str] = ()  # which peft trains whole, and loads, whatever files say
     has_classes: bool = False
-    of_body: bool = False  # whether a head is of the body, and seldom new
+    # Whether a head is of the body, and seldom new
+    of_body: bool = False
 
     @property
     def auto_class(self) -> str:
@@ -42,11 +44,15 @@ TASKS: Mapping[Task, TaskWords] = {
 def task_of_class(*names: str, is_encoder_decoder: bool = False) -> Task | None:
     """Tell what a class of transformers is made for by its name, or by those of its bases."""
     found: Task | None = None
-    for name in reversed(names):  # the first that says it counts
+    # The first name that says a task counts, and is looked at last.
+    for name in reversed(names):
         for task, words in TASKS.items():
             if name.endswith(tuple(words.ends)):
                 found = task
-    return "seq2seq_lm" if is_encoder_decoder and found in {None, "image_text_to_text"} else found
+    # Many encoder-decoders are named as models of images and text are, `ForConditionalGeneration`.
+    if is_encoder_decoder and found in {None, "image_text_to_text"}:
+        return "seq2seq_lm"
+    return found
 
 
 def task_of(module: nn.Module) -> Task | None:
@@ -63,4 +69,6 @@ def task_of(module: nn.Module) -> Task | None:
     is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
     task = task_of_class(*names, is_encoder_decoder=is_encoder_decoder is True)
     inner = getattr(module, "get_base_model", None)  # peft's
-    return task_of(inner()) if task is None and callable(inner) else task
+    if task is None and callable(inner):
+        return task_of(inner())
+    return task

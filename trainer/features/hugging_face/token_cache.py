@@ -53,7 +53,8 @@ class EncodeOptions:
     max_samples: int | None
     max_length: int
     overlong: Overlong | None
-    of_answers: Mapping[str, Any]  # by the names of `OF_ANSWERS`
+    # By the names of `OF_ANSWERS`
+    of_answers: Mapping[str, Any]
 
 
 def cached_records(
@@ -71,9 +72,10 @@ def cached_records(
     options that are `unused`, each with why.
     """
     # What a name on the hub stands for is known once it is loaded.
-    loaded = source.load(index.cache_folder()) if source.kind == "hub" else None
-    found = loaded[0].values() if loaded else ()
-    state = source.digest or sorted(str(part._fingerprint) for part in found)
+    loaded, state = None, source.digest
+    if source.kind == "hub":
+        loaded = source.load(index.cache_folder())
+        state = str(sorted(str(part._fingerprint) for part in loaded[0].values()))
 
     def build(add: index.Add) -> tuple[list[str], dict[str, Any]]:
         with TemporaryDirectory(dir=index.cache_folder(), prefix=".records-") as scratch:
@@ -107,6 +109,7 @@ def cached_records(
 
     chosen = f"{source.path}|{source.subset}|{source.part}|{source.one_part_only}"
     settings = f"{chosen}|{options}|{skips}|{_digest(tokenizer)}"
+    # The number goes up where the same records become other entries.
     return index.cached_index("hf", settings, {}, build, reader=f"7|{state}")
 
 
@@ -119,7 +122,11 @@ def _recognised(source: RecordSource, parts: Mapping[str, Any], options: EncodeO
     if source.kind == "json":
         first = encode.records_of(records[:_LOOKED_AT], is_json=True)
         found = [each for each in first if isinstance(each, dict)]
-        columns = [*dict.fromkeys(name for record in found for name in record)]
+        # Names in any of these records, those of the first one first
+        names = dict[str, None]()
+        for record in found:
+            names |= dict.fromkeys(record)
+        columns = [*names]
         if not found:
             name = source.name_of(next(iter(parts)), 0)
             raise DataError(f"data: {name}: not a JSON object, and none is in the records after it")
@@ -131,11 +138,11 @@ def _unused(options: EncodeOptions, encoder: encode.RecordEncoder, form: str) ->
     is_chat = chat_encoder.has_template(encoder.tokenizer, options.of_answers)
     used = chat_encoder.answer_options(form, encoder.overlong, is_chat=is_chat)
     these = f"and these records are {form} under data.overlong={encoder.overlong}"
-    return {
-        name: f"{purpose}, {these}"
-        for name, (default, purpose) in encode.OF_ANSWERS.items()
-        if options.of_answers[name] != default and name not in used
-    }
+    unused = dict[str, str]()
+    for name, (default, purpose) in encode.OF_ANSWERS.items():
+        if options.of_answers[name] != default and name not in used:
+            unused[name] = f"{purpose}, {these}"
+    return unused
 
 
 def _fields_of(
@@ -161,11 +168,13 @@ def _fields_of(
         return partial(label_encoders.choice_fields, num_choices=count), {}
     if form.name not in {"label", "tags"}:
         return _WITHOUT_LABELS[form.name], {}
-    column = form.columns["label" if form.name == "label" else "tags"]
+    column = form.columns[form.name]
     try:
         values = label_encoders.read_labels(_records(source, parts), column)
         names = options.label_names or options.model_labels
-        values = label_encoders.labels_in(values, names) if source.kind == "csv" else values
+        # Cells of CSV are all text.
+        if source.kind == "csv":
+            values = label_encoders.labels_in(values, names)
         feature = next(iter(parts.values())).features.get(column)
         feature = getattr(feature, "feature", feature)  # of a list
         stated = getattr(feature, "names", None)  # as `ClassLabel` states them
@@ -228,9 +237,10 @@ class _Writer:
                     self.dropped[str(each)] += 1
                 else:
                     # A name is found by reading the file up to there.
-                    is_listed = len(self.bad) < index.LISTED_SKIPS
                     before, why = fault(each)
-                    name = self._source.name_of(part, int(row), before) if is_listed else "data"
+                    name = "data"
+                    if len(self.bad) < index.LISTED_SKIPS:
+                        name = self._source.name_of(part, int(row), before)
                     self.bad.append(f"{name}: {why}")
                     if not self._skips:
                         text = f"data: {self.bad[0]}; fix it, or use data.on_bad=skip"
@@ -252,7 +262,8 @@ def _digest(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
     How it last cut and padded is written there too, and is no part of it.
     """
     digest = hashlib.sha256(type(tokenizer).__qualname__.encode())
-    with suppress(Exception):  # one of a user's own may know none of these characters
+    # A tokenizer of a user's own may know none of these characters.
+    with suppress(Exception):
         digest.update(str(tokenizer([_PROBE])[INPUT_IDS]).encode())
     with TemporaryDirectory() as folder:
         if hasattr(tokenizer, "save_pretrained"):

@@ -19,7 +19,10 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
     source = path or model
     if source is None:
         raise ConfigError("tokenizer.path: type the folder of a tokenizer, or its name on the hub")
-    place, name = f"tokenizer.path={path}" if path else f"model: {model}", model_folder(source)
+    place, what = f"model: {model}", "model"
+    if path:
+        place, what = f"tokenizer.path={path}", "tokenizer"
+    name = model_folder(source)
     folder = Path(name)
     if folder.is_dir() and not _has_tokenizer(folder):
         text = "no tokenizer there: type the folder of one, or tokenizer=bytes"
@@ -34,7 +37,6 @@ def hugging_face_tokenizer(path: ExistingPath | None = None, model: str | None =
         if "trust_remote_code" in text:
             text = "it needs code from its own folder, which is not run; use another"
         elif not folder.is_dir():
-            what = "tokenizer" if path else "model"
             text = f"no such folder, and no {what} that the hub or its cache gives"
         raise ConfigError(f"{place}: {text}") from error
 
@@ -43,9 +45,11 @@ def tokenizer_of_model(path: ExistingPath | None = None, model: str | None = Non
     """Load a tokenizer as `hugging_face_tokenizer`; of a model without one, give that of bytes."""
     if path is None and model is not None:
         folder = Path(model_folder(model))
-        model = model if not folder.is_dir() or _has_tokenizer(folder) else None
-    is_named = path is not None or model is not None
-    return hugging_face_tokenizer(path, model) if is_named else byte_tokenizer()
+        if folder.is_dir() and not _has_tokenizer(folder):
+            model = None
+    if path is None and model is None:
+        return byte_tokenizer()
+    return hugging_face_tokenizer(path, model)
 
 
 def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
@@ -58,6 +62,7 @@ def byte_tokenizer() -> Any:  # noqa: ANN401 - of an untyped library
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     bos, eos = "<|bos|>", "<|eos|>"
     backend = Tokenizer(models.BPE(vocab=vocabulary | {bos: 256, eos: 257}, merges=[]))
+    # Not divided into words: there are no merges, and each byte is an id by itself.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(
@@ -80,4 +85,4 @@ def read_template(typed: str | None) -> str | None:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any(True for pattern in _FILES for _ in folder.glob(pattern))
+    return any(any(folder.glob(pattern)) for pattern in _FILES)

@@ -17,7 +17,8 @@ from trainer.config.messages import flat
 from trainer.report.tracker import TrackedRun, Tracker
 
 FILE, UNFINISHED_FILE, ID_TAG = "mlflow.db", ".tmp-mlflow-{}.db", "run_id"
-MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # of a request, as MLflow has them
+# What MLflow takes in a request at most
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
 
 
 @final
@@ -40,7 +41,8 @@ class MlflowTracker(Tracker):
         self._uri, self._experiment = tracking_uri, experiment
         self._batch: list[Any] = []
         if tracking_uri is None:
-            self.patience_s = 60.0  # the tables of a new file take seconds
+            # The tables of a new file take seconds
+            self.patience_s = 60.0
 
     def start(self, run: TrackedRun) -> int:
         """See the base class."""
@@ -51,15 +53,16 @@ class MlflowTracker(Tracker):
         self._client = MlflowClient(self._uri or f"sqlite:///{_local(run.outputs)}")
         experiment = self._find_or_create(run.outputs)
         runs = self._client.search_runs([experiment], f"tags.{ID_TAG} = '{run.id}'")
-        tags = {ID_TAG: run.id, **({"group": run.group} if run.group else {})}
-        self._run = (
-            runs[0]
-            if runs
-            else self._client.create_run(
-                experiment, tags=tags, run_name=run.name or run.run_folder.name
-            )
-        )
+        # The run that was stopped is there already, and goes on.
+        if runs:
+            self._run = runs[0]
+        else:
+            tags, name = {ID_TAG: run.id}, run.name or run.run_folder.name
+            if run.group:
+                tags["group"] = run.group
+            self._run = self._client.create_run(experiment, tags=tags, run_name=name)
         self._id = self._run.info.run_id
+        # The last step that each figure has there
         self._there = {each.key: each.step for each in self._run.data._metric_objs}
         if runs:
             self._client.update_run(self._id, status="RUNNING")
@@ -72,8 +75,9 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric  # noqa: PLC0415 - seconds
 
         now = int(time.time() * 1000)
-        new = {k: v for k, v in figures.items() if step > self._there.get(k, -1)}
-        self._batch += [Metric(name, value, now, step) for name, value in new.items()]
+        for name, value in figures.items():
+            if step > self._there.get(name, -1):
+                self._batch.append(Metric(name, value, now, step))
 
     def flush(self) -> None:
         """See the base class."""
@@ -89,7 +93,8 @@ class MlflowTracker(Tracker):
         """See the base class."""
         if summary is not None:
             self._client.log_dict(self._id, dict(summary), "result.json")
-        self._client.set_terminated(self._id, "FAILED" if summary is None else "FINISHED")
+        status = "FAILED" if summary is None else "FINISHED"
+        self._client.set_terminated(self._id, status)
 
     def _find_or_create(self, outputs: Path) -> str:
         """Give the experiment's id; files of a local one lie beside the SQLite file."""
@@ -97,7 +102,10 @@ class MlflowTracker(Tracker):
 
         if found := self._client.get_experiment_by_name(self._experiment):
             return str(found.experiment_id)
-        local = None if self._uri else (outputs / "mlflow").absolute().as_uri()
+        local = None
+        # A server decides by itself where its files are
+        if not self._uri:
+            local = (outputs / "mlflow").absolute().as_uri()
         try:
             return str(self._client.create_experiment(self._experiment, artifact_location=local))
         except MlflowException:
@@ -122,7 +130,8 @@ def _local(outputs: Path) -> Path:
     if not file.exists():
         outputs.mkdir(parents=True, exist_ok=True)
         MlflowClient(f"sqlite:///{unfinished}").search_experiments(max_results=1)
-        with suppress(FileExistsError):  # of a job beside this one
+        # Raised where a job beside this one was first.
+        with suppress(FileExistsError):
             os.link(unfinished, file)
         unfinished.unlink()
     return file

@@ -57,15 +57,23 @@ class WandbTracker(Tracker):
                 raise OSError(f"{settings}: settings of W&B are not taken from {where}; delete it")
         self._there = dict(_logged(run.folder, run.id))
         self._run, is_online = self._begin(run)
-        self._begun = self._run.starting_step - 1 if is_online else -1  # that the server has
+        # The last step that the server has, whatever the files of offline runs say
+        self._begun = -1
+        if is_online:
+            self._begun = self._run.starting_step - 1
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=STEP)
         # Files that were uploaded and removed say nothing of what was in them.
-        return -1 if is_online or self._there else None
+        if is_online or self._there:
+            return -1
+        return None
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """See the base class."""
-        new = {k: v for k, v in figures.items() if step > self._there.get(k, self._begun)}
+        new = dict[str, float]()
+        for name, value in figures.items():
+            if step > self._there.get(name, self._begun):
+                new[name] = value
         if new:
             self._run.log({**new, STEP: step}, step=step)
 
@@ -102,7 +110,8 @@ class WandbTracker(Tracker):
             why = "no API key: run `wandb login` once"
             try:
                 wandb.setup(wandb.Settings(silent=True))
-                if wandb.login(prompt=False):  # `init` would ask for a key
+                # `init` would ask for a key on the terminal.
+                if wandb.login(prompt=False):
                     return wandb.init(mode="online", **given), True
             except Exception as error:
                 why = clip(f"{type(error).__name__}: {error}")
@@ -128,14 +137,17 @@ def _records(data: bytes) -> Iterator[bytes]:
     """Split W&B's file, a log as LevelDB writes it, into records, up to where a kill tore it."""
     at, record = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # the end of a block is filled up
+        # No header begins in the last 6 bytes of a block, which are filled up.
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:
             at += BLOCK_BYTES - at % BLOCK_BYTES
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
         piece = data[at + HEADER_BYTES : at + HEADER_BYTES + size]
         if len(piece) < size or kind not in (1, 2, 3, 4):  # whole, first, middle, last
             return
-        record = piece if kind in (1, 2) else record + piece
+        if kind in (1, 2):  # a record begins
+            record = b""
+        record += piece
         if kind in (1, 4):
             yield record
         at += HEADER_BYTES + size

@@ -27,19 +27,23 @@ class Augment:
     def __init__(
         self, transforms: Sequence[Any], mean: Sequence[float] = (0,), std: Sequence[float] = (1,)
     ) -> None:
-        transforms = [transforms] if isinstance(transforms, str) else transforms
+        if isinstance(transforms, str):
+            transforms = [transforms]
         self._transforms: list[Callable[[Tensor], Tensor]] = []
         for each in transforms:
             # A class that is named without arguments is still to be built.
-            is_class = isinstance(each, partial) and inspect.isclass(each.func)
-            transform = each() if is_class else each
+            transform = each
+            if isinstance(each, partial) and inspect.isclass(each.func):
+                transform = each()
             if not callable(transform):
                 raise ConfigError(
                     f"data.augment: {transform!r} is not callable; name a class, e.g. "
                     "{_target_: torchvision.transforms.v2.RandomHorizontalFlip}"
                 )
             self._transforms.append(transform)
-        self._mean, self._std = (torch.tensor(each)[:, None, None] for each in (mean, std))
+        # Over rows and columns; of one number it is that of all channels.
+        self._mean = torch.tensor(mean)[:, None, None]
+        self._std = torch.tensor(std)[:, None, None]
 
     def __call__(self, sample: Sample) -> dict[str, Any]:
         """Give the sample with its image changed, with the mean and deviation that it had."""

@@ -32,6 +32,7 @@ class Digits(Dataset[dict[str, Tensor]]):
 
         self.augment = Augment(augment) if augment else None
         digits = load_digits()
+        # scikit-learn's pixels are from 0 to 16; `(samples, 1, 8, 8)`.
         self._images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
         self._labels = torch.tensor(digits.target)
         self.lengths = np.broadcast_to(np.int64(1), (len(digits.target),))

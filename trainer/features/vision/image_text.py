@@ -74,7 +74,8 @@ class ImageText(Dataset[dict[str, Tensor]]):
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
         self._processor = processor_pixels(processor, model_path)
         self._samples = list[tuple[Tensor, Tensor, npt.NDArray[np.uint8] | Path]]()
-        for image, text, place in _digits() if path is None else _records(expanded(path)):
+        records = _digits() if path is None else _records(expanded(path))
+        for image, text, place in records:
             try:
                 self._samples.append((*self._encoded(text, max_length), image))
             except ValueError as error:
@@ -96,8 +97,9 @@ class ImageText(Dataset[dict[str, Tensor]]):
 
     def describe_records(self, facts: RunFacts) -> Sequence[Row]:
         """Say what becomes of an image."""
-        own = f"{self._size} x {self._size} pixels, from -1 to 1"
-        return [row("", self._processor.describe() if self._processor else own)]
+        if self._processor is not None:
+            return [row("", self._processor.describe())]
+        return [row("", f"{self._size} x {self._size} pixels, from -1 to 1")]
 
     def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor]:
         """Encode the text of a record; a ValueError says what is bad."""
@@ -106,9 +108,12 @@ class ImageText(Dataset[dict[str, Tensor]]):
             ids, counts = encode_completion(self._tokenizer, prompt, text["completion"])
         elif turns := text.get("messages") or text.get("conversations"):
             messages = normalize_messages(turns)
-            at = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+            roles = [message["role"] for message in messages]
+            at = roles.index("user") if "user" in roles else 0
             contents = self._placed([message["content"] for message in messages], at)
-            turns = [m | {"content": c} for m, c in zip(messages, contents, strict=True)]
+            for message, content in zip(messages, contents, strict=True):
+                message["content"] = content
+            turns = messages
             ids, counts = encode_completion(self._tokenizer, (), turns)
         else:
             raise ValueError("neither prompt and completion nor messages; write one of them")
@@ -118,12 +123,16 @@ class ImageText(Dataset[dict[str, Tensor]]):
 
     def _placed(self, texts: list[Any], at: int) -> list[str]:
         """Put the tokens of the image where it stands in texts; else before the one at `at`."""
-        if odd := [text for text in texts if not isinstance(text, str)]:
-            raise ValueError(f"a text is of type {type(odd[0]).__name__}, not a string")
-        if (marks := sum(text.count(IMAGE) for text in texts)) > 1:
+        marks = 0
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a text is of type {type(text).__name__}, not a string")
+            marks += text.count(IMAGE)
+        if marks > 1:
             raise ValueError(f"{marks} {IMAGE} for one image; leave one")
         if not marks:
-            texts = [IMAGE + text if i == at else text for i, text in enumerate(texts)]
+            texts = [*texts]
+            texts[at] = IMAGE + texts[at]
         return [text.replace(IMAGE, self._placeholder) for text in texts]
 
     def _pixels(self, image: npt.NDArray[np.uint8] | Path) -> Tensor:
@@ -135,6 +144,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
             rgb = Image.fromarray(image).convert("RGB")
         if self._processor is not None:
             return self._processor(rgb)
+        # 0 to 255 becomes -1 to 1.
         scaled = np.asarray(rgb.resize((self._size, self._size)), dtype=np.float32)
         return torch.from_numpy(scaled / 127.5 - 1).permute(2, 0, 1).contiguous()
 
@@ -145,7 +155,8 @@ def _digits() -> Iterator[_Record]:
     digits = load_digits()
     for i, (image, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         text = {"prompt": "This is the digit", "completion": f" {_DIGITS[digit]}"}
-        yield (image * 15.9).astype(np.uint8), text, f"digit {i}"  # of 0 to 16
+        # scikit-learn's are of 0 to 16: by 15.9 the largest becomes 254.
+        yield (image * 15.9).astype(np.uint8), text, f"digit {i}"
 
 
 def _records(path: Path) -> Iterator[_Record]:

@@ -65,17 +65,21 @@ class ImageFolders:
         folder = expanded(path)
         with reading(folder):
             inner = _folders(folder)
-            names = [name for name in (TRAIN, *HELD_OUT_NAMES) if name in inner]
-            is_parted = TRAIN in names and bool(_folders(folder / TRAIN))
-            for name in () if is_parted else inner:
-                if name.lower() in {"training", *HELD_OUT_NAMES, TRAIN} and _folders(folder / name):
-                    text = f"{name} looks like a part and would be a class: rename it, as to"
-                    raise DataError(f"data.path={folder}: {text} train and val")
+            parts = {TRAIN: folder}
+            if TRAIN in inner and _folders(folder / TRAIN):
+                parts = {TRAIN: folder / TRAIN}
+                for name in HELD_OUT_NAMES:
+                    if name in inner:
+                        parts[HELD_OUT] = folder / name
+                        break
+            else:
+                _refuse_parts(folder, inner)
             self._parts = dict[str, ImageFiles]()
-            for name in names[:2] if is_parted else [""]:
-                part = ImageFiles(folder / name, make, augment, label_names)
+            for side, place in parts.items():
+                part = ImageFiles(place, make, augment, label_names)
+                # The classes of training count for both
                 label_names = part.label_names
-                self._parts[HELD_OUT if name in names[1:] else TRAIN] = part
+                self._parts[side] = part
 
     def splits(self) -> Mapping[str, ImageFiles]:
         """Give the parts."""
@@ -97,28 +101,18 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         augment: Sequence[object],
         label_names: Sequence[str] | None,
     ) -> None:
-        with progress(f"listing the images of {folder}") as advance:
-            listings = {}
-            for name in _folders(folder):
-                listings[name] = files_at(folder / name, pixels.is_image)
-                advance()
-        # A folder of nothing but runs, such as `outputs`, is no class.
-        found = [name for name, each in listings.items() if each.files or not each.others[RUNS]]
-        if not found:
-            text = "holds no folder for each class, such as cat/ and dog/ with images in them"
-            raise DataError(f"data.path={folder}: {text}")
+        found, self._others = _listed(folder)
         self.label_names = [*(label_names or found)]
         self.num_classes = len(self.label_names)
         if self.num_classes == 1:
             text = "the only class; name the folder that has a folder for each"
-            raise DataError(f"data.path={folder}: {found[0]} is {text}")
-        if odd := [name for name in found if name not in self.label_names]:
-            known = ", ".join(self.label_names[:20])
-            raise DataError(f"data: {folder / odd[0]}: no class of the training data ({known})")
-        self._paths, labels, digest = list[Path](), list[int](), hashlib.sha256()
-        self._others = sum((each.others for each in listings.values()), Counter[str]())
+            raise DataError(f"data.path={folder}: {next(iter(found))} is {text}")
         for name in found:
-            listing = listings[name]
+            if name not in self.label_names:
+                known = ", ".join(self.label_names[:20])
+                raise DataError(f"data: {folder / name}: no class of the training data ({known})")
+        self._paths, labels, digest = list[Path](), list[int](), hashlib.sha256()
+        for name, listing in found.items():
             if not listing.files:
                 others = (plural(count, noun) for noun, count in listing.others.items())
                 text = f"no image of {', '.join(pixels.FORMATS)} ({join_parts(*others)})"
@@ -127,12 +121,17 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
                 )
             self._paths += listing.files
             labels += [self.label_names.index(name)] * len(listing.files)
+            # Size and not content: reading every image would cost minutes before the first step.
             for path in listing.files:
                 text = f"{path.relative_to(folder)}|{path.stat().st_size}|"
                 digest.update(text.encode(errors="surrogateescape"))
-        digest.update(make.to_json().encode() if make.processor else b"")
+        if make.processor:
+            digest.update(make.to_json().encode())
         self._labels, self._make = torch.tensor(labels), make
-        self.augment = Augment(augment, make.mean, make.std) if augment else None
+        self.augment: Augment | None = None
+        if augment:
+            self.augment = Augment(augment, make.mean, make.std)
+        # An image counts as one token, without memory for each.
         self.lengths = np.broadcast_to(np.int64(1), (len(labels),))
         self.fingerprint = digest.hexdigest()
 
@@ -154,6 +153,36 @@ class ImageFiles(Dataset[dict[str, Tensor]]):
         return [row("", text, pixels=text), *Listing(others=self._others).describe()]
 
 
+def _listed(folder: Path) -> tuple[dict[str, Listing], Counter[str]]:
+    """List the images of each class, and count what was passed over in all folders."""
+    classes, others = dict[str, Listing](), Counter[str]()
+    with progress(f"listing the images of {folder}") as advance:
+        for name in _folders(folder):
+            listing = files_at(folder / name, pixels.is_image)
+            others += listing.others
+            # A folder of nothing but runs, such as `outputs`, is no class.
+            # One without any file stays, to be refused by its name.
+            if listing.files or not listing.others[RUNS]:
+                classes[name] = listing
+            advance()
+    if not classes:
+        text = "holds no folder for each class, such as cat/ and dog/ with images in them"
+        raise DataError(f"data.path={folder}: {text}")
+    return classes, others
+
+
 def _folders(folder: Path) -> list[str]:
     """List the folders in one, in order of their names."""
-    return sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != ".")
+    names = list[str]()
+    for each in folder.iterdir():
+        if each.is_dir() and not each.name.startswith("."):
+            names.append(each.name)
+    return sorted(names)
+
+
+def _refuse_parts(folder: Path, inner: Sequence[str]) -> None:
+    """Refuse folders that would be classes and look like parts, as one without `train` does."""
+    for name in inner:
+        if name.lower() in {"training", *HELD_OUT_NAMES, TRAIN} and _folders(folder / name):
+            text = f"{name} looks like a part and would be a class: rename it, as to"
+            raise DataError(f"data.path={folder}: {text} train and val")

@@ -33,6 +33,7 @@ def is_image(path: Path) -> bool:
     """Whether a file is an image: by its suffix or, where that says nothing, by its contents."""
     from PIL import Image  # noqa: PLC0415 - for images alone
 
+    # By the suffix no file is opened, which for a million of them would take minutes.
     if Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
         return True
     with suppress(Exception), Image.open(path, formats=FORMATS):
@@ -49,9 +50,12 @@ def open_image(path: Path) -> Any:  # noqa: ANN401 - of an untyped library
 
     _silence_warnings()
     with Image.open(path, formats=FORMATS) as image:
+        # The size stands in the head of the file: it is refused before it is unpacked. Pillow
+        # itself warns from here on, and refuses from the double on.
         if image.width * image.height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
             raise ValueError(f"{image.width} x {image.height} is above {most:,} pixels; shrink it")
-        if image.mode[0] in "IF":  # which becomes white beyond 255 in RGB
+        # In RGB all of their values beyond 255 would become white.
+        if image.mode[0] in "IF":
             raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it")
         return ImageOps.exif_transpose(image).convert("RGB")
 
@@ -70,8 +74,10 @@ class Pixels:
     """Makes pixels of an image, `(3, height, width)` float32: by a processor, if there is one."""
 
     size: tuple[int, int]  # height and width
-    mean: Sequence[float]  # what is subtracted from red, green and blue from 0 to 1
-    std: Sequence[float]  # what is divided by then
+    # What is subtracted from red, green and blue from 0 to 1
+    mean: Sequence[float]
+    # What is divided by then
+    std: Sequence[float]
     processor: Any = None  # of transformers
 
     def __call__(self, image: Any) -> Tensor:  # noqa: ANN401 - as `open_image` gives it
@@ -81,14 +87,18 @@ class Pixels:
         if self.processor is not None:
             made: Tensor = self.processor(image, return_tensors="pt")["pixel_values"][0]
             return made
+        # Pillow has the width first.
         fitted = np.array(ImageOps.fit(image, self.size[::-1], Image.Resampling.BILINEAR))
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return ((torch.from_numpy(fitted).float() / 255 - mean) / std).permute(2, 0, 1)
 
     def describe(self) -> str:
         """Say how large an image becomes, what is taken off it, and by what."""
-        mean, std = (" ".join(f"{each:.4g}" for each in n) for n in (self.mean, self.std))
-        by = f", by {type(self.processor).__name__}" if self.processor else ""
+        mean = " ".join(f"{each:.4g}" for each in self.mean)
+        std = " ".join(f"{each:.4g}" for each in self.std)
+        by = ""
+        if self.processor:
+            by = f", by {type(self.processor).__name__}"
         return f"{self.size[0]} x {self.size[1]} pixels, mean {mean}, std {std}{by}"
 
     def to_json(self) -> str:
@@ -119,12 +129,17 @@ def pixels_of(
         if numbers and (len(numbers) != len(IMAGENET_MEAN) or (numbers is std and min(std) <= 0)):
             text = "needs a number each for red, green and blue, of std above 0"
             raise ConfigError(f"data.{name}={[*numbers]}: {text}")
-    is_asked = processor or None in (size, mean, std)
-    found = processor_pixels(processor, model_path) if is_asked else None
+    found = None
+    # Where all three are typed none has to be loaded.
+    if processor or None in (size, mean, std):
+        found = processor_pixels(processor, model_path)
     own = found or Pixels((64, 64), IMAGENET_MEAN, IMAGENET_STD)
-    typed = Pixels((size, size) if size else own.size, mean or own.mean, std or own.std)
-    is_own = typed.size == own.size and np.allclose([typed.mean, typed.std], [own.mean, own.std])
-    return own if is_own else typed
+    sides = (size, size) if size else own.size
+    typed = Pixels(sides, mean or own.mean, std or own.std)
+    # Those of a processor are found by what it makes of black and white, and so are rounded.
+    if sides == own.size and np.allclose([typed.mean, typed.std], [own.mean, own.std]):
+        return own
+    return typed
 
 
 def processor_pixels(processor: str | None, model_path: str | None) -> Pixels | None:
@@ -150,12 +165,15 @@ def processor_pixels(processor: str | None, model_path: str | None) -> Pixels | 
             f"{type(found).__name__} gives images of several sizes; type data.size, data.mean and"
         )
         raise ConfigError(f"data.processor={source}: {text} data.std in its place")
-    low, high = (each[:, height // 2, width // 2] for each in (black, white))
+    # In the middle, which no padding reaches
+    low, high = black[:, height // 2, width // 2], white[:, height // 2, width // 2]
+    # It maps a value v from 0 to 1 to (v - mean) / std: black, 0, to `low`, white, 1, to `high`.
     mean, std = (0 - low / (high - low)).tolist(), (1 / (high - low)).tolist()
     return Pixels((height, width), mean, std, found)
 
 
 def write_processor(folder: Path, **settings: Any) -> None:  # noqa: ANN401 - as `pixels_of` has it
     """Write what makes the pixels into a folder of weights, as transformers reads it."""
-    (folder / _NESTED).unlink(missing_ok=True)  # which would count
+    # transformers would read the pixels' settings there first.
+    (folder / _NESTED).unlink(missing_ok=True)
     (folder / _PROCESSOR).write_text(pixels_of(**settings).to_json())

@@ -43,14 +43,19 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         channels = required("channels", channels)
+        # The kernel is wider than the stride, so that every pixel counts. A norm behind a
+        # convolution takes off any bias.
         self.stem = nn.Conv2d(channels, width, 2 * stride + 1, stride, stride, bias=False)
         self.stem_norm = nn.BatchNorm2d(width)
-        widths = [width * 2**stage for stage in range(stages) for _ in range(depth)]
+        widths = list[int]()
+        for stage in range(stages):
+            widths += [width * 2**stage] * depth
         before = [width, *widths]
         self.blocks = nn.ModuleList(map(ResidualBlock, before, widths))
         self.head = nn.Linear(widths[-1], required("num_classes", num_classes))
         for part in self.modules():
             if isinstance(part, nn.Conv2d):
+                # Keeps the size of gradients through ReLU (He et al. 2015, 1502.01852).
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, pixel_values: Tensor) -> Tensor:

@@ -42,8 +42,12 @@ def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
     """
     from PIL import Image, ImageDraw  # noqa: PLC0415 - for images alone; matplotlib brings it
 
-    fields = [[f for n, f in each.items() if _is_image(n, f)] for each, _ in samples]
-    images = [found[0][0].float() for found in fields if found]
+    images = list[Tensor]()
+    for fields, _ in samples:
+        for name, field in fields.items():
+            if _is_image(name, field):
+                images.append(field[0].float())
+                break
     if not images or len(images) < len(samples):
         return False
     low = min(float(image.min()) for image in images)
@@ -57,11 +61,14 @@ def draw_images(samples: Sequence[tuple[Fields, str]], path: Path) -> bool:
     for k, (image, (_, word)) in enumerate(zip(images, samples, strict=True)):
         pixels = ((image - low) * (255 / span)).round().to(torch.uint8).expand(3, -1, -1)
         tile = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        # By a whole number, so that each pixel is a square of its own.
         scale = side // max(tile.size)
         place = k % columns * width, k // columns * height
         tile = tile.resize((tile.width * scale, tile.height * scale), Image.Resampling.NEAREST)
         sheet.paste(tile, place)
-        text = word.encode("latin-1", "replace").decode("latin-1")  # what every font has
+        # These letters are in every font of Pillow's.
+        text = word.encode("latin-1", "replace").decode("latin-1")
+        # A letter of it is about 6 pixels wide.
         draw.text((place[0], place[1] + side + 1), text[: side // 6], fill="black")
     sheet.save(path)
     return True

@@ -13,7 +13,8 @@ from trainer.config.components import Count
 from trainer.core.errors import ConfigError
 from trainer.models.check import required
 
-PERIOD = 10_000.0  # longest wavelength of a position, in patches, over 2 pi
+# Longest wavelength of a position, in patches, over 2 pi
+PERIOD = 10_000.0
 
 
 @final
@@ -47,7 +48,8 @@ class ViT(nn.Module):
         num_heads: Count = 4,
     ) -> None:
         super().__init__()
-        each = math.lcm(4, num_heads)  # a position has a sine and a cosine of row and of column
+        # A position has a sine and a cosine of row and of column
+        each = math.lcm(4, num_heads)
         if width % each:
             raise ConfigError(
                 f"model.width={width}: must be a multiple of 4 and of model.num_heads={num_heads}; "
@@ -83,11 +85,12 @@ def positions_of_grid(grid: Tensor) -> Tensor:
     _, channels, height, width = grid.shape
     rates = torch.arange(channels // 4, device=grid.device) / max(1, channels // 4 - 1)
     rates = (-math.log(PERIOD) * rates).exp()
-    rows, columns = torch.meshgrid(
-        *(torch.arange(side, device=grid.device) for side in (height, width)), indexing="ij"
-    )
-    angles = [side.flatten()[:, None] * rates for side in (columns, rows)]
-    return torch.cat([wave for a in angles for wave in (a.sin(), a.cos())], 1).to(grid.dtype)
+    of_rows = torch.arange(height, device=grid.device)
+    of_columns = torch.arange(width, device=grid.device)
+    rows, columns = torch.meshgrid(of_rows, of_columns, indexing="ij")
+    # A quarter of the channels each; computed in float32, which bf16 is too coarse for.
+    x, y = columns.flatten()[:, None] * rates, rows.flatten()[:, None] * rates
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], 1).to(grid.dtype)
 
 
 @final
@@ -104,6 +107,7 @@ class EncoderBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `(batch, patches, width)` to the same shape."""
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))
+        # `(3, batch, heads, patches, channels of a head)`
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
