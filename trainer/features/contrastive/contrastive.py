@@ -73,20 +73,24 @@ class Contrastive(CoupledObjective):
         rows = {"query": query, "document": document}
         for name in (SCALE, BIAS):
             value = output_part(output, name)
-            if value is None:  # a root's own parameters are there after its forward, sharded or not
+            # A root's own parameters are there after its forward, sharded or not.
+            if value is None:
                 value = getattr(getattr(model, "module", None), name, None)
             if value is None:
                 continue
             if not isinstance(value, Tensor) or value.numel() != 1:
-                shape = f"shape {(*value.shape,)}" if isinstance(value, Tensor) else None
+                kind = type(value).__name__
+                if isinstance(value, Tensor):
+                    kind = f"shape {(*value.shape,)}"
                 raise ConfigError(
-                    f"model.{name}: has {shape or type(value).__name__}, and objective=contrastive "
+                    f"model.{name}: has {kind}, and objective=contrastive "
                     "takes a parameter of one number: make it nn.Parameter(torch.tensor([2.66])), "
                     "or give it another name"
                 )
             rows[name] = at_least_single(value.reshape(())).expand(len(sides[0]))
-        digests = content_digests(fields)
-        return rows if digests is None else {**rows, DIGESTS: digests}
+        if (digests := content_digests(fields)) is not None:
+            rows[DIGESTS] = digests
+        return rows
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
         """See the base class; SigLIP's loss needs a model with scale and bias to learn."""
@@ -102,19 +106,22 @@ class Contrastive(CoupledObjective):
             scale = torch.tensor(1 / (self.temperature or FIXED), dtype=torch.float64)
         else:
             scale = rows[SCALE].mean()
-            if loss == "infonce":  # the gradient is that at the bound, so that it can come back
+            # The gradient is that at the bound, so that the scale can come back from beyond it.
+            if loss == "infonce":
                 scale = scale + (MAX_LOG_SCALE - scale).clamp(max=0).detach()
             scale = scale.exp()
         scale = scale.to(query.dtype)
         bias = rows[BIAS].mean() if loss == "siglip" else scale.new_zeros(())
         own = (query * document).sum(1) * scale + bias
-        if loss == "siglip":  # softplus(-x) = softplus(x) - x for each sample's own pair
+        # softplus(-x) = softplus(x) - x for each sample's own pair
+        if loss == "siglip":
             (sums,) = _by_chunks(_softplus, *pairs, scale, bias)
             total = torch.cat(sums).sum() - own.sum()
         else:
             queries, documents = _by_chunks(_log_sums, *pairs, scale, bias)
             both = torch.cat(queries) + torch.stack(documents).logsumexp(0)
             total = (both / 2 - own).sum()
+        # Times the samples, by whose number metrics are divided
         metrics = {"scale": scale.detach() * count}
         if not torch.is_grad_enabled():
             metrics |= _recalls(*pairs)
@@ -161,6 +168,7 @@ def _scores(
     """Score a chunk of queries; -inf where another sample is no negative."""
     chunk = slice(start, start + SCORE_ROWS)
     is_equal = (digests[chunk, None] == digests).any(-1)
+    # A sample equals itself, and its own pair counts.
     is_equal.diagonal(start).zero_()
     return (query[chunk] @ document.T * scale + bias).masked_fill(is_equal, -math.inf)
 

@@ -23,7 +23,9 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
     """
     ids = fields.get(INPUT_IDS)
     module = getattr(model, "module", None)
-    pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
+    pooling = None
+    if isinstance(module, nn.Module):
+        pooling = noted_facts(module).pooling
     if pooling is None or ids is None or ids.shape[1:-1] != (2,):
         return model(fields)
     rows = dict(fields)
@@ -42,8 +44,10 @@ def content_digests(fields: Fields) -> Tensor | None:
     """
     ids, mask = fields.get(INPUT_IDS), fields.get(ATTENTION_MASK)
     pixels, found = fields.get(PIXEL_VALUES), list[Tensor]()
+    # Padding becomes 0, which no token is, and so adds nothing.
     if ids is not None and mask is not None and ids.shape == mask.shape:
         found.append(((ids + 1) * mask).view(len(ids), -1, ids.shape[-1]))
+    # The bits of fp64, which holds every value of a narrower type
     if pixels is not None:
         found.append(pixels.double().flatten(1).view(torch.int64)[:, None])
     for place, contents in enumerate(found):

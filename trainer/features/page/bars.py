@@ -33,8 +33,10 @@ def plan(run: SavedRun) -> dict[str, Any]:
             ranks.setdefault(shape["rank"], []).append(_block(shape, run.noun))
     if not ranks:
         return {}
-    widths = {rank: sum(block["positions"] for block in own) for rank, own in ranks.items()}
-    counts = [len(own) for own in ranks.values()]
+    widths, counts = dict[int, int](), list[int]()
+    for rank, own in ranks.items():
+        widths[rank] = sum(block["positions"] for block in own)
+        counts.append(len(own))
     facts = [plural(sum(counts), "micro-batch"), plural(max(counts), "accumulation step")]
     record = numbers_of(run.plan)
     if batch := record.get("global_batch"):
@@ -45,6 +47,7 @@ def plan(run: SavedRun) -> dict[str, Any]:
         facts.append(f"cap {number(cap)} {run.noun}s")
     drawn = list[tuple[str, list[PlanBlock], int]]()
     for rank, own in islice(ranks.items(), MOST_RANKS):
+        # Positions for which it waits until the widest is done
         idle = (max(widths.values()) or 1) - widths[rank]
         drawn.append((f"rank {rank}", own[:MOST_BLOCKS], idle))
     return {"note": " · ".join(facts), "left": len(ranks) - MOST_RANKS, "ranks": drawn}
@@ -54,6 +57,7 @@ def _block(shape: Mapping[str, Any], noun: str) -> PlanBlock:
     """Measure a micro-batch, and say what is in it."""
     count, length = shape["num_samples"], shape["length"]
     positions, label = count * length, f"{count} \u00d7 {length}"
+    # Packed samples lie one behind the other in a single row.
     if shape.get("packed"):
         positions, label = length, "packed"
     tokens = numbers_of(shape).get("num_tokens", positions)
@@ -66,7 +70,7 @@ def _block(shape: Mapping[str, Any], noun: str) -> PlanBlock:
 def memory(run: SavedRun) -> dict[str, Any]:
     """Set predicted, measured and allowed memory side by side."""
     record, measured = numbers_of(run.plan), run.peak_bytes()
-    predicted, limit = (record.get(n) for n in ("predicted_peak_bytes", "memory_limit_bytes"))
+    predicted, limit = record.get("predicted_peak_bytes"), record.get("memory_limit_bytes")
     whole = max(predicted or 0.0, measured or 0.0)
     if not whole:
         return {}
@@ -75,7 +79,8 @@ def memory(run: SavedRun) -> dict[str, Any]:
         note = f"limit {size(limit)}"
         if predicted:
             note += f", of which {percent(predicted / limit)} is predicted"
-        if limit <= 4 * whole:  # else the other bars would be slivers
+        # Beside a longer one the other bars would be slivers.
+        if limit <= 4 * whole:
             bars["limit"], whole = limit, max(whole, limit)
     pieces, drawn = list[Piece](), list[tuple[str, list[Piece], str]]()
     for name, value in numbers_of(run.plan.get("memory_parts")).items():
@@ -84,7 +89,9 @@ def memory(run: SavedRun) -> dict[str, Any]:
     for name, total in bars.items():
         if total:
             own = [(name, size(total), total / whole)]
-            drawn.append((name, pieces if pieces and name == "predicted" else own, size(total)))
+            if pieces and name == "predicted":
+                own = pieces
+            drawn.append((name, own, size(total)))
     return {"note": note, "parts": pieces, "bars": drawn}
 
 

@@ -38,46 +38,69 @@ _FIRST = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes", "paddi
 
 def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
     """List what is drawn: for each metric its curves in training and over what is held out."""
-    trained = _names([*chain.from_iterable(run.steps for run in runs)])
-    evaluated = _names([*chain.from_iterable(run.evaluations for run in runs)])
-    held_out = dict.fromkeys(trained, "")  # name of the curve beside each
-    for name in evaluated:
+    steps, evaluations = list[dict[str, Any]](), list[dict[str, Any]]()
+    for run in runs:
+        steps += run.steps
+        evaluations += run.evaluations
+    # Each metric of training, with the name of the curve of held-out data in the same chart.
+    held_out = dict.fromkeys(_names(steps), "")
+    for name in _names(evaluations):
         beside = name.removeprefix("eval_")
         if beside not in held_out:
             held_out[name] = ""
         elif beside != name:
             held_out[beside] = name
 
-    def place(name: str) -> float:  # metrics first, figures of single blocks last
-        if name in _FIRST:
-            return _FIRST.index(name)
-        is_metric = held_out[name] or name.startswith("eval_")
-        return 0.5 if is_metric else len(_FIRST) + ("/" in name)
+    def place(name: str) -> float:
+        return _place(name, is_metric=bool(held_out[name]) or name.startswith("eval_"))
 
     titles = dict(TITLES)
     if all(run.noun == "sample" for run in runs):
         titles["tokens_per_second"] = "samples per second"
     charts = []
     for name in sorted(held_out, key=place):
-        kind = "share" if name == "padding" else "bytes" * name.endswith("_bytes")
         title = titles.get(name) or title_of(name)
-        charts.append({"key": name, "held_out": held_out[name], "title": title, "kind": kind})
+        chart = {"key": name, "held_out": held_out[name], "title": title, "kind": _kind(name)}
+        charts.append(chart)
     return charts
+
+
+def _place(name: str, *, is_metric: bool) -> float:
+    """Order charts by name, the least first."""
+    if name in _FIRST:
+        return _FIRST.index(name)
+    # Metrics stand between the loss, which is 0, and the learning rate, which is 1.
+    if is_metric:
+        return 0.5
+    # Figures of single blocks have a slash and stand last.
+    return len(_FIRST) + ("/" in name)
+
+
+def _kind(name: str) -> str:
+    """Say what page.js writes the numbers of a curve as; empty for plain ones."""
+    if name == "padding":
+        return "share"
+    return "bytes" if name.endswith("_bytes") else ""
 
 
 def _names(entries: Sequence[dict[str, Any]]) -> list[str]:
     """Name the metrics that change, or that are of a single step, in the order they come in."""
     first: dict[str, float] = {}
-    changing = set[str]()
+    changing, steps = set[str](), set[int]()
     for entry in entries:
+        steps.add(entry["step"])
         for name in entry.keys() - changing - _NOT_DRAWN:
             value = entry[name]
             if is_number(value) and first.setdefault(name, value) != value:
                 changing.add(name)
-    is_one = len({entry["step"] for entry in entries}) <= 1
-    order = dict.fromkeys(name for entry in (*entries[:1], *entries[-1:]) for name in entry)
-    names = [*order, *sorted(first.keys() - order.keys())]
-    return [n for n in names if n in changing or (n in first and (is_one or n == _FIRST[0]))]
+    order = dict.fromkeys(chain(*entries[:1], *entries[-1:]))
+    drawn = list[str]()
+    for name in [*order, *sorted(first.keys() - order.keys())]:
+        # A line that never moves says nothing, but the loss is looked for first.
+        is_shown = name in changing or name == _FIRST[0] or len(steps) <= 1
+        if name in first and is_shown:
+            drawn.append(name)
+    return drawn
 
 
 def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) -> dict[str, Any]:
@@ -89,14 +112,18 @@ def series_of(run: SavedRun, charts: Sequence[dict[str, Any]], num_runs: int) ->
     limit = max(LEAST_POINTS, min(MOST_POINTS, POINTS_OF_ALL // num_runs))
     places, seconds = [(0, 0.0, 0.0, 0.0)], 0.0
     for entry in run.steps:
-        samples, tokens, more = (_or_zero(entry.get(n)) for n in ("samples", "tokens", "seconds"))
-        seconds += more
+        samples, tokens = _or_zero(entry.get("samples")), _or_zero(entry.get("tokens"))
+        seconds += _or_zero(entry.get("seconds"))
         places.append((entry["step"], samples, tokens, round(seconds, 2)))
     curves = {}
     for chart in charts:
         held_out = chart["held_out"] or chart["key"]
         for name, entries in ((chart["key"], run.steps), (held_out, run.evaluations)):
-            if own := [(entry["step"], entry[name]) for entry in entries if name in entry]:
+            own = list[tuple[int, Any]]()
+            for entry in entries:
+                if name in entry:
+                    own.append((entry["step"], entry[name]))
+            if own:
                 curves[name] = _thinned(own, limit)
     stride = 1 + len(places) // limit
     shown = [*places[:-1:stride], places[-1]]
@@ -111,23 +138,38 @@ def _thinned(
     own: Sequence[tuple[int, Any]], limit: int
 ) -> tuple[list[int], CurveValues, CurveValues, CurveValues]:
     """Keep the least, the greatest and the first missing value of every stretch of a curve."""
-    # Five digits are more than a screen shows.
-    values = [float(f"{value:.5g}") if is_number(value) else None for _, value in own]
+    steps, values = list[int](), list[float | None]()
+    for step, value in own:
+        steps.append(step)
+        values.append(_rounded(value))
     if len(own) <= limit:
-        return [step for step, _ in own], values, [], []
+        return steps, values, [], []
+    # Points of a stretch: it gives two of them, its least and its greatest.
     width = 2 * len(own) / limit
     bounds = [round(k * width) for k in range(limit // 2 + 1)]
     chosen, middles, means = {0, len(own) - 1}, list[float](), list[float]()
     for begin, end in zip(bounds, [*bounds[1:-1], len(own)], strict=False):
         if None in values[begin:end]:
             chosen.add(values.index(None, begin))
-        there = [(v, i) for i, v in enumerate(values[begin:end], begin) if v is not None]
-        if there:
+        numbers, places = list[float](), list[int]()
+        for place in range(begin, end):
+            if (number := values[place]) is not None:
+                numbers.append(number)
+                places.append(place)
+        if numbers:
+            there = [*zip(numbers, places, strict=True)]
             chosen |= {min(there)[1], max(there)[1]}
-            middles.append(own[(begin + end) // 2][0])
-            means.append(float(f"{fmean(value for value, _ in there):.5g}"))
+            middles.append(steps[(begin + end) // 2])
+            means.append(float(f"{fmean(numbers):.5g}"))
     at = sorted(chosen)
-    return [own[i][0] for i in at], [values[i] for i in at], middles, means
+    return [steps[place] for place in at], [values[place] for place in at], middles, means
+
+
+def _rounded(value: object) -> float | None:
+    # Five digits are more than a screen shows.
+    if is_number(value):
+        return float(f"{value:.5g}")
+    return None
 
 
 def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
@@ -148,4 +190,6 @@ def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
 
 
 def _or_zero(value: object) -> float:
-    return round(value, 2) if is_number(value) else 0
+    if is_number(value):
+        return round(value, 2)
+    return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.core.durable import write_file_atomic
 from trainer.core.format import number, plural, shown_path
@@ -33,21 +33,31 @@ def write_page(folders: Sequence[Path], file: Path) -> None:
 def page(runs: Sequence[SavedRun]) -> str:
     """Write the page."""
     names, charts = _names(runs), charts_of(runs)
-    series = [series_of(run, charts, len(runs)) for run in runs]
-    drawn = [{"name": name, **each} for name, each in zip(names, series, strict=True)]
-    has_tokens = any(each["x"]["tokens"] != each["x"]["samples"] for each in series)
-    is_one_name = len({run.name for run in runs}) == 1
+    drawn, marks = list[dict[str, Any]](), list[str]()
+    has_tokens = False
+    for name, run in zip(names, runs, strict=True):
+        series = series_of(run, charts, len(runs))
+        drawn.append({"name": name, **series})
+        marks += [kind for _, kind in series["marks"]]
+        has_tokens |= series["x"]["tokens"] != series["x"]["samples"]
+    axes = [*AXES]
+    # Where every sample is one token, both axes would be the same.
+    if not has_tokens:
+        axes.remove("tokens")
+    title = f"{number(len(runs))} runs"
+    if len({run.name for run in runs}) == 1:
+        title = runs[0].name
     script = (_HERE / "page.js").read_text()
     return _template().render(
         runs=runs,
         names=names,
         one=runs[0] if len(runs) == 1 else None,
-        title=runs[0].name if is_one_name else f"{number(len(runs))} runs",
+        title=title,
         metric=sections.ranked_by(runs)[0],
         charts=charts,
         mark_kinds=MARKS,
-        marks=[kind for each in series for _, kind in each["marks"]],
-        axes=[axis for axis in AXES if axis != "tokens" or has_tokens],
+        marks=marks,
+        axes=axes,
         at_once=_AT_ONCE,
         most_folded=_MOST_FOLDED,
         data={"runs": drawn, "charts": charts},
@@ -65,7 +75,8 @@ def _template() -> Template:
     html = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, undefined=StrictUndefined
     )
-    html.filters |= {f.__name__: f for f in (number, plural, shown_path, sections.cell_text)}
+    for write in (number, plural, shown_path, sections.cell_text):
+        html.filters[write.__name__] = write
     html.globals |= {"sections": sections, "bars": bars}
     html.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return html.get_template("page.html")
@@ -76,10 +87,18 @@ def _names(runs: Sequence[SavedRun]) -> list[str]:
     names = [str(run.config.get("name") or "") for run in runs]
     if all(names) and len(set(names)) == len(names):
         return names
+    # The first word is `train`; of words that stand twice, one is enough.
     typed = [dict.fromkeys(run.typed.split()[1:]) for run in runs]
     common = set.intersection(*map(set, typed))
     labels = []
     for run, words in zip(runs, typed, strict=True):
-        own = " ".join(word for word in words if word not in common)
-        labels.append(f"{run.folder.name}: {own}"[:_MOST_LETTERS].removesuffix(": "))
-    return labels if len(set(labels)) == len(labels) else [shown_path(run.folder) for run in runs]
+        own = list[str]()
+        for word in words:
+            if word not in common:
+                own.append(word)
+        label = f"{run.folder.name}: {' '.join(own)}"[:_MOST_LETTERS]
+        # Of a run that was given nothing of its own, the folder's name is left.
+        labels.append(label.removesuffix(": "))
+    if len(set(labels)) == len(labels):
+        return labels
+    return [shown_path(run.folder) for run in runs]

@@ -44,23 +44,35 @@ class SavedRun:
         # What was planned, and the figures of a run that completed; one that went on has some of
         # before
         self.plan = files.record(RunFolder.PLAN)
-        self.result = files.record(RunFolder.RESULT) if self.state == "completed" else {}
+        self.result: dict[str, Any] = {}
+        if self.state == "completed":
+            self.result = files.record(RunFolder.RESULT)
         counts = self.plan.get("num_tokens"), self.plan.get("num_samples")
         # What lengths count
-        self.noun = "sample" if counts[0] == counts[1] and is_number(counts[0]) else "token"
+        self.noun = "token"
+        if counts[0] == counts[1] and is_number(counts[0]):
+            self.noun = "sample"
         self._entries = _read(folder / RunFolder.METRICS)
-        self.steps = [entry for entry in self._entries if "loss" in entry]
-        self.evaluations = [entry for entry in self._entries if "loss" not in entry]
-        self.last_step: int = self.steps[-1]["step"] if self.steps else 0  # in metrics.jsonl
-        times = (entry.get("seconds", entry.get("eval_seconds")) for entry in self._entries)
-        self.seconds = math.fsum(filter(is_number, times))  # in steps and evaluations
-        # The samples with the largest loss, with texts where `train evaluate` wrote them
-        worst = as_list(files.record(RunFolder.EVALUATION).get("worst"))
-        self.worst = [entry for entry in worst if "loss" in as_mapping(entry)][:SHOWN_SAMPLES]
-        # What prompts gave at the last evaluation that continued any
-        texts = _read(folder / RunFolder.TEXTS)
-        self.generated = [entry for entry in texts if entry["step"] == texts[-1]["step"]]
-        self.started: str | None = None  # in the time of this machine
+        self.steps, self.evaluations, times = list[Entry](), list[Entry](), list[float]()
+        for entry in self._entries:
+            # Of a step; an evaluation has `eval_loss` alone.
+            if "loss" in entry:
+                self.steps.append(entry)
+            else:
+                self.evaluations.append(entry)
+            time = entry.get("seconds", entry.get("eval_seconds"))
+            if is_number(time):
+                times.append(time)
+        # In metrics.jsonl
+        self.last_step = 0
+        if self.steps:
+            self.last_step = self.steps[-1]["step"]
+        # In steps and evaluations, without what lies between them
+        self.seconds = math.fsum(times)
+        self.worst = _worst(files)
+        self.generated = _last_texts(folder)
+        # In the time of this machine
+        self.started: str | None = None
         with suppress(OSError, OverflowError, ValueError):
             if began := files.began():
                 self.started = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M")
@@ -70,8 +82,10 @@ class SavedRun:
         files, found = RunFolder(self.folder), list[str]()
         fork = files.record(RunFolder.FORK)
         # A resumed run's config has none.
-        words = (word.partition("=") for word in files.typed(first=True))
-        typed = {key: value.strip("'") for key, _, value in words}
+        typed = dict[str, str]()
+        for word in files.typed(first=True):
+            key, _, value = word.partition("=")
+            typed[key] = value.strip("'")
         init = self.config.get("init") or typed.get("init") or "null"
         step, resumed = fork.get("step"), self.plan.get("resumed_step")
         if init != "null":
@@ -79,11 +93,16 @@ class SavedRun:
         if run := fork.get("run"):
             found.append(f"forked from {shown_path(Path(str(run)))} at step {step}")
         if is_number(resumed) and resumed != step:
-            none = ", and took none since" if resumed == self.last_step else ""
-            found.append(f"resumed after step {number(resumed)}{none}")
+            text = f"resumed after step {number(resumed)}"
+            if resumed == self.last_step:
+                text += ", and took none since"
+            found.append(text)
         elif resumed is None and (self.folder / RunFolder.RESUMED).is_dir():
-            was_new = "resumed_step" in self.plan
-            found.append("begun again: nothing had been saved" if was_new else "resumed")
+            # Null stands there where the run began anew; a run without a plan has no such key.
+            if "resumed_step" in self.plan:
+                found.append("begun again: nothing had been saved")
+            else:
+                found.append("resumed")
         return found
 
     def peak_bytes(self) -> float | None:
@@ -106,6 +125,24 @@ class SavedRun:
         return min(losses, default=None)
 
 
+def _worst(files: RunFolder) -> list[dict[str, Any]]:
+    """Read the samples with the largest loss, with texts where `train evaluate` wrote them."""
+    found = list[dict[str, Any]]()
+    for entry in as_list(files.record(RunFolder.EVALUATION).get("worst")):
+        if "loss" in as_mapping(entry):
+            found.append(entry)
+    return found[:SHOWN_SAMPLES]
+
+
+def _last_texts(folder: Path) -> list[Entry]:
+    """Read what prompts gave at the last evaluation that continued any."""
+    texts, found = _read(folder / RunFolder.TEXTS), list[Entry]()
+    for entry in texts:
+        if entry["step"] == texts[-1]["step"]:
+            found.append(entry)
+    return found
+
+
 def _read(file: Path) -> list[Entry]:
     with suppress(OSError):
         return journal.read(file)
@@ -119,14 +156,22 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def numbers_of(record: object) -> dict[str, float]:
     """Give the finite numbers of a mapping in a record; none where it is no mapping."""
-    return {name: value for name, value in as_mapping(record).items() if is_number(value)}
+    found = dict[str, float]()
+    for name, value in as_mapping(record).items():
+        if is_number(value):
+            found[name] = value
+    return found
 
 
 def as_list(value: object) -> list[Any]:
     """Give a list of a record; an empty one where it is something else."""
-    return value if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def as_mapping(value: object) -> dict[str, Any]:
     """Give a mapping of a record; an empty one where it is something else."""
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}

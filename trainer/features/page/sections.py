@@ -27,8 +27,9 @@ TableRows = Sequence[Sequence[str]]
 
 def facts(run: SavedRun) -> list[str]:
     """Say when a run began, how long it took, what it trains, and from where it went on."""
-    length = duration(run.seconds) + " of steps and evaluations" if run.seconds else None
-    model = str(run.config.get("model._target_") or "").rpartition(".")[2]
+    length, model = "", str(run.config.get("model._target_") or "").rpartition(".")[2]
+    if run.seconds:
+        length = f"{duration(run.seconds)} of steps and evaluations"
     return [*filter(None, (run.started, length, model, *run.continuation()))]
 
 
@@ -43,9 +44,11 @@ def ending(run: SavedRun) -> str | None:
 
 def traceback(run: SavedRun) -> str:
     """Give the traceback, of the first rank that left one, of a run that failed."""
+    if run.state != "failed":
+        return ""
     files = sorted((run.folder / RunFolder.ERRORS).glob("rank*.txt"))
     with suppress(OSError):
-        for file in filter(Path.is_file, files if run.state == "failed" else ()):
+        for file in filter(Path.is_file, files):
             with file.open(errors="replace") as lines:
                 return without_secrets(lines.read(_MOST_LETTERS), os.environ)
     return ""
@@ -57,18 +60,23 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
     if (trained := run.last("loss")) is not None:
         tiles.append(("training loss", loss(trained), None))
     if (held_out := run.last("eval_loss")) is not None:
-        best = run.best()
-        note = f"best {loss(best[0])} at step {number(best[1])}" if best else None
+        note = None
+        if best := run.best():
+            note = f"best {loss(best[0])} at step {number(best[1])}"
         tiles.append(("held-out loss", loss(held_out), note))
     tiles += _metrics(run)
-    planned = numbers_of(run.plan).get("steps")
-    note = f"of {number(planned)} planned" if planned else None
+    note = None
+    if planned := numbers_of(run.plan).get("steps"):
+        note = f"of {number(planned)} planned"
     tiles.append(("steps", number(run.last_step), note))
     name = "tokens_per_second"
     if speed := numbers_of(run.result).get(name) or run.last(name):
         tiles.append((f"{run.noun}s per second", short(speed), None))
     if peak := run.peak_bytes():
-        note = "of the whole process" if run.plan.get("device") == "cpu" else "of tensors"
+        # On a GPU torch counts what its tensors take; on a CPU the system counts all of a process.
+        note = "of tensors"
+        if run.plan.get("device") == "cpu":
+            note = "of the whole process"
         tiles.append(("peak memory", size(peak), note))
     if count := sum("skipped" in entry for entry in run.steps):
         tiles.append(("skipped steps", number(count), "without an update"))
@@ -79,14 +87,17 @@ def figures(run: SavedRun) -> list[tuple[str, str, str | None]]:
 
 def _metrics(run: SavedRun) -> Iterator[tuple[str, str, str | None]]:
     """Give the last evaluation's other figures, at most three, and the best of what is followed."""
-    last = numbers_of(run.evaluations[-1] if run.evaluations else None)
+    last = dict[str, float]()
+    if run.evaluations:
+        last = numbers_of(run.evaluations[-1])
     for name in ("step", "eval_loss", "eval_seconds"):
         last.pop(name, None)
     for name in islice(last, 3):
         yield name.removeprefix("eval_").replace("_", " "), f"{run.last(name):.4g}", None
     found = as_mapping(run.result.get("best"))
     name, value = str(found.get("metric")).removeprefix("eval_"), found.get("value")
-    if is_number(value) and name != "loss":  # which has its best beside it
+    # The held-out loss has its best beside it.
+    if is_number(value) and name != "loss":
         yield f"best {name.replace('_', ' ')}", f"{value:.4g}", f"at step {found.get('step')}"
 
 
@@ -140,7 +151,11 @@ def machine(run: SavedRun) -> TableRows:
         rows["memory"] = size(numbers_of(hardware).get("memory_bytes"))
         rows["system"] = hardware.get("system")
     rows |= {"git": git.get("commit"), **as_mapping(found.get("versions"))}
-    return [(name, str(value)) for name, value in rows.items() if value]
+    known = list[tuple[str, str]]()
+    for name, value in rows.items():
+        if value:
+            known.append((name, str(value)))
+    return known
 
 
 def settings(run: SavedRun) -> TableRows:
@@ -156,14 +171,10 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     metric, is_max = ranked_by(runs)
     configs, figures = list[dict[str, str]](), dict.fromkeys(("loss", "eval_loss", metric))
     for run in runs:
-        configs.append({})
-        for key, value in run.config.items():
-            if not key.startswith("choices."):  # each of which is a `_target_`, or values, too
-                word = re.sub(r"^trainer\.(.*\.)?", "", show(value))
-                configs[-1][key.removesuffix("._target_")] = word
-        for entry in run.evaluations:
-            numbers = numbers_of(entry)
-            figures |= dict.fromkeys(name for name in numbers if name.startswith("eval_"))
+        configs.append(_words_of(run))
+        for name in chain.from_iterable(map(numbers_of, run.evaluations)):
+            if name.startswith("eval_"):
+                figures[name] = None
     figures.pop("eval_seconds", None)
     different = list[str]()
     for key in dict.fromkeys(chain.from_iterable(configs)):
@@ -188,6 +199,18 @@ def comparison(runs: Sequence[SavedRun], names: Sequence[str]) -> dict[str, Any]
     return {"head": head, "rows": rows, "order": order}
 
 
+def _words_of(run: SavedRun) -> dict[str, str]:
+    """Write each setting of a run as a cell shows it."""
+    words = dict[str, str]()
+    for key, value in run.config.items():
+        # Each choice is a `_target_`, or values, too.
+        if not key.startswith("choices."):
+            # Of our own classes the last part of the name is enough.
+            word = re.sub(r"^trainer\.(.*\.)?", "", show(value))
+            words[key.removesuffix("._target_")] = word
+    return words
+
+
 def ranked_by(runs: Sequence[SavedRun]) -> tuple[str, bool]:
     """Name the metric that runs are ranked by, and whether more of it is better."""
     config = runs[0].config
@@ -201,11 +224,19 @@ def cell_text(value: object) -> str:
     """Write any value of a record, without secrets, and not at any length."""
     if value is None:
         return ""
-    text = value if isinstance(value, str) else show(value)
-    if isinstance(value, float):
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, float):
         text = f"{value:.4g}"
+    else:
+        text = show(value)
+    # Before it is cut: a part of a secret is no longer known as one.
     return without_secrets(text, os.environ)[:_MOST_CELL]
 
 
 def _texts(value: object) -> list[str]:
-    return [each for each in as_list(value) if isinstance(each, str)]
+    texts = list[str]()
+    for each in as_list(value):
+        if isinstance(each, str):
+            texts.append(each)
+    return texts

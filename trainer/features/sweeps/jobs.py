@@ -12,7 +12,14 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    chdir,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,12 +69,16 @@ class Slots:
 
     def environment(self, slot: int) -> dict[str, str]:
         """Give what a job of a slot finds in its environment."""
+        found = dict[str, str]()
         # Else each rank starts a thread for every processor of the machine.
-        threads = max(1, self.cores // (self.count * self.ranks))
-        found = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, self.cores // (self.count * self.ranks))
+            found["OMP_NUM_THREADS"] = str(threads)
         if self.gpus:
-            own = (slot * self.ranks + rank for rank in range(self.ranks))
-            names = dict.fromkeys(self.gpus[number % len(self.gpus)] for number in own)
+            first, names = slot * self.ranks, dict[str, None]()
+            for number in range(first, first + self.ranks):
+                # Slots of more ranks than there are GPUs share them.
+                names[self.gpus[number % len(self.gpus)]] = None
             found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         return found
 
@@ -116,10 +127,14 @@ class SweepTask:
     def __call__(self, _: object) -> float:
         """Run the job that Hydra is at."""
         if os.environ.get("PYTHONSAFEPATH") in SAFE_PATH.values():
-            os.environ["PYTHONSAFEPATH"] = ""  # what the user's code starts is their own matter
+            # What the user's code starts is their own matter.
+            os.environ["PYTHONSAFEPATH"] = ""
         record = HydraConfig.get()
         if (self.host, self.pid) == (socket.gethostname(), os.getpid()):
-            listening = stop_signals() if self.sweep.command == "train" else nullcontext(StopFlag())
+            listening: AbstractContextManager[StopFlag] = nullcontext(StopFlag())
+            # Only a training saves when it is stopped.
+            if self.sweep.command == "train":
+                listening = stop_signals()
             with listening as stop:
                 code = self._run(record)
             if stop.is_set:
@@ -127,12 +142,16 @@ class SweepTask:
         else:
             code = self._run_elsewhere(record)
         value = self._value(Path(record.runtime.output_dir), code)
-        sign = 1 if self.sweep.mode == "min" else -1
-        return math.inf if value is None else sign * value
+        # Sweepers minimise; a job without a value is worse than any that has one.
+        if value is None:
+            return math.inf
+        return value if self.sweep.mode == "min" else -value
 
     def _value(self, folder: Path, code: int) -> float | None:
         """Read the metric of a job, also where its own time ended it; None of one that failed."""
-        return value_of(folder, self.sweep.metric) if code in (0, Preempted.exit_code) else None
+        if code in (0, Preempted.exit_code):
+            return value_of(folder, self.sweep.metric)
+        return None
 
     def _run_elsewhere(self, record: HydraConf) -> int:
         """Run a job in a process that is not the sweep's; one that was stopped does not begin."""
@@ -147,11 +166,15 @@ class SweepTask:
                     os.environ.update(slots.environment(number))
             threading.Thread(target=self._watch, args=(done,), daemon=True).start()
             try:
-                code = Preempted.exit_code if self._is_over() else self._run(record)
+                code = Preempted.exit_code
+                if not self._is_over():
+                    code = self._run(record)
             finally:
                 done.set()
         if os.getppid() != parent:
-            os._exit(code)  # joblib's would wait for more jobs, its GPU's memory with it
+            # The sweep has ended, and joblib's process would wait for more jobs, with the memory
+            # of its GPU.
+            os._exit(code)
         is_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
         has_handler = callable(signal.getsignal(signal.SIGUSR1))
         if code == Preempted.exit_code and is_slurm and has_handler and not self._is_over():
@@ -181,10 +204,14 @@ class SweepTask:
         for override in map(read_override, self.sweep.typed):
             if not override.is_sweep_override():
                 common.add(dotted(override))
-        number = f"{job} of {len(self.sweep.jobs)}" if self.sweep.jobs else job
         # A search may also choose what is not typed, but stands in its own settings.
-        own = [line.lstrip("+") for line in lines if dotted(read_override(line)) not in common]
-        print_out(f"job {number}: {' '.join(own)}\n")
+        own = list[str]()
+        for line in lines:
+            if dotted(read_override(line)) not in common:
+                own.append(line.lstrip("+"))
+        # How many jobs a search will have is not known.
+        of_all = f" of {len(self.sweep.jobs)}" if self.sweep.jobs else ""
+        print_out(f"job {job}{of_all}: {' '.join(own)}\n")
         before = RunFolder(folder).record(RunFolder.END)
         if self.sweep.goes_on and not self.sweep.jobs and before.get("exit_code") not in _UNENDED:
             # The values of the jobs behind it were chosen by how it ended.
@@ -199,9 +226,11 @@ class SweepTask:
             reason = str(RunFolder(folder).status().get("reason") or "")
         write_json(folder / RunFolder.END, {"exit_code": code, "reason": reason or None})
         value = self._value(folder, code)
-        shown = "" if value is None else f", {title_of(self.sweep.metric)} {value:.4f}"
-        # Those of jobs that run at once come in any order.
-        print_out(f"job {job}: exit code {code}{shown}\n")
+        # With the job's number, since those of jobs that run at once come in any order.
+        end = f"job {job}: exit code {code}"
+        if value is not None:
+            end += f", {title_of(self.sweep.metric)} {value:.4f}"
+        print_out(f"{end}\n")
         return code
 
     def _run_once(self, lines: Sequence[str], record: HydraConf) -> int:
@@ -226,9 +255,13 @@ class SweepTask:
             config = config.model_copy(update={"resume": str(folder)})
             if saved_runs.is_finished(run, config):
                 return 0
-        with staged(folder) if must_stage(config, folder) else nullcontext(folder) as records:
+        staging: AbstractContextManager[Path] = nullcontext(folder)
+        if must_stage(config, folder):
+            staging = staged(folder)
+        variables = {BRIEF: "1"} if config.command == "train" else {}
+        with staging as records:
             write_config(config, records, folder)
-            with env_override({BRIEF: "1"} if config.command == "train" else {}):
+            with env_override(variables):
                 return run_and_report(config, folder)
 
 

@@ -53,7 +53,8 @@ def slots_of(
 
     Of jobs there are `most`; None where a sweeper decides.
     """
-    if hydra.launcher._target_ in (BASIC_LAUNCHER, _SLURM):  # Slurm gives its jobs GPUs
+    # Slurm gives its jobs GPUs and processors itself.
+    if hydra.launcher._target_ in (BASIC_LAUNCHER, _SLURM):
         return None
     from trainer.report.records import num_cores  # noqa: PLC0415 - where it is needed
 
@@ -69,9 +70,11 @@ def slots_of(
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             gpus = visible.split(",")[: len(gpus)]
     cores, count = num_cores(), int(hydra.launcher.get("n_jobs", -1))
-    if count <= 0:  # as many as fit
+    # joblib's -1: as many as fit
+    if count <= 0:
         count = max(1, (len(gpus) or cores) // ranks)
-        count = count if most is None else min(count, most)
+        if most is not None:
+            count = min(count, most)
     return Slots(folder=folder, count=count, gpus=gpus, ranks=ranks, cores=cores)
 
 
@@ -83,7 +86,9 @@ def settings_of(
     if slots is not None and "n_jobs" in hydra.launcher:
         found["hydra.launcher.n_jobs"] = slots.count
     if "n_jobs" in hydra.sweeper:
-        found["hydra.sweeper.n_jobs"] = 1 if slots is None else slots.count
+        found["hydra.sweeper.n_jobs"] = 1
+        if slots is not None:
+            found["hydra.sweeper.n_jobs"] = slots.count
     # submitit's default of none ends a job at its time limit; ours goes on where it was.
     if hydra.launcher.get("max_num_timeout") == 0:
         found["hydra.launcher.max_num_timeout"] = _REQUEUES
@@ -95,7 +100,9 @@ def settings_of(
     if _DIRECTION in keys:
         why = "the search follows sweep.metric; type sweep.mode=min or sweep.mode=max"
         raise ConfigError(f"{_DIRECTION}: {why}")
-    yield from (f"{key}={value}" for key, value in found.items() if key not in keys)
+    for key, value in found.items():
+        if key not in keys:
+            yield f"{key}={value}"
 
 
 def begin_search(sweeper: str, folder: Path, lines: Sequence[str], storage: object) -> None:

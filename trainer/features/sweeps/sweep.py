@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,36 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
                 failed = True
                 print_error(TrainError(f"-m: {type(error).__name__}: {clip(str(error))}"))
             finally:
-                folders = table.folders_of(sweep.folder)
-                codes = []  # 1 where a job did not end, whichever process was to run it
-                for number in range(len(sweep.jobs) or max(folders, default=0) + 1):
-                    folder = folders.get(number)
-                    ended = {} if folder is None else RunFolder(folder).record(RunFolder.END)
-                    codes.append(ended.get("exit_code", 1))
+                codes = _codes(sweep)
                 if sweep.command == "train":
                     table.report(sweep, Console())
     if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
-        return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
-    return 1 if failed or {*codes} - {0, Preempted.exit_code} else max(codes, default=0)
+        if Preempted.exit_code in codes:
+            return Preempted.exit_code
+        return INTERRUPTED
+    if failed or {*codes} - {0, Preempted.exit_code}:
+        return 1
+    return max(codes, default=0)
+
+
+def _codes(sweep: Sweep) -> list[int]:
+    """Read the exit code of every job, whichever process was to run it."""
+    folders, codes = table.folders_of(sweep.folder), list[int]()
+    for number in range(len(sweep.jobs) or max(folders, default=0) + 1):
+        # 1 of a job that did not end, or never began
+        code = 1
+        if (folder := folders.get(number)) is not None:
+            code = RunFolder(folder).record(RunFolder.END).get("exit_code", 1)
+        codes.append(code)
+    return codes
 
 
 def _start(sweep: Sweep, composer: Composer, hydra: Any) -> None:  # noqa: ANN401 - Hydra's own class
     task = SweepTask(composer=composer, sweep=sweep, host=socket.gethostname(), pid=os.getpid())
-    passing = passing_signals_on(sweep.folder) if sweep.is_parallel else nullcontext()
+    # Jobs within this process hear its signals themselves.
+    passing: AbstractContextManager[None] = nullcontext()
+    if sweep.is_parallel:
+        passing = passing_signals_on(sweep.folder)
     with passing:
         if not sweep.jobs:
             launchers.begin_search(sweep.sweeper, sweep.folder, sweep.typed, sweep.storage)
@@ -108,8 +122,12 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     hydra, typed = parse(parts.hydra)[0], parts.lines
     sweeper = composer.compose(parts.hydra).hydra.sweeper._target_
     is_search = sweeper != launchers.BASIC_SWEEPER
-    # A search could have more combinations than anybody can check.
-    jobs = cover(typed) if is_search else expand(typed)
+    if is_search:
+        # It could have more combinations than anybody can check.
+        jobs, most = cover(typed), None
+    else:
+        jobs = expand(typed)
+        most = len(jobs)
     checked: list[Job] = []
     faults += parts.faults
     for each in jobs:
@@ -127,15 +145,9 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
         file = SEARCH_FILE if sweeper == launchers.OPTUNA else GRID_FILE
         found = newest_sweep(Path(first.config.outputs).absolute(), typed, file)
     folder = found or Path(str(record.sweep.dir)).absolute()
-    most = None if is_search else len(jobs)
     slots = launchers.slots_of(checked, record, folder, most)
-    goes_on = resume is not None and folder.exists()
-    own = [
-        *(each for each in parts.hydra if not each.startswith("hydra.sweep.dir=")),
-        f"hydra.sweep.dir={quote(folder)}",
-        f"hydra.output_subdir={RunFolder.RESUMED if goes_on else RunFolder.HYDRA}",
-        *launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed),
-    ]
+    own = _with_folder(parts.hydra, folder, goes_on=resume is not None and folder.exists())
+    own += launchers.settings_of(record, parts.hydra, slots, seed=first.config.seed)
     if not any(_LOGGING in each for each in own):
         own.append(f"{_LOGGING}=none")
     metric, mode = first.config.sweep.metric, first.config.sweep.mode
@@ -155,6 +167,17 @@ def prepare_sweep(overrides: Sequence[Override], faults: list[str], composer: Co
     )
 
 
+def _with_folder(typed: Sequence[str], folder: Path, *, goes_on: bool) -> list[str]:
+    """Give the settings of Hydra that were typed, with a sweep's folder in place of a typed one."""
+    own = list[str]()
+    for each in typed:
+        if not each.startswith("hydra.sweep.dir="):
+            own.append(each)
+    # What a job began with stays; its records of going on are beside them.
+    records = RunFolder.RESUMED if goes_on else RunFolder.HYDRA
+    return [*own, f"hydra.sweep.dir={quote(folder)}", f"hydra.output_subdir={records}"]
+
+
 def expand(lines: Iterable[str]) -> list[list[str]]:
     """Expand a sweep: every combination of the values of every swept override, in Hydra's order."""
     return [list(job) for job in itertools.product(*map(_each, lines))]
@@ -163,8 +186,11 @@ def expand(lines: Iterable[str]) -> list[list[str]]:
 def cover(lines: Iterable[str]) -> list[list[str]]:
     """List jobs that together have every value of every override, and both ends of intervals."""
     columns = [*map(_each, lines)]
-    longest = max(map(len, columns), default=1)
-    return [[column[n % len(column)] for column in columns] for n in range(longest)]
+    jobs = list[list[str]]()
+    for number in range(max(map(len, columns), default=1)):
+        # Of an override with fewer values than the longest, they come again.
+        jobs.append([column[number % len(column)] for column in columns])
+    return jobs
 
 
 def _each(line: str) -> list[str]:
@@ -186,9 +212,12 @@ def newest_sweep(outputs: Path, overrides: Sequence[str], file: str = GRID_FILE)
             begun = [str(line) for line in record["overrides"]["task"]]
             if record["runtime"]["cwd"] == here and _settings(begun) == wanted:
                 # A sweep is as old as its first job; one without a job is older than all.
-                starts = [RunFolder(job).by_start() for job in path.parent.iterdir()]
-                begun_jobs = [start for start in starts if start[0]]
-                found[path.parent] = min(begun_jobs, default=(0.0, str(path)))
+                starts = list[tuple[float, str]]()
+                for job in path.parent.iterdir():
+                    start = RunFolder(job).by_start()
+                    if start[0]:
+                        starts.append(start)
+                found[path.parent] = min(starts, default=(0.0, str(path)))
     return max(found, key=found.__getitem__, default=None)
 
 

@@ -35,8 +35,12 @@ _TITLES = {"tokens_per_second": "tokens/s"}
 
 def folders_of(sweep: Path) -> dict[int, Path]:
     """Find the folders of a sweep's jobs, by number."""
-    folders = [path.parent for path in sweep.glob(f"*/{RunFolder.HYDRA}")]
-    return {int(n[0]): path for path in folders if (n := re.match(r"\d+", path.name))}
+    found = dict[int, Path]()
+    for records in sweep.glob(f"*/{RunFolder.HYDRA}"):
+        # A folder may be called by more than the number, as `hydra.sweep.subdir` says.
+        if number := re.match(r"\d+", records.parent.name):
+            found[int(number[0])] = records.parent
+    return found
 
 
 def report(sweep: Sweep, console: Console) -> None:
@@ -44,13 +48,8 @@ def report(sweep: Sweep, console: Console) -> None:
 
     Where the sweep has no folder yet, nothing is written.
     """
-    found, planned = folders_of(sweep.folder), [*map(_by_key, sweep.jobs)]
-    folders, typed = list[Path](), list[dict[str, str]]()
-    for number in range(max([len(planned), *(each + 1 for each in found)])):
-        folder = found.get(number, sweep.folder / str(number))
-        lines = RunFolder(folder).typed()
-        folders.append(folder)
-        typed.append(_by_key(lines) if lines or number >= len(planned) else planned[number])
+    planned = [*map(_by_key, sweep.jobs)]
+    folders, typed = _folders_and_words(sweep.folder, planned)
     # The keys that differ between jobs, in the order they were typed. A job that ran has recorded
     # its paths in full, so jobs are compared as they were planned, but where a search chose them.
     compared, keys = planned or typed, list[str]()
@@ -84,16 +83,43 @@ def report(sweep: Sweep, console: Console) -> None:
         console.print(f"[dim]{', '.join(files)} in[/] {sweep.folder}", soft_wrap=True)
 
 
+def _folders_and_words(
+    sweep: Path, planned: Sequence[dict[str, str]]
+) -> tuple[list[Path], list[dict[str, str]]]:
+    """Give the folder of each job, and its overrides: as they ran, else as they were planned."""
+    found = folders_of(sweep)
+    folders, typed = list[Path](), list[dict[str, str]]()
+    # A search has no plan, so that only its folders tell how many jobs there were.
+    for number in range(max(len(planned), max(found, default=-1) + 1)):
+        folder = found.get(number, sweep / str(number))
+        lines = RunFolder(folder).typed()
+        folders.append(folder)
+        if lines or number >= len(planned):
+            typed.append(_by_key(lines))
+        else:
+            typed.append(planned[number])
+    return folders, typed
+
+
 def _notes(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[str]:
     """Say why jobs did not complete, how to go on, and which metrics there are."""
-    yield from (f"job {row['job']}: {row['reason']}" for row in rows if row["reason"])
+    runs, completed = list[RunFolder](), list[Mapping[str, Any]]()
+    for row in rows:
+        if row["reason"]:
+            yield f"job {row['job']}: {row['reason']}"
+        if row["folder"]:
+            runs.append(RunFolder(row["folder"]))
+        if row["state"] == saved_runs.COMPLETED:
+            completed.append(row)
     if any(row["state"] in (saved_runs.PREEMPTED, "not started") for row in rows):
         yield "to go on with the sweep, type the same command with resume=auto"
-    if not is_comparable(metric, [RunFolder(row["folder"]) for row in rows if row["folder"]]):
+    if not is_comparable(metric, runs):
         yield f"{metric} is of other held-out samples or tokens in some jobs: ranks do not compare"
-    completed = [row for row in rows if row["state"] == saved_runs.COMPLETED]
     if completed and rows[0]["rank"] is None:
-        given = [name for name, value in completed[0].items() if "eval_" in name and value]
+        given = list[str]()
+        for name, value in completed[0].items():
+            if "eval_" in name and value:
+                given.append(name)
         yield f"sweep.metric={metric}: no job has it; evaluations gave {', '.join(given) or 'none'}"
 
 
@@ -105,21 +131,28 @@ def _ranked(rows: list[dict[str, Any]], metric: str, mode: str) -> list[dict[str
 
     rows.sort(key=key)
     for place, row in enumerate(rows, start=1):
-        row["rank"] = None if key(row)[0] else place
+        # The key of a job that completed with the metric begins with 0.
+        row["rank"] = place if key(row)[0] == 0 else None
     return rows
 
 
 def _by_key(lines: Iterable[str]) -> dict[str, str]:
-    pairs = (line.lstrip("+").partition("=") for line in lines)
-    return {key.replace("/", "."): value for key, _, value in pairs}
+    words = dict[str, str]()
+    for line in lines:
+        key, _, value = line.lstrip("+").partition("=")
+        # Hydra takes a nested group by either.
+        words[key.replace("/", ".")] = value
+    return words
 
 
 def _ended(folder: Path) -> dict[str, Any]:
     """Give how a job ended by its records; it has none where it never started."""
     run = RunFolder(folder)
     status, ended = run.status(), run.record(RunFolder.END)
+    # A job may fail before its run begins, which then writes no status.
+    state = "failed" if ended else "not started"
     return {
-        "state": str(status.get("state", "failed" if ended else "not started")),
+        "state": str(status.get("state", state)),
         "exit_code": status.get("exit_code", ended.get("exit_code")),
         **last_figures(folder),
         "reason": status.get("reason") or ended.get("reason"),
@@ -131,9 +164,13 @@ def _print_table(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console
 ) -> list[str]:
     """Print as many columns as fit, and return the titles of the others."""
-    columns = [name for name in rows[0] if name not in ("exit_code", "folder", "reason")]
+    columns = list[str]()
+    for name in rows[0]:
+        if name not in ("exit_code", "folder", "reason"):
+            columns.append(name)
     wide, num_shown = console.options.update_width(10_000), len(columns)
-    width: int | None = wide.max_width  # all in a file
+    # In a file there is room for all.
+    width: int | None = wide.max_width
     if console.is_terminal:
         width = None
         # At least what tells jobs apart, and which is best.
@@ -149,12 +186,20 @@ def _table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str], keys: Sequen
     table = Table(title="sweep", title_justify="left", box=None, pad_edge=False)
     for name in shown:
         title = _TITLES.get(name, name).replace(".", ".\n").replace("eval_", "held-out\n")
-        justify: Literal["left", "right"] = "left" if name == "state" else "right"
+        justify: Literal["left", "right"] = "right"
+        if name == "state":
+            justify = "left"
         no_wrap = name not in keys
         table.add_column(title, justify=justify, overflow="fold", no_wrap=no_wrap, min_width=4)
     for row in rows:
-        cells = ("-" if (cell := row[name]) is None else cell for name in shown)
-        table.add_row(*map(_short, cells), style="bold green" if row["rank"] == 1 else "")
+        cells = list[str]()
+        for name in shown:
+            if row[name] is None:
+                cells.append("-")
+            else:
+                cells.append(_short(row[name]))
+        style = "bold green" if row["rank"] == 1 else ""
+        table.add_row(*cells, style=style)
     return table
 
 
@@ -174,16 +219,22 @@ def _plot(
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
-    ended = [row for row in rows if row["rank"] is not None]
-    labels = ["\n".join(f"{key}={_short(row[key])}" for key in keys or ["job"]) for row in ended]
-    figure = Figure(figsize=(max(7, len(ended)), 4.2), layout="constrained")
+    values, labels = list[float](), list[str]()
+    for row in rows:
+        if row["rank"] is not None:
+            # Jobs that were typed alike differ by their number alone.
+            words = [f"{key}={_short(row[key])}" for key in keys or ["job"]]
+            values.append(row[metric])
+            labels.append("\n".join(words))
+    # Inches: one for each job, so that labels have room
+    figure = Figure(figsize=(max(7, len(values)), 4.2), layout="constrained")
     axes = figure.add_subplot(ylabel=title_of(metric))
-    axes.plot([row[metric] for row in ended], "o")
-    axes.set_xticks(range(len(ended)), labels, rotation=30, ha="right")
+    axes.plot(values, "o")
+    axes.set_xticks(range(len(values)), labels, rotation=30, ha="right")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=144)
     write_file_atomic(folder / "sweep.png", image.getvalue())
-    return bool(ended)
+    return bool(values)
 
 
 def last_figures(folder: Path) -> dict[str, Any]:
@@ -196,10 +247,15 @@ def last_figures(folder: Path) -> dict[str, Any]:
     metrics = result.get("metrics", {})
     if not result:
         for entry in stream(folder / RunFolder.METRICS):
-            metrics |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+            for name, value in entry.items():
+                if name.startswith("eval_"):
+                    metrics[name] = value
         metrics.pop(EVAL_SECONDS, None)
+    # A file of a run is anybody's, so that its record may be no mapping.
+    if not isinstance(metrics, dict):
+        metrics = {}
     named = dict[str, Any]()
-    for name, value in metrics.items() if isinstance(metrics, dict) else ():
+    for name, value in metrics.items():
         if isinstance(value, int | float):
             named[f"eval_{name.removeprefix('eval_')}"] = value
     figures = {**named, "step": run.status().get("step"), **result}
@@ -210,4 +266,6 @@ def last_figures(folder: Path) -> dict[str, Any]:
 def value_of(folder: Path, metric: str) -> float | None:
     """Read a metric of a job; None where it gave none, or no number."""
     value = last_figures(folder).get(metric)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
