@@ -43,6 +43,7 @@ _WORDS: Mapping[str, Sequence[str]] = {
 """What some flags take."""
 
 _OFF = ("false", "no", "none", "null", "off", "0")
+# What begins a flag, or a setting of its own, is no value of the word before it.
 _NO_VALUE = re.compile(r"~|--?[A-Za-z]|.*=|--$")
 
 
@@ -59,7 +60,9 @@ class CommandLine:
     @property
     def lines(self) -> list[str]:
         """The overrides, the command word as one of them."""
-        return [*([] if self.command is None else [f"command={self.command}"]), *self.overrides]
+        if self.command is None:
+            return [*self.overrides]
+        return [f"command={self.command}", *self.overrides]
 
 
 def split_argv(argv: Sequence[str]) -> CommandLine:
@@ -79,14 +82,19 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
         if flag in _VALUED or (flag in _SWITCHES and not equals):
             faults += _take_flag(flag, value, waiting, flags)
         elif equals or token.startswith("~"):
-            key = name.lstrip("-").replace("-", "_") if name.startswith("-") else name
+            key = name
+            # Other programs write `--batch-size=8`; no key of ours has a hyphen.
+            if name.startswith("-"):
+                key = name.lstrip("-").replace("-", "_")
             overrides.append(f"{key}{equals}{value}")
         elif token in COMMAND_HELP and words:
             faults.append(f"{token}: the command is already {words[0]}; give only one command")
         elif token in COMMAND_HELP:
             words.append(token)
+        elif token.startswith("-"):
+            unknown.append(_unknown_word(token))
         else:
-            (unknown if token.startswith("-") else faults).append(_unknown_word(token))
+            faults.append(_unknown_word(token))
     only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGE_WORDS)
     if faults or (unknown and only_shows):
         raise ConfigError(*unknown, *faults)
@@ -105,21 +113,27 @@ def _typed_apart(token: str, waiting: list[str]) -> list[str]:
     is_flag = name.startswith("-") and _SHORT.get(name, name) not in {*_SWITCHES, *_VALUED}
     is_value = not _NO_VALUE.match(after) and after not in COMMAND_HELP
     if not equals and after.startswith("=") and token not in COMMAND_HELP:
-        words += [waiting.pop() for _ in range(2 if after == "=" and len(waiting) > 1 else 1)]
+        words.append(waiting.pop())
+        # Of `a = 5` the value is the third word.
+        if after == "=" and waiting:
+            words.append(waiting.pop())
     elif not value and (equals or is_flag) and is_value:
         words.append(waiting.pop())
     else:
         return []
     from trainer.config.keys import KEYS  # noqa: PLC0415 - where it is needed
-    from trainer.config.validate import hint_for, suits  # noqa: PLC0415
+    from trainer.config.other_trainers import hint_for, suits  # noqa: PLC0415
 
     key, value = name.lstrip("-").replace("-", "_"), words[-1].removeprefix("=")
     hint = hint_for(key, KEYS)
     meant = re.search(r"mean ([\w.]+)\?$", hint)
-    found = [f"{meant[1]}={value}"] if meant and suits(meant[1], value) else []
+    found = list[str]()
+    if meant and suits(meant[1], value):
+        found.append(f"{meant[1]}={value}")
     if meant and (found or meant[1] == key):
         hint = f" Did you mean {meant[1]}={value}?"
-    elif value.lower() in _OFF:  # which `precision=bf16` would turn on
+    # What is typed to be off, `precision=bf16` would turn on.
+    elif value.lower() in _OFF:
         hint = ""
     if is_flag and not equals:
         fault = f"{name}: unknown flag. Settings are key=value.{hint or ' See --help'}"

@@ -24,7 +24,8 @@ from trainer.config.consent import TARGET
 from trainer.config.keys import KEYS
 from trainer.config.messages import clip, did_you_mean, flat, show
 from trainer.config.option_files import OWN
-from trainer.config.validate import REFUSED_CLASSES, secret_fault
+from trainer.config.other_trainers import REFUSED_CLASSES
+from trainer.config.validate import secret_fault
 from trainer.core.errors import ConfigError
 from trainer.core.format import expanded
 
@@ -33,8 +34,11 @@ ConfigGroups = Mapping[str, Sequence[str]]
 
 _ARGUMENTS = tuple(f"{path}." for path in COMPONENTS)
 _QUOTED_KEY = re.compile(r"""(?<=[{,])\s*(["'])([\w./*?+@-]+)\1\s*:""")
-_HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")  # in quotes or not
-_PAIR = re.compile(r"[\w.*-]+:(?!//).+")  # of a mapping whose braces a shell has taken
+# In quotes or not
+_HOME = re.compile(r""""[^"]*"|'[^']*'|(?<=[=\[,:({\s])~[^,\]})]*""")
+# Of a mapping whose braces a shell has taken
+_PAIR = re.compile(r"[\w.*-]+:(?!//).+")
+# One of several names, in quotes or not
 _WORD = re.compile(r""""[^"]*"|'[^']*'|[^\[\](),"']+""")
 
 
@@ -51,9 +55,13 @@ class Classified:
     @property
     def lines(self) -> list[str]:
         """Choices and values as Hydra takes them: `++` before whatever the options may lack."""
-        plain = [(value, (value.input_line or "").lstrip("+")) for value in self.values]
-        values = [line if value.is_delete() else f"++{line}" for value, line in plain]
-        return [*self.choices, *values]
+        lines = [*self.choices]
+        for value in self.values:
+            line = (value.input_line or "").lstrip("+")
+            if not value.is_delete():
+                line = f"++{line}"
+            lines.append(line)
+        return lines
 
 
 @lru_cache(maxsize=4096)
@@ -79,11 +87,15 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
             continue
         except (HydraException, ValueError, RecursionError, OSError):
             key, equals, _ = line.partition("=")
-            remedy = f"quote special characters: '{key}=\"...\"'"
-            fault = f"cannot be read; {remedy}" if equals else f"needs a value, as in {line}=VALUE"
+            fault = f"cannot be read; quote special characters: '{key}=\"...\"'"
+            if not equals:
+                fault = f"needs a value, as in {line}=VALUE"
             faults.append(clip(f"{line}: {fault}"))
             continue
-        key = f"{dotted(override)}@{override.package}" if override.package else dotted(override)
+        key = dotted(override)
+        # The option of a group may go to several packages of Hydra's.
+        if override.package:
+            key += f"@{override.package}"
         if not key:
             faults.append(clip(f"{line}: needs a key, as in batch.global=512"))
         else:
@@ -101,8 +113,14 @@ def parse(lines: Iterable[str], *, is_typed: bool = False) -> tuple[list[Overrid
 
 def distinct(faults: Sequence[str]) -> list[str]:
     """Give each fault once, and nothing more of a key whose value could not be read."""
-    unread = {f.partition("=")[0].lstrip("+") for f in faults if ": cannot be read; " in f}
-    return [f for f in dict.fromkeys(faults) if f.partition(": ")[0] not in unread]
+    unread, found = set[str](), list[str]()
+    for fault in faults:
+        if ": cannot be read; " in fault:
+            unread.add(fault.partition("=")[0].lstrip("+"))
+    for fault in dict.fromkeys(faults):
+        if fault.partition(": ")[0] not in unread:
+            found.append(fault)
+    return found
 
 
 def _read_typed(line: str) -> Override:
@@ -111,7 +129,8 @@ def _read_typed(line: str) -> Override:
     key, equals, value = line.partition("=")
     if key.lstrip("+") == recipes.RECIPE_GROUP:
         line = f"{key}{equals}{_WORD.sub(partial(_in_full, recipes.locate), value)}"
-    elif "~" in value:  # which a shell expands behind a blank alone
+    # A shell expands it behind a blank alone.
+    elif "~" in value:
         line = f"{key}{_HOME.sub(partial(_in_full, expanded), equals + value)}"
     try:
         return read_override(line)
@@ -123,7 +142,9 @@ def _read_typed(line: str) -> Override:
 def _in_full(to_path: Callable[[str], object], word: re.Match[str]) -> str:
     name = word[0].strip(" '\"")
     path = str(to_path(name))
-    return word[0] if path == name else quote(path)
+    if path == name:
+        return word[0]
+    return quote(path)
 
 
 def dotted(override: Override) -> str:
@@ -191,9 +212,9 @@ def refuse_twice(override: Override) -> None:
     """Refuse a flat mapping that gives a name twice, of which Hydra takes the last."""
     names = re.findall(r"[{,]\s*([^\s{}\[\],:]+)\s*:", override.input_line or "")
     is_flat = isinstance(override.value(), dict) and (override.input_line or "").count("{") == 1
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if is_flat and twice is not None:
-        raise ValueError(f"{twice} stands in it twice; leave one out")
+    for name in names:
+        if is_flat and names.count(name) > 1:
+            raise ValueError(f"{name} stands in it twice; leave one out")
 
 
 def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
@@ -207,10 +228,17 @@ def values_of(override: Override, options: Sequence[str] = ()) -> list[str]:
         return [str(swept.start), str(swept.end)]
     if isinstance(swept, Glob):
         return swept.filter(list(options)) or [quote(",".join(swept.include))]
-    is_swept = override.is_sweep_override()
-    values = list(override.sweep_string_iterator()) if is_swept else [right_side(override)]
-    lower = set(options) - set(values)
-    return [value.lower() if value.lower() in lower else value for value in values]
+    values = [right_side(override)]
+    if override.is_sweep_override():
+        values = list(override.sweep_string_iterator())
+    # Options that are not typed as they are called, but perhaps in another case
+    others, found = set(options) - set(values), list[str]()
+    for value in values:
+        if value.lower() in others:
+            found.append(value.lower())
+        else:
+            found.append(value)
+    return found
 
 
 def _faults(override: Override, groups: ConfigGroups) -> Iterator[str]:
@@ -238,7 +266,11 @@ def _choice_faults(override: Override, options: Sequence[str]) -> Iterator[str]:
     names: list[Any] = []
     for value in values_of(override, options):
         parsed = read_override(f"x={value}").value()
-        names += parsed if isinstance(parsed, list) and is_recipe else [parsed]
+        # Several recipes may be chosen at once; of any other group one option.
+        if isinstance(parsed, list) and is_recipe:
+            names += parsed
+        else:
+            names.append(parsed)
     for name in names:
         is_file = is_recipe and (name is None or Path(str(name)).is_absolute())
         if isinstance(name, str) and name not in (*options, OWN) and not is_file:

@@ -14,13 +14,16 @@ EPOCHS = re.compile(f"{ABOVE_0}epochs?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B")
-_LEAST_BYTES = 1024  # no memory is smaller: such a number lacks its unit
+# No memory is smaller: such a number lacks its unit.
+_LEAST_BYTES = 1024
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
 
 
 def whole(value: object) -> object:
     """Turn a float without a fraction, such as 1e3, into the int it is; leave all else alone."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def parse_bytes(value: object) -> object:
@@ -29,21 +32,27 @@ def parse_bytes(value: object) -> object:
         raise ValueError("a size needs a unit")
     match = _BYTES.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        return whole(value)
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+        return number
+    amount, prefix, binary = match.groups()
+    # The letter's place is the exponent: `G` is the third.
+    factor = 1024 if binary else 1000
+    return int(float(amount) * factor ** " KMGT".index(prefix or " "))
 
 
 def parse_count(value: object) -> object:
     """Turn `"20k"` or `"1.5M"` into the number it is; leave all else alone."""
     match = _COUNT.fullmatch(value) if isinstance(value, str) else None
-    return whole(float(match[1]) * 1000 ** " kMG".index(match[2]) if match else value)
+    if match is None:
+        return whole(value)
+    return whole(float(match[1]) * 1000 ** " kMG".index(match[2]))
 
 
 def parse_time(text: str) -> float | None:
     """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
     match = _TIME.fullmatch(text)
-    return float(match[1]) * _SECONDS[match[2]] or None if match else None
+    if match is None:
+        return None
+    return float(match[1]) * _SECONDS[match[2]] or None
 
 
 def cadence_steps(every: float, total_steps: int) -> int:
@@ -51,8 +60,10 @@ def cadence_steps(every: float, total_steps: int) -> int:
 
     A share of 0.1 comes due ten times at most, the last time at the end or close to it.
     """
+    if every >= 1:
+        return int(every)
     # 0.1 * 30 is above 3 by the last bit.
-    return max(1, math.ceil(round(every * total_steps, 6))) if every < 1 else int(every)
+    return max(1, math.ceil(round(every * total_steps, 6)))
 
 
 def is_due(
@@ -77,4 +88,6 @@ def is_due(
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
     """Resolve a warm-up; below 1 it is a share of the run, to the nearest step."""
-    return round(warmup * total_steps) if warmup < 1 else int(warmup)
+    if warmup < 1:
+        return round(warmup * total_steps)
+    return int(warmup)

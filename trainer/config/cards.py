@@ -22,7 +22,10 @@ class Card:
 
     def peak(self, precision: str) -> float:
         """Give the dense FLOP/s of a precision."""
-        half = self.half if self.has_bf16 or precision != "bf16" else self.single
+        half = self.half
+        # Cores without bf16 leave it to those of fp32.
+        if precision == "bf16" and not self.has_bf16:
+            half = self.single
         return 1e12 * {"fp32": self.single, "tf32": half / 2}.get(precision, half)
 
 
@@ -58,4 +61,7 @@ USUAL = "a100"
 
 def reported_as(name: str) -> Card | None:
     """Find a card by the name that its driver reports."""
-    return next((card for card in CARDS.values() if card.reported in name), None)
+    for card in CARDS.values():
+        if card.reported in name:
+            return card
+    return None

@@ -145,9 +145,13 @@ AUGMENT = "data.augment"
 def _as_targets(value: object) -> object:
     """Let a name stand for a class to be built, or for a function as it is."""
     entries = value if isinstance(value, list | tuple) else [value]
-    names = [isinstance(each, str) and "." in each for each in entries]
-    pairs = zip(entries, names, strict=True)
-    return [{"_target_": e, "_partial_": True} if is_name else e for e, is_name in pairs]
+    targets = list[object]()
+    for each in entries:
+        if isinstance(each, str) and "." in each:
+            targets.append({"_target_": each, "_partial_": True})
+        else:
+            targets.append(each)
+    return targets
 
 
 Augmentations = Annotated[
@@ -205,7 +209,10 @@ def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no ty
         inner = type_like(example[0]) if example else Any
         return Annotated[list[inner], Field(description="a list")]  # type: ignore[valid-type]
     kinds = ((bool, bool), (int, Whole), (float, Number), (str, PlainText))
-    return next((kind for python, kind in kinds if isinstance(example, python)), Any)
+    for python, kind in kinds:
+        if isinstance(example, python):
+            return kind
+    return Any
 
 
 def convert(annotation: Any, value: object) -> Any:  # noqa: ANN401 - gives what the type holds

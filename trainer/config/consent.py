@@ -56,7 +56,10 @@ def reason_to_type(key: str) -> str | None:
     """Say why a dotted key is the command line's alone, or None where it is not."""
     if any(part.lstrip("_") in _REMOTE_CODE for part in key.split(".")):
         return "it allows code from the network"
-    return next((ONLY_TYPED[k] for k in (key, *ancestors(key)) if k in ONLY_TYPED), None)
+    for each in (key, *ancestors(key)):
+        if each in ONLY_TYPED:
+            return ONLY_TYPED[each]
+    return None
 
 
 def acting(
@@ -68,7 +71,8 @@ def acting(
     """
     section, _, name = key.rpartition(".")
     is_tracker = bool(section) and "." not in section and section not in trackers.OURS
-    if target is None and is_tracker:  # else reading the options takes long
+    # Of others reading the options would take long.
+    if target is None and is_tracker:
         target = trackers.options(own_folder).get(section, {}).get(TARGET)
     # An implementation of the hub's is written owner/name; a word chooses one that is installed.
     is_word = "implementation" in key and isinstance(value, str) and "/" not in value
@@ -110,14 +114,18 @@ def consented_components(
     """
     named_by_user = {*own}
     for key, value in typed.items():
-        named_by_user |= {str(value)} if key.endswith(f".{TARGET}") else _classes(key, value)
+        if key.endswith(f".{TARGET}"):
+            named_by_user.add(str(value))
+        else:
+            named_by_user |= _classes(key, value)
     sections = {path: lookup(tree, path) for path in (*COMPONENTS, *LISTS)} | eval_sets(tree)
     found = set()
     for path, section in sections.items():
         named = _classes(path, section)
         consented = named_by_user | _classes(path, _own_option(owner_of(path) or path, runtime))
         rest = named - consented
-        if rest:  # a class of the user's may be the argument of the chosen option's
+        # A class of the user's may be the argument of the chosen option's.
+        if rest:
             option = str(runtime["choices"].get(path.replace(".", "/")))
             rest.discard(options_of(path).get(option, {}).get(TARGET))
         if named & consented and not rest:
@@ -128,10 +136,19 @@ def consented_components(
 def _classes(path: str, section: object) -> set[str]:
     """Find the classes of a component, without those of a component within it."""
     if path in LISTS and isinstance(section, list):
-        classes = [each for each in section if not trackers.is_name(each)]  # of options: `validate`
-        section = [{TARGET: each} if isinstance(each, str) else each for each in classes]
-    pairs = targets_in(path, section)
-    return {target for place, target in pairs if place == path or place not in COMPONENTS}
+        entries = list[object]()
+        for each in section:
+            # Names of options are looked at in `validate`.
+            if isinstance(each, str) and not trackers.is_name(each):
+                entries.append({TARGET: each})
+            elif not isinstance(each, str):
+                entries.append(each)
+        section = entries
+    classes = set[str]()
+    for place, target in targets_in(path, section):
+        if place == path or place not in COMPONENTS:
+            classes.add(target)
+    return classes
 
 
 def _own_option(path: str, runtime: Tree) -> Tree | None:
@@ -164,7 +181,8 @@ def note_start(run: Path, records: Path, config: RunConfig) -> None:
     stranger's.
     """
     if config.packages:
-        with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        # A RuntimeError says that there is no home.
+        with suppress(OSError, RuntimeError):
             path = _notes_file()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("a") as file:
@@ -185,13 +203,17 @@ def own_classes(run: RunFolder) -> frozenset[str]:
     saved = run.config()
     with suppress(ConfigError):
         if _note(run.path, run.path, from_plain(saved)) in _notes():
-            return frozenset(t for key, value in saved.items() for _, t in targets_in(key, value))
+            classes = set[str]()
+            for key, value in saved.items():
+                classes.update(target for _, target in targets_in(key, value))
+            return frozenset(classes)
     return frozenset()
 
 
 def _note(run: Path, records: Path, config: RunConfig) -> str:
     """Write which run it is, a digest of what it begins with, and where its packages are."""
-    overrides = RunFolder(records).overrides_file  # which may be the older ones
+    # Which may be the older ones, while new records wait beside them
+    overrides = RunFolder(records).overrides_file
     if not overrides.exists():
         overrides = RunFolder(run).overrides_file
     digest = sha256((records / RunFolder.CONFIG).read_bytes())
@@ -203,7 +225,8 @@ def _note(run: Path, records: Path, config: RunConfig) -> str:
 
 
 def _notes() -> list[str]:
-    with suppress(OSError, RuntimeError, ValueError):  # ValueError: it is no text
+    # A ValueError says that it is no text.
+    with suppress(OSError, RuntimeError, ValueError):
         return _notes_file().read_text().splitlines()
     return []
 
@@ -221,7 +244,8 @@ def refuse_odd_files(folder: Path, *, links: bool = True) -> None:
     """
     home = folder.resolve()
     for parent, folders, files in os.walk(folder):
-        for path in (Path(parent, name) for name in chain(folders, files)):
+        for name in chain(folders, files):
+            path = Path(parent, name)
             if path.is_symlink():
                 is_foreign = not path.resolve().is_relative_to(home)
                 if links and is_foreign and path.name != WANDB_LINK:

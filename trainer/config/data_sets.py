@@ -27,15 +27,18 @@ def eval_sets(tree: Tree) -> dict[str, Any]:
     """
     sets = _section(_section(tree, "eval"), "sets")
     same = set_defaults(_section(tree, "data"))
-    same.pop("holdout", None)  # all of it is evaluated
+    # All of such a set is evaluated.
+    same.pop("holdout", None)
     elsewhere = names_in_path(str(same.get("_target_")))
     found: dict[str, Any] = {}
     for name, entry in sets.items():
         found[f"{EVAL_SETS}.{name}"] = entry
         if isinstance(entry, Mapping) and "_target_" not in entry:
+            own = dict(same)
             # What data.subset and data.part name is in data.path, and another path may lack it.
-            beside = elsewhere if "path" in entry else {}
-            found[f"{EVAL_SETS}.{name}"] = same | beside | dict(entry)
+            if "path" in entry:
+                own |= elsewhere
+            found[f"{EVAL_SETS}.{name}"] = own | dict(entry)
     return found
 
 
@@ -44,34 +47,47 @@ def set_defaults(data: Tree) -> dict[str, Any]:
 
     Beside data of several sources it is like one of them, and has the settings that they share.
     """
-    same = {name: data[name] for name in data if name not in extra_keys("data")}
+    same = dict(data)
+    for name in extra_keys("data"):
+        same.pop(name, None)
     if sources_argument(str(data.get("_target_"))) is None:
         return same
     one = source_option()
+    # It is of a mixture; a held-out set is evaluated as a whole.
     del one[SOURCE_WEIGHT]
-    shared = {n: same[n] for n in one if n != "_target_" and same.get(n) is not None}
-    return one | shared
+    for name in one:
+        if name != "_target_" and same.get(name) is not None:
+            one[name] = same[name]
+    return one
 
 
 def names_in_path(target: str) -> dict[str, None]:
     """Name the arguments of a class that choose among what its path holds, each with null."""
-    types = declared(target).types.items()
-    return {name: None for name, kind in types if kind == NameInPath | None}
+    found = dict[str, None]()
+    for name, kind in declared(target).types.items():
+        if kind == NameInPath | None:
+            found[name] = None
+    return found
 
 
 def sources_argument(target: str) -> str | None:
     """Name the argument of a class that takes sources; None where it takes none."""
-    types = declared(target).types.items()
-    return next((name for name, kind in types if kind is Sources), None)
+    for name, kind in declared(target).types.items():
+        if kind is Sources:
+            return name
+    return None
 
 
 def sources(tree: Tree) -> dict[str, dict[str, Any]]:
     """Give the sources of a config's data by key, each over the option that it is of by default."""
     data = _section(tree, "data")
     argument = sources_argument(str(data.get("_target_")))
-    found = {}
-    for name, entry in _section(data, argument).items() if argument else ():
+    found = dict[str, dict[str, Any]]()
+    if argument is None:
+        return found
+    for name, entry in _section(data, argument).items():
         if isinstance(entry, Mapping):
+            # Of a class of its own no default is known.
             default = {} if "_target_" in entry else source_option()
             found[f"data.{argument}.{name}"] = {**default, **entry}
     return found
@@ -98,7 +114,8 @@ def source_components(data: Component) -> dict[str, tuple[Component, float]]:
 
 def component_of(section: Tree, key: str, *, typed: bool) -> Component:
     """Tell a class that a value of the config names from its arguments."""
-    params = {name: value for name, value in section.items() if name != "_target_"}
+    params = dict(section)
+    params.pop("_target_", None)
     try:
         return Component(target=section["_target_"], params=params, typed_target=typed)
     except ValidationError as error:
@@ -106,5 +123,6 @@ def component_of(section: Tree, key: str, *, typed: bool) -> Component:
 
 
 def _section(tree: Tree, name: str) -> Tree:
+    # What is no mapping is left for the schema to refuse.
     found = tree.get(name)
     return found if isinstance(found, Mapping) else {}

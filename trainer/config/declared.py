@@ -60,7 +60,8 @@ def declared(target: str) -> Declared:
     module = _read(module_name)
     definition = module.definitions.get(name) if module else None
     if module is None or definition is None:
-        return Declared({}, {})  # its constructor answers, once it is imported
+        # Its constructor answers for its arguments, once it is imported.
+        return Declared({}, {})
     if isinstance(definition, ast.FunctionDef):
         return _of_call(module, definition)
     assert isinstance(definition, ast.ClassDef)
@@ -68,11 +69,10 @@ def declared(target: str) -> Declared:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return replace(_of_call(module, each), flags=_flags(definition))
     # No constructor of its own: the fields of a dataclass, or a constructor of its bases.
-    arguments = [
-        (each.target.id, each.annotation)
-        for each in definition.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    ]
+    arguments = list[tuple[str, ast.expr]]()
+    for each in definition.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            arguments.append((each.target.id, each.annotation))
     bases = [declared(module.full_name(base)) for base in definition.bases]
     types, flags = _types(module, arguments), _flags(definition)
     for base in bases:
@@ -83,8 +83,10 @@ def declared(target: str) -> Declared:
 def _of_call(module: _Module, function: ast.FunctionDef) -> Declared:
     """Read the arguments of a function, or of a constructor."""
     names = function.args
-    each = (*names.posonlyargs, *names.args, *names.kwonlyargs)
-    arguments = [(a.arg, a.annotation) for a in each if a.annotation is not None]
+    arguments = list[tuple[str, ast.expr]]()
+    for each in (*names.posonlyargs, *names.args, *names.kwonlyargs):
+        if each.annotation is not None:
+            arguments.append((each.arg, each.annotation))
     return Declared(_types(module, arguments), {}, takes_more=names.kwarg is not None)
 
 
@@ -134,25 +136,34 @@ def _read(name: str) -> _Module | None:
         file = _file_of(name)
         if file is None or b"from trainer." not in (source := file.read_bytes()):
             return None
-        tree, imports = ast.parse(source), dict[str, str]()
-        for block in tree.body:  # not into functions: a walk through all takes longer than the rest
-            for node in block.body if isinstance(block, ast.If) else [block]:
+        imports, definitions = dict[str, str](), dict[str, ast.stmt]()
+        # Not into functions: a walk through all takes longer than the rest.
+        for block in ast.parse(source).body:
+            if isinstance(block, ast.ClassDef | ast.FunctionDef):
+                definitions[block.name] = block
+            # Types may be imported under `if TYPE_CHECKING:`.
+            nodes = block.body if isinstance(block, ast.If) else [block]
+            for node in nodes:
                 if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     imports |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-        kinds = ast.ClassDef | ast.FunctionDef
-        return _Module(name, imports, {n.name: n for n in tree.body if isinstance(n, kinds)})
+        return _Module(name, imports, definitions)
     return None
 
 
 def _file_of(name: str) -> Path | None:
     """Find a module's file as an import would, in the current folder last; None without one."""
     root, *parts = name.split(".")
-    with suppress(ImportError, ValueError):  # of a name such as `__main__`
+    # A name such as `__main__` is a ValueError.
+    with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(root) or PathFinder.find_spec(root, [str(Path.cwd())])
         if spec is None:
             return None
-        places = [Path(place).joinpath(*parts) for place in spec.submodule_search_locations or ()]
-        files = [f for p in places for f in (p.with_name(f"{p.name}.py"), p / "__init__.py")]
-        files += [Path(spec.origin)] if spec.origin and not parts else []
-        return next((file for file in files if file.is_file()), None)
+        files = list[Path]()
+        for folder in spec.submodule_search_locations or ():
+            place = Path(folder).joinpath(*parts)
+            files += [place.with_name(f"{place.name}.py"), place / "__init__.py"]
+        # A module of a single file is in no folder of its own.
+        if spec.origin and not parts:
+            files.append(Path(spec.origin))
+        return next(filter(Path.is_file, files), None)
     return None

@@ -52,7 +52,8 @@ def _annotations(model: type[Section], prefix: str = "") -> Iterator[tuple[str, 
     hints = get_type_hints(model, include_extras=True)
     for name, info in model.model_fields.items():
         key, annotation = prefix + (info.alias or name), hints[name]
-        if not info.is_required() or name == "target":  # that is the `_target_` of a component
+        # That is the `_target_` of a component.
+        if not info.is_required() or name == "target":
             continue
         if not (isinstance(annotation, type) and issubclass(annotation, Section)):
             yield key, annotation
@@ -69,7 +70,8 @@ def _keys() -> dict[str, Key]:
     primary, chosen = load_yaml(conf / "config.yaml"), default_options(conf)
     docs, defaults = docs_of(conf / "config.yaml"), flat(primary)
     types = dict(_annotations(FullConfig))
-    for feature in FEATURES:  # whose options all take the arguments that the primary config has
+    # Options of a feature all take the arguments that the primary config has.
+    for feature in FEATURES:
         known = declared(options_of(feature)[chosen[feature]]["_target_"]).types
         types |= {f"{feature}.{name}": known[name] for name in primary.get(feature, ())}
     for group, option in chosen.items():

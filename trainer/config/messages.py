@@ -54,13 +54,20 @@ def value_fault(
     """
     if annotation is Stages and entry:
         return line(key, value, _stage_fault(value, entry))
-    words = dict(alternatives(annotation))
-    choices = [word for word, is_typed in words.items() if is_typed]
+    words, choices = dict(alternatives(annotation)), list[str]()
+    for word, is_typed in words.items():
+        if is_typed:
+            choices.append(word)
     has_example = not isinstance(example, bool) and example not in (None, [], MISSING, *choices)
-    instance = f", e.g. {show(example)}" if has_example and "e.g." not in either(words) else ""
+    instance, near = "", ""
+    if has_example and "e.g." not in either(words):
+        instance = f", e.g. {show(example)}"
     meant, size = _ALSO_CALLED.get(str(value).lower()), _UNFINISHED_SIZE.fullmatch(str(value))
-    near = did_you_mean(value, choices) if isinstance(value, str) else ""
-    near = f" Did you mean {meant}?" if meant in choices else near
+    if meant in choices:
+        near = f" Did you mean {meant}?"
+    elif isinstance(value, str):
+        near = did_you_mean(value, choices)
+    # A number alone is meant in GiB.
     if size and "GiB" in either(words):
         near = f" Did you mean {size[1]}{size[2] or 'G'}iB?"
     return line(key, value, f"must be {either(words)}{instance}{near and f'.{near}'}")
@@ -83,32 +90,42 @@ def clip(text: str) -> str:
     text = "".join(c if c.isprintable() else "?" for c in words)
     if len(text) > LINE_LIMIT:
         text = re.sub(rf"\S{{{_VALUE_LIMIT},}}", lambda m: f"{m[0][:20]}...{m[0][-37:]}", text)
-    return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
+    if len(text) > LINE_LIMIT:
+        text = text[: LINE_LIMIT - 3] + "..."
+    return text
 
 
 def show(value: object) -> str:
     """Write a value as one would type it, without secrets, cut where it gets long."""
     text = str(value)
     if isinstance(value, Mapping):
-        text = f"{{{', '.join(f'{name}: {show(each)}' for name, each in value.items())}}}"
+        pairs = [f"{name}: {show(each)}" for name, each in value.items()]
+        text = f"{{{', '.join(pairs)}}}"
     elif not isinstance(value, str):
         text = json.dumps(value, default=str, separators=(",", ":"))
     elif value.startswith(os.sep):
         text = shown_path(Path(value))
-    text = without_secrets(text, os.environ)  # of one that is cut a part would be left
-    return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 3] + "..."
+    # Before it is cut: of a secret a part would be left.
+    text = without_secrets(text, os.environ)
+    if len(text) > _VALUE_LIMIT:
+        text = text[: _VALUE_LIMIT - 3] + "..."
+    return text
 
 
 def either(words: Iterable[object]) -> str:
     """List alternatives, each whole: `a, b or c`."""
     *others, last = map(str, words)
-    return f"{', '.join(others)} or {last}" if others else last
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 def first_of(texts: Sequence[str], between: str = ", ") -> str:
     """List the first few of many: `a, b, c and 4 more`."""
-    more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
-    return between.join(texts[:_FEW]) + more
+    listed = between.join(texts[:_FEW])
+    if len(texts) > _FEW:
+        listed += f" and {len(texts) - _FEW} more"
+    return listed
 
 
 def did_you_mean(word: str, choices: Collection[str]) -> str:
@@ -117,21 +134,33 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
     Keys of the same section come first, then those with the same last part.
     """
     section, _, last = word.lower().rpartition(".")
-    others = [key for key in choices if key not in {*ancestors(word)}]
-    beside = {k.rpartition(".")[2]: k for k in others if k.rpartition(".")[0] == section}
+    above = {*ancestors(word)}
+    # Keys of the same section by their last part, and all others
+    beside, elsewhere = dict[str, str](), list[str]()
+    for key in choices:
+        owner, _, name = key.rpartition(".")
+        if owner == section and key not in above:
+            beside[name] = key
+        elif key not in above:
+            elsewhere.append(key)
     near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=MIN_SIMILARITY)]
-    elsewhere = [key for key in others if key not in beside.values()]
-    near += [key for key in elsewhere if key.rpartition(".")[2] == last]
+    for key in elsewhere:
+        if key.rpartition(".")[2] == last:
+            near.append(key)
     near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=MIN_SIMILARITY)
-    return f" Did you mean {near[0]}?" if near else ""
+    if near:
+        return f" Did you mean {near[0]}?"
+    return ""
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
     """Turn nested mappings into dotted keys; lists and empty mappings are values."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        is_section = isinstance(value, Mapping) and value
-        values |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
     return values
 
 
@@ -146,7 +175,9 @@ def lookup(tree: Tree, key: str) -> Any:  # noqa: ANN401 - a config holds any va
     """Read a dotted key; None where it is absent."""
     value: Any = tree
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
     return value
 
 

@@ -24,9 +24,14 @@ def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", 
         return mode
     words = set(metric.split("_"))
     if not words & (_SMALLER | _LARGER):
-        word = metric.removeprefix("eval_")
-        near = [name for name in _NAMES if name.startswith(word)] or get_close_matches(word, _NAMES)
-        meant = f" Did you mean eval_{near[0]}?" if near else ""
+        word, near = metric.removeprefix("eval_"), list[str]()
+        for name in _NAMES:
+            if name.startswith(word):
+                near.append(name)
+        near += get_close_matches(word, _NAMES)
+        meant = ""
+        if near:
+            meant = f" Did you mean eval_{near[0]}?"
         own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
         if key == "stop.metric":
             own += " (where checkpoint.best is the same metric, or null)"
@@ -48,7 +53,8 @@ def metric_faults(view: Mapping[str, Any]) -> Iterator[str]:
             mode = stop_mode(view["checkpoint.best"], view[key], mode)
         if isinstance(view[key], str):
             yield from refusals(mode_of, key, view[key], mode, mode_key)
-    if view["stop.metric"] or view["resume"] or view["run"]:  # a run's own stay
+    # Settings of the run that is named stay as they are.
+    if view["stop.metric"] or view["resume"] or view["run"]:
         return
     for key, default in (("stop.patience", 3), ("stop.min_delta", 0)):
         if view[key] not in (default, None):
@@ -67,10 +73,13 @@ def rank(value: object, state: str, *, is_max: bool) -> tuple[int, float]:
     """Order runs by a metric: 0 for those that completed, the best first; 2 for those without."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return 2, 0.0
-    return int(state != "completed"), -value if is_max else value
+    if is_max:
+        value = -value
+    return int(state != "completed"), value
 
 
 def is_comparable(metric: str, runs: Iterable[RunFolder]) -> bool:
     """Whether a metric of runs is of the same held-out tokens, as far as their checkpoints know."""
-    held_out = {str(run.terms().get("held_out")) for run in runs}  # fingerprints
+    # Fingerprints of the samples
+    held_out = {str(run.terms().get("held_out")) for run in runs}
     return not metric.startswith("eval_") or len(held_out - {"None"}) <= 1

@@ -9,7 +9,8 @@ import yaml
 
 OWN = "own"
 """The option of every component that names no class: the user does."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+# Ten times as fast, where it was compiled
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def data_dir(name: str) -> Path:
@@ -23,7 +24,9 @@ def data_dir(name: str) -> Path:
 
 def load_yaml(file: Path) -> dict[str, Any]:
     """Read one file of options; empty where it is missing, or no mapping."""
-    content = _LOADER(file.read_text()).get_single_data() if file.is_file() else None
+    if not file.is_file():
+        return {}
+    content = _LOADER(file.read_text()).get_single_data()
     return content if isinstance(content, dict) else {}
 
 
@@ -32,16 +35,26 @@ def options_of(group: str, own: str | None = None) -> dict[str, dict[str, Any]]:
 
     `own` is the folder of the user's options, whose are read beside those that are built in.
     """
-    folders = [data_dir("conf"), *([Path(own)] if own else [])]
-    files = [f for each in folders for f in sorted((each / group.replace(".", "/")).glob("*.yaml"))]
-    return {file.stem: load_yaml(file) for file in files if file.stem != OWN}
+    folders, options = [data_dir("conf")], dict[str, dict[str, Any]]()
+    if own:
+        folders.append(Path(own))
+    for folder in folders:
+        for file in sorted((folder / group.replace(".", "/")).glob("*.yaml")):
+            # The user's option of a name takes the place of the built-in one.
+            if file.stem != OWN:
+                options[file.stem] = load_yaml(file)
+    return options
 
 
 def default_options(conf: Path) -> dict[str, str]:
     """Name the default option of every group, by dotted key, as the primary config chooses it."""
-    entries = load_yaml(conf / "config.yaml").get("defaults", ())
-    chosen = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-    return {str(group).replace("/", "."): str(option) for group, option in chosen}
+    chosen = dict[str, str]()
+    for entry in load_yaml(conf / "config.yaml").get("defaults", ()):
+        # A word alone, as `_self_`, is no choice of an option.
+        if isinstance(entry, dict):
+            for group, option in entry.items():
+                chosen[str(group).replace("/", ".")] = str(option)
+    return chosen
 
 
 LIBRARIES = load_yaml(data_dir("conf") / "libraries.yaml")

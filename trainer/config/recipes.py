@@ -75,7 +75,8 @@ def locate(typed: str) -> str:
     if not typed.endswith((".yaml", ".yml")) and os.sep not in typed:
         return typed
     path = expanded(typed).absolute()
-    path = path if path.suffix else path.with_suffix(".yaml")
+    if not path.suffix:
+        path = path.with_suffix(".yaml")
     # A name that is too long raises in pathlib.
     if path.suffix != ".yaml" or not os.path.isfile(path):  # noqa: PTH113
         raise ConfigError(clip(f"recipe={typed}: no such file whose name ends in .yaml"))
@@ -98,17 +99,22 @@ def read_recipe(path: Path) -> dict[str, Any]:
         text = path.read_bytes()[: SIZE_LIMIT + 1].decode()
         # An alias that is written ten times in ten levels is ten billion values.
         has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-        tree = None if has_alias else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree: object = None
+        if not has_alias:
+            tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         if len(text) > SIZE_LIMIT or has_alias or not isinstance(tree, dict):
             most = f"at most {SIZE_LIMIT >> 10} KiB"
             faults = [f"a recipe must be `key: value` YAML of {most}, without *alias"]
         else:
-            content = {str(key): value for key, value in tree.items() if key != "meta"}
-            content = _with_choices(content)
+            tree.pop("meta", None)
+            content = _with_choices({str(key): value for key, value in tree.items()})
             faults = [*vet(content)]
     except yaml.MarkedYAMLError as error:
-        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        faults = [f"{place}{error.problem}"]
+        fault = str(error.problem)
+        if error.problem_mark:
+            # YAML counts lines from 0.
+            fault = f"line {error.problem_mark.line + 1}: {fault}"
+        faults = [fault]
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         faults = [str(error)]
     if faults:
@@ -128,7 +134,11 @@ def about(path: Path) -> dict[str, str]:
     found = {"purpose": "not said"}
     if isinstance(meta, dict) and meta:
         found = {str(key): clip(str(value)) for key, value in meta.items()}
-    bases = [each for each in defaults if isinstance(each, str) and each != "_self_"]
+    bases = list[str]()
+    for each in defaults:
+        # A mapping chooses the option of a group.
+        if isinstance(each, str) and each != "_self_":
+            bases.append(each)
     if bases:
         found["extends"] = ", ".join(bases)
     return found
@@ -136,18 +146,21 @@ def about(path: Path) -> dict[str, str]:
 
 def other_versions(chosen: object, here: str, *, newer: bool = False) -> Iterator[str]:
     """Say of each chosen recipe that it was written for another version, or a newer one, alone."""
-    waiting = [chosen] if isinstance(chosen, str) else []
-    if isinstance(chosen, list):
-        waiting = [*map(str, chosen)]
+    waiting = list[str]()
+    if isinstance(chosen, str):
+        waiting.append(chosen)
+    elif isinstance(chosen, list):
+        waiting += map(str, chosen)
+    # It grows by the recipes that those in it extend.
     for name in waiting:
-        path = path_of(name)
-        meta = {} if path is None else about(path)
+        meta = dict[str, str]()
+        if (path := path_of(name)) is not None:
+            meta = about(path)
         for base in meta.get("extends", "").split(", "):
             if base and base not in waiting:
                 waiting.append(base)
         ours, theirs = _version(here), _version(meta.get("version", here))
-        is_other = theirs > ours if newer else theirs != ours
-        if is_other:
+        if theirs > ours or (theirs < ours and not newer):
             yield clip(f"recipe={name}: written for version {meta['version']}, this is {here}")
 
 
@@ -164,23 +177,35 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     if "hydra" in tree:
         yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
     defaults = tree.get("defaults", [])
+    # No group is named by an empty text, so that what is no list is refused.
     items = defaults if isinstance(defaults, list) else [{"": defaults}]
     for item in items:
-        # A name alone is a recipe that this one extends.
-        choices = item if isinstance(item, dict) else {RECIPE_GROUP: item}
-        for entry, options in choices.items():
-            if not _ENTRY.fullmatch(str(entry)):
-                yield f"defaults: {entry}: is not a group that a recipe may set"
-            for option in options if isinstance(options, list) else [options]:
-                if option is not None and not _OPTION.fullmatch(str(option)):
-                    yield f"defaults: {option}: is not the name of an option"
+        yield from _entry_faults(item)
     # References to keys are taken away; what is left of `${` would call a resolver.
-    text = json.dumps({key: value for key, value in tree.items() if key != "defaults"}, default=str)
-    while (shorter := _REFERENCE.sub("", text)) != text:  # nested ones, inside first
+    values = dict(tree)
+    values.pop("defaults", None)
+    text = json.dumps(values, default=str)
+    # Nested ones go from the inside out.
+    while (shorter := _REFERENCE.sub("", text)) != text:
         text = shorter
     if "${" in text:
         what = text[text.index("${") :].partition('"')[0]
         yield f"{what}: a recipe may only contain references to keys, such as ${{batch.global}}"
+
+
+def _entry_faults(item: object) -> Iterator[str]:
+    """Name what is wrong with an entry of a defaults list."""
+    # A name alone is a recipe that this one extends.
+    choices: Mapping[Any, Any] = {RECIPE_GROUP: item}
+    if isinstance(item, dict):
+        choices = item
+    for entry, options in choices.items():
+        if not _ENTRY.fullmatch(str(entry)):
+            yield f"defaults: {entry}: is not a group that a recipe may set"
+        names = options if isinstance(options, list) else [options]
+        for name in names:
+            if name is not None and not _OPTION.fullmatch(str(name)):
+                yield f"defaults: {name}: is not the name of an option"
 
 
 def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
@@ -190,15 +215,20 @@ def _with_choices(tree: dict[str, Any]) -> dict[str, Any]:
         section, (*parents, name) = lookup(tree, group), group.split(".")
         if isinstance(section, str):
             chosen[group.replace(".", "/")] = section
-            del (tree[parents[0]] if parents else tree)[name]
+            # As a value it would take the place of the whole section.
+            parent = tree[parents[0]] if parents else tree
+            del parent[name]
         elif group in COMPONENTS and isinstance(section, Mapping) and TARGET in section:
             chosen[group.replace(".", "/")] = OWN
     if not chosen:
         return tree
     defaults = []
     for item in tree.get("defaults", []):
-        entries = map(str, item if isinstance(item, Mapping) else ())
-        groups = {match[1] for match in map(_ENTRY.fullmatch, entries) if match}
+        groups = set[str]()
+        for entry in item if isinstance(item, Mapping) else ():
+            if match := _ENTRY.fullmatch(str(entry)):
+                groups.add(match[1])
+        # What the recipe says beside its list counts.
         if groups.isdisjoint(chosen):
             defaults.append(item)
     choices = [{f"override /{group}": option} for group, option in chosen.items()]
@@ -221,7 +251,8 @@ class RecipeSource(ConfigSource):
             provider=self.provider,
             path=self.full_path(),
             config=OmegaConf.create(read_recipe(path)),
-            header={"package": "_global_"},  # whatever a recipe says
+            # A recipe sets keys of the whole config, whatever it says.
+            header={"package": "_global_"},
         )
 
     def available(self) -> bool:
@@ -239,10 +270,11 @@ class RecipeSource(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """See the base class."""
-        if config_path == "":
-            return [] if results_filter == ObjectType.CONFIG else [RECIPE_GROUP]
-        is_asked = config_path == RECIPE_GROUP and results_filter != ObjectType.GROUP
-        return available() if is_asked else []
+        if config_path == "" and results_filter != ObjectType.CONFIG:
+            return [RECIPE_GROUP]
+        if config_path == RECIPE_GROUP and results_filter != ObjectType.GROUP:
+            return available()
+        return []
 
 
 @final
@@ -253,7 +285,8 @@ class OptionFolders(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """See the base class."""
-        places = os.pathsep.join(map(str, folders()))  # for those who ask Hydra for them
+        # The folders are for those who ask Hydra for them.
+        places = os.pathsep.join(map(str, folders()))
         search_path.append("recipes", f"{RECIPE_GROUP}://{places}")
         if self.own_folder is not None:
             search_path.append("command-line", f"file://{self.own_folder}")

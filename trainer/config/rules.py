@@ -19,7 +19,8 @@ from trainer.config.metric_mode import metric_faults
 from trainer.core.errors import ConfigError
 
 _SIZES = ("batch.global", "accum.micro", "accum.steps")
-_TWO_SIZES = {"accum.micro", "accum.steps"}  # of a cut that takes both, so that any two of three do
+# Of a cut that takes both, so that any two of three sizes do
+_TWO_SIZES = {"accum.micro", "accum.steps"}
 
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _HSDP = "has an effect only with parallel=hsdp"
@@ -72,8 +73,11 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     """Name every contradiction between keys, a line for each."""
     options = {group.replace("/", "."): option for group, option in choices.items()}
     targets = {path: str(lookup(tree, f"{path}._target_")) for path in COMPONENTS}
-    flags = {f"{p}.{n}": v for p in targets for n, v in declared(targets[p]).flags.items()}
-    view = _View(flags | flat(tree) | options)
+    view = _View()
+    for path, target in targets.items():
+        for name, flag in declared(target).flags.items():
+            view[f"{path}.{name}"] = flag
+    view |= flat(tree) | options
     for key, values, other, others, text in _CONFLICTS:
         if _is_one_of(view[key], values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
@@ -90,7 +94,9 @@ def _is_count(value: object) -> bool:
 def _is_one_of(value: object, values: Any) -> bool:  # noqa: ANN401 - see _CONFLICTS
     if values is ...:
         return value is not None
-    return _is_count(value) if values is int else value in values
+    if values is int:
+        return _is_count(value)
+    return bool(value in values)
 
 
 def _weight_faults(view: Tree) -> Iterator[str]:
@@ -129,15 +135,18 @@ def _known_ranks(view: Tree) -> int | None:
         return 1
     # Files of the system for a GPU that torch, which is not asked yet, might use
     names = ("nvidia", "kfd", "dxg")
-    may_have_gpu = any(device.name.startswith(names) for device in Path("/dev").iterdir())
-    return None if may_have_gpu else 1
+    if any(device.name.startswith(names) for device in Path("/dev").iterdir()):
+        return None
+    return 1
 
 
 def _size_faults(view: Tree) -> Iterator[str]:
     """Check the sizes of `accum=fixed`, where any two give the third, and of the mesh."""
     global_batch, micro, steps = sizes = [view[key] for key in _SIZES]
-    gives_sizes = view["batch.gives_sizes"]
-    stages = [size for key, size in view.items() if key.startswith("batch.stages.")]
+    gives_sizes, stages = view["batch.gives_sizes"], list[Any]()
+    for key, size in view.items():
+        if key.startswith("batch.stages."):
+            stages.append(size)
     mesh = view["parallel.shard"], view["parallel.replicate"]
     # Where ranks are not known yet, `complete_sizes` is asked again once they are.
     world_size, is_fixed = _known_ranks(view), view.keys() >= _TWO_SIZES
@@ -150,8 +159,10 @@ def _size_faults(view: Tree) -> Iterator[str]:
         how = "steps grow with batch.stages" if gives_sizes else "with batch.unit=tokens"
         yield line("accum.steps", steps, f"{how}, set this or accum.micro")
     elif is_fixed and world_size and all(s is None or _is_count(s) for s in [*sizes, *stages]):
-        for size in stages or ([] if gives_sizes else [global_batch]):
-            named = "a stage of " if stages else "batch.global="
+        named = "a stage of "
+        if not stages and not gives_sizes:
+            stages, named = [global_batch], "batch.global="
+        for size in stages:
             yield from refusals(complete_sizes, size, micro, steps, world_size, named)
     is_mesh = view["parallel.mode"] == "hsdp" and all(s == "auto" or _is_count(s) for s in mesh)
     if is_mesh and world_size not in (None, 1):
@@ -203,21 +214,31 @@ def complete_sizes(
         if micro is None or steps is None:
             raise ConfigError("batch.global: needed, unless accum.micro and accum.steps are given")
         return micro * steps * world_size
-    share = -(-global_batch // world_size)  # rounded up: samples of the busiest rank
-    if steps is None or (steps <= share if micro is None else steps == -(-share // micro)):
+    # Samples of the busiest rank, rounded up
+    share = -(-global_batch // world_size)
+    if steps is None:
+        return global_batch
+    agrees = steps <= share
+    if micro is not None:
+        agrees = steps == -(-share // micro)
+    if agrees:
         return global_batch
     # `steps` micro-batches of up to `largest` samples hold from `fewest` to `most` of them.
     largest, even = micro or 1, -(-share // steps)
     fewest, most = (steps - 1) * largest * world_size + 1, steps * largest * world_size
-    fixes = [f"{named}{most if micro is None or global_batch > most else fewest}"]
-    fixes.append(f"accum.steps={-(-share // largest)}")
+    nearest, cut = most, f"{steps} micro-batches"
+    if micro is not None:
+        cut += f" of accum.micro={micro}"
+        if global_batch <= most:
+            nearest = fewest
+    fixes = [f"{named}{nearest}", f"accum.steps={-(-share // largest)}"]
+    # Where ceilings do not meet, no micro-batch gives so many steps.
     if micro is not None and -(-share // even) == steps:
         fixes.append(f"accum.micro={even}")
     raise ConfigError(
         f"accum.steps={steps}: {named}{global_batch} gives each of {world_size} rank"
-        f"{'s' * (world_size > 1)} {share} samples, which are not {steps} micro-batches"
-        f"{'' if micro is None else f' of accum.micro={micro}'}. The nearest sizes that agree: "
-        f"{', or '.join(fixes)}"
+        f"{'s' * (world_size > 1)} {share} samples, which are not {cut}. "
+        f"The nearest sizes that agree: {', or '.join(fixes)}"
     )
 
 
@@ -227,12 +248,21 @@ def num_replicas(world_size: int, local_size: int, shard: object, replicate: obj
     A machine has `local_size` ranks. Sizes that do not give the number of ranks are a
     `ConfigError`, which names the nearest that do.
     """
-    whole = max(1, world_size // replicate) if isinstance(replicate, int) else local_size
-    part = shard if isinstance(shard, int) else whole
-    copies = replicate if isinstance(replicate, int) else max(1, world_size // part)
+    if isinstance(shard, int):
+        part = shard
+    elif isinstance(replicate, int):
+        part = max(1, world_size // replicate)
+    else:
+        part = local_size
+    copies = max(1, world_size // part)
+    if isinstance(replicate, int):
+        copies = replicate
     if copies * part == world_size:
         return copies
-    divisors = (n for n in range(1, world_size + 1) if world_size % n == 0)
+    divisors = list[int]()
+    for number in range(1, world_size + 1):
+        if world_size % number == 0:
+            divisors.append(number)
     fitting = min(divisors, key=lambda n: abs(n - part))
     raise ConfigError(
         f"parallel.shard={part}: times parallel.replicate={copies} must be the {world_size} ranks "

@@ -31,7 +31,8 @@ from trainer.core.run_folder import RunFolder
 FINE_TUNING = (8, 128, 100)
 """Smallest and largest default global batch where weights are loaded, and the steps an epoch that
 it leaves, if it can."""
-READING = ("evaluate", "export")  # commands that read another run and leave its status alone
+# Commands that read another run and leave its status as it is
+READING = ("evaluate", "export")
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
@@ -103,7 +104,9 @@ class RunConfig(Section):
     @property
     def total_epochs(self) -> int | None:
         """Passes over the data; None where `steps` says how long the run is."""
-        return None if self.steps is not None else self.epochs or 1
+        if self.steps is not None:
+            return None
+        return self.epochs or 1
 
     @property
     def evaluates_all(self) -> bool:
@@ -167,10 +170,13 @@ class RunConfig(Section):
             return self
         micro, steps = params["micro"], params["steps"]
         if self.batch.global_batch is None and None in (micro, steps):
-            return self  # the sizes are arguments of the batch's own class
+            # The sizes are arguments of the batch's own class.
+            return self
         size = complete_sizes(self.batch.global_batch, micro, steps, world_size)
         # One of the two is enough, and leaves nothing to contradict on another number of ranks.
-        cut = params | ({"steps": None} if micro is not None else {})
+        cut = dict(params)
+        if micro is not None:
+            cut["steps"] = None
         accum = self.accum.model_copy(update={"params": cut})
         return self.of_size(size).model_copy(update={"accum": accum})
 
@@ -189,24 +195,32 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
     `trust`, consent and `--config-dir` stay out: a file cannot give them.
     """
-    plain = _plain(config)
+    plain: dict[str, Any] = _plain(config)
+    for key in ("trust", "config_dir"):
+        del plain[key]
     plain["logger"] = [each.name or _plain(each) for each in config.logger]
-    plain |= {each.name: _plain(each) for each in config.logger if each.name}
-    return {key: value for key, value in plain.items() if key not in ("trust", "config_dir")}
+    # The settings of a tracker stand in a section of its name, beside the list.
+    for each in config.logger:
+        if each.name:
+            plain[each.name] = _plain(each)
+    return plain
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - gives mappings, lists and scalars
     if isinstance(value, Component):
-        fields = sorted(type(value).model_fields.items())
-        own = {f.alias or name: name for name, f in fields if name not in Component.model_fields}
-        extras = {key: getattr(value, name) for key, name in own.items()}
-        value = {"_target_": value.target, **value.params, **extras}
+        fields = {"_target_": value.target, **value.params}
+        for name, info in sorted(type(value).model_fields.items()):
+            if name not in Component.model_fields:
+                fields[info.alias or name] = getattr(value, name)
+        value = fields
     elif isinstance(value, Section):
         items = type(value).model_fields.items()
         value = {info.alias or name: getattr(value, name) for name, info in items}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def to_text(config: RunConfig) -> str:
@@ -224,8 +238,11 @@ def from_text(text: str) -> RunConfig:
 
 def digests(plain: Mapping[str, Any]) -> dict[str, str]:
     """Hash every key's value that must be the same for all processes of a run."""
-    texts = {k: json.dumps(v, sort_keys=True, default=str) for k, v in flat(plain).items()}
-    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+    found = dict[str, str]()
+    for key, value in flat(plain).items():
+        text = json.dumps(value, sort_keys=True, default=str)
+        found[key] = hashlib.sha256(text.encode()).hexdigest()
+    return found
 
 
 def stated_coupling(config: RunConfig) -> Coupling:
@@ -266,7 +283,10 @@ def contract(
         for name, kind in declared(feature.target).types.items():
             if components.FREE in get_args(kind):
                 free.add(f"{key}.{name}")
-    terms = {key: value for key, value in flat(tree).items() if key not in free}
+    terms = flat(tree)
+    for key in free:
+        terms.pop(key, None)
+    # The type in which gradients are summed is of the step, whatever the cut is.
     return {**terms, "accum.buffer": config.accum.buffer}
 
 
@@ -295,7 +315,9 @@ def contract_diff(
     for key, before, now in _changes(old, new, allow):
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         if not (is_clock and (now or 0) > (before or 0)):
-            change = "it may grow; to make it less" if is_clock else "to change it"
+            change = "to change it"
+            if is_clock:
+                change = "it may grow; to make it less"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))
     return faults
@@ -318,9 +340,12 @@ def _changes(
 def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     """Name what a config to read a run with changes of what the run's figures depend on."""
     roots = {"model", "transforms", "adapter"}
-    roots |= {"objective"} if config.command != "export" else set()
+    # Weights that are exported are the same under any objective.
+    if config.command != "export":
+        roots.add("objective")
     if config.command == "evaluate" and not config.evaluates_all:
-        roots |= {"data", "tokenizer", "seed"}  # by which samples are held out
+        # By these samples are held out.
+        roots |= {"data", "tokenizer", "seed"}
     faults, new = list[str](), contract(config)
     # Another path to the base of a model: what it gives is compared with what the run had.
     allowed = {*config.resume_allow}

@@ -51,18 +51,24 @@ def is_secret(name: str, value: object) -> bool:
     """Whether a setting, by the last part of its key, looks like a secret, no collection opened."""
     if value in (None, "", "null") or isinstance(value, bool):
         return False
-    text = "" if isinstance(value, Mapping | list | tuple | set | frozenset) else str(value)
+    text = ""
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        text = str(value)
     return any((_NAME.fullmatch(name), _TOKEN.search(text), _AFTER.search(text)))
 
 
 def leaked(value: object, environ: Mapping[str, str]) -> str | None:
     """Name the environment variable whose secret a value holds, or None."""
     text = str(value)
-    return next((name for secret, name in _secrets(environ) if secret in text), None)
+    for secret, name in _secrets(environ):
+        if secret in text:
+            return name
+    return None
 
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
     """Copy a text without its secrets; those of `environ` give way to their variables' names."""
+    # The longest first, for a shorter one may be a part of it.
     for secret, name in sorted(_secrets(environ), key=lambda pair: -len(pair[0])):
         text = text.replace(secret, f"${name}")
     text = _AFTER.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
@@ -85,9 +91,16 @@ def _secrets(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         yield from ((secret, name) for secret in _secrets_of(name, value))
 
 
-@lru_cache(maxsize=1000)  # a run asks some hundred times
+# A run asks some hundred times.
+@lru_cache(maxsize=1000)
 def _secrets_of(name: str, value: str) -> tuple[str, ...]:
     # Proxies and databases have their password within an address, whatever the variable's name.
-    found = {value} if _VARIABLE.search(name) else set()
-    found.update(re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value))
-    return tuple(s for s in found if len(s) >= _SHORTEST and not _COMMON.fullmatch(s))
+    found = {*re.findall(r"\w://[^/\s:@]*:([^/\s@]+)@", value)}
+    if _VARIABLE.search(name):
+        found.add(value)
+    secrets = list[str]()
+    for secret in found:
+        # What is as short or as common as this would be masked in every text.
+        if len(secret) >= _SHORTEST and not _COMMON.fullmatch(secret):
+            secrets.append(secret)
+    return tuple(secrets)

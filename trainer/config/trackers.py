@@ -15,7 +15,8 @@ from trainer.config.messages import did_you_mean, line, lookup, show
 from trainer.config.option_files import options_of
 
 TRACKER_GROUP = "logger"
-OPTIONS_FOLDER = "trackers"  # of options; one of the key's name would make Hydra choose among them
+# A folder of the key's name would make Hydra choose among the options.
+OPTIONS_FOLDER = "trackers"
 
 OURS = {key.partition(".")[0] for key in KEYS}
 """Sections that no tracker may have."""
@@ -25,7 +26,9 @@ def options(own: str | None = None) -> dict[str, dict[str, Any]]:
     """Read the options by name; what they take from the environment is put in."""
     found = OmegaConf.create(options_of(OPTIONS_FOLDER, own))
     plain: dict[str, dict[str, Any]] = OmegaConf.to_container(found, resolve=True)  # type: ignore[assignment]
-    return {name: option for name, option in plain.items() if name not in OURS}
+    for name in OURS & plain.keys():
+        del plain[name]
+    return plain
 
 
 def is_name(entry: object) -> bool:
@@ -36,7 +39,9 @@ def is_name(entry: object) -> bool:
 def names_in(tree: Mapping[str, Any]) -> list[str]:
     """List the options that a config lists."""
     entries = tree.get(TRACKER_GROUP)
-    return [*filter(is_name, entries)] if isinstance(entries, list | tuple) else []
+    if not isinstance(entries, list | tuple):
+        return []
+    return [*filter(is_name, entries)]
 
 
 def complete(
@@ -79,6 +84,12 @@ def complete(
 def sends(target: object, name: str, value: object) -> bool:
     """Whether the value of an argument says where a run's figures go, by the argument's type."""
     kind = declared(str(target)).types.get(name)
-    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    local = [arm for arm in arms if SENDS not in get_args(arm)]
+    arms: tuple[Any, ...] = (kind,)
+    if get_origin(kind) in (Union, UnionType):
+        arms = get_args(kind)
+    local = list[Any]()
+    for arm in arms:
+        if SENDS not in get_args(arm):
+            local.append(arm)
+    # A value that fits an arm which sends nothing does not send.
     return len(local) < len(arms) and not any(fits(arm, value) for arm in local)

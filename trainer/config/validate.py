@@ -11,31 +11,22 @@ import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
-import yaml
 from pydantic import ValidationError
 
 from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import MISSING, Tree, lookup
-from trainer.config.option_files import OWN, data_dir, default_options, load_yaml, options_of
+from trainer.config.option_files import OWN, data_dir, default_options, options_of
+from trainer.config.other_trainers import REFUSED, REFUSED_CLASSES, hint_for
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FINE_TUNING, FullConfig, RunConfig, to_plain
 from trainer.config.secrets import is_secret, leaked
 from trainer.core.errors import ConfigError
 from trainer.core.rows import Row, join_parts, row
-
-# What the settings of other trainers are called here, or why there is none.
-_WORDS = load_yaml(Path(__file__).with_name("other_trainers.yaml"))
-OTHER_WORDS = {word: meant for meant, words in _WORDS["called"].items() for word in words}
-NONE_HERE: Mapping[str, str] = _WORDS["none"]
-REFUSED: Mapping[str, str] = _WORDS["refused"]
-REFUSED_CLASSES: Mapping[str, str] = _WORDS["classes"]
 
 # Keys whose values the start of a run shows as defaults where nobody set them.
 _SHOWN_DEFAULTS = ["optimizer.lr", "scheduler.warmup", "steps", "epochs"]
@@ -66,7 +57,11 @@ def validate(
         raise ConfigError(*faults)
     known = trackers.options(config_dir)
     built_in = trackers.options() if config_dir else known
-    typed_targets = {*typed_targets, *(n for n in known if known[n] != built_in.get(n))}
+    typed_targets = {*typed_targets}
+    for name, option in known.items():
+        # Of the user's own folder, which is consent as typing is
+        if option != built_in.get(name):
+            typed_targets.add(name)
     composed = Composed(tree, base, named)
 
     faults += trackers.complete(tree, known, typed_keys)
@@ -95,7 +90,10 @@ def validate(
 
 def _options(choices: Tree, typed: Collection[str]) -> dict[str, str]:
     """Name the option of each group; a class that was typed is no option's any more."""
-    named = {g: n for g, n in choices.items() if not g.startswith("hydra/") and "@" not in g}
+    named = dict[str, str]()
+    for group, option in choices.items():
+        if not group.startswith("hydra/") and "@" not in group:
+            named[group] = option
     for path in components.COMPONENTS:
         if f"{path}._target_" in typed:
             named[path.replace(".", "/")] = OWN
@@ -104,7 +102,9 @@ def _options(choices: Tree, typed: Collection[str]) -> dict[str, str]:
 
 def _is_default(key: str, composed: Composed, typed: Collection[str]) -> bool:
     """Whether nobody set a key, or the other way to state the same; a recipe may have."""
-    same = {"steps", "epochs"} if key in {"steps", "epochs"} else {key}
+    same = {key}
+    if key in {"steps", "epochs"}:
+        same = {"steps", "epochs"}
     is_open = key != "batch.global" or not composed.choices.get("recipe")
     is_same = all(lookup(composed.tree, k) == lookup(composed.base, k) for k in same)
     return is_open and is_same and same.isdisjoint(typed)
@@ -156,19 +156,28 @@ def _entry(entry: object, path: str, tree: Tree, typed: Collection[str]) -> obje
     """Read an entry of a list of classes; the settings of a tracker stand beside the list."""
     if path == trackers.TRACKER_GROUP and trackers.is_name(entry):
         return _component(tree.get(str(entry)), str(entry), {str(entry): entry}, typed)
-    return _component({"_target_": entry} if isinstance(entry, str) else entry, path, {}, typed)
+    # A name alone is a class without arguments.
+    if isinstance(entry, str):
+        entry = {"_target_": entry}
+    return _component(entry, path, {}, typed)
 
 
 def _component(section: object, path: str, choices: Tree, typed: Collection[str]) -> object:
     """Tell the arguments of a class from the class and from the program's own keys."""
     if not isinstance(section, Mapping):
         return section
-    extras = {key: section[key] for key in components.extra_keys(path) if key in section}
-    params = {k: v for k, v in section.items() if k not in extras and k != "_target_"}
+    own_keys = components.extra_keys(path)
+    extras, params = dict[str, object](), dict[str, object]()
+    for key, value in section.items():
+        if key in own_keys:
+            extras[key] = value
+        elif key != "_target_":
+            params[key] = value
     if "gradient" in extras:
         extras["gradient"] = _component(extras["gradient"], f"{path}.gradient", choices, typed)
-    option = choices.get(path.replace(".", "/"))
-    name = None if option == OWN else option
+    name = choices.get(path.replace(".", "/"))
+    if name == OWN:
+        name = None
     identity = {"target": section.get("_target_"), "name": name, "typed_target": path in typed}
     return {**extras, **identity, "params": params}
 
@@ -222,9 +231,12 @@ class Composed:
         own_sets, of_sets = data_sets.eval_sets(self.tree), lookup(self.base, "data")
         sources, of_sources = data_sets.sources(self.tree), data_sets.source_option()
         for place, section in (own_sets | sources).items():
+            # What is no mapping is refused by the schema.
             if not isinstance(section, Mapping):
-                continue  # which the schema refuses
-            example = of_sources if place in sources else data_sets.set_defaults(of_sets)
+                continue
+            example = of_sources
+            if place not in sources:
+                example = data_sets.set_defaults(of_sets)
             yield from self.section_faults(place, section, example)
             if section.get("path") == MISSING:
                 yield messages.clip(f"{place}.path: needed; type {place}.path=FILE")
@@ -252,14 +264,19 @@ class Composed:
                     entry = error.errors()[0]["loc"]
                     yield messages.value_fault(key, types[name], value, default, entry)
                 else:
-                    own[name] = [*read] if isinstance(read, tuple) else read  # as a file has it
+                    # A file has lists alone.
+                    if isinstance(read, tuple):
+                        read = [*read]
+                    own[name] = read
 
     def _unknown_in(self, place: str, name: str, value: object, example: Tree) -> str:
         """Say what is meant by an argument that is none; of a data set, only its own may be."""
         key = f"{place}.{name}"
         if place in components.COMPONENTS:
             return self.unknown(key, value)
-        names = [each for each in example if each != "_target_"]
+        names = [*example]
+        if "_target_" in names:
+            names.remove("_target_")
         near = messages.did_you_mean(key, [f"{place}.{each}" for each in names])
         return messages.clip(f"{key}: unknown setting.{near or ' It has ' + ', '.join(names)}")
 
@@ -268,8 +285,10 @@ class Composed:
         owner, name = components.owner_of(key), key.rpartition(".")[2]
         if name in REFUSED:
             return messages.line(key, value, REFUSED[name])
-        options = options_of(owner) if owner else {}
-        others = [o for o, keys in options.items() if name in keys or _takes_more(keys)]
+        options, others = options_of(owner) if owner else {}, list[str]()
+        for option, keys in options.items():
+            if name in keys or _takes_more(keys):
+                others.append(option)
         # `auto` leaves more open than the rest; of those the default is known best.
         usual = default_options(data_dir("conf")).get(owner or "")
         others.sort(key=lambda option: (option == "auto", option != usual))
@@ -281,7 +300,10 @@ class Composed:
         offers = [each for each in every if not each.endswith("_target_")]
         hint = hint_for(key, offers)
         if not hint and owner:
-            names = [k for k in lookup(self.base, owner) if f"{owner}.{k}" in offers]
+            names = list[str]()
+            for each in lookup(self.base, owner):
+                if f"{owner}.{each}" in offers:
+                    names.append(each)
             hint = f" {self._option(owner)} has {', '.join(names) or 'none'}"
         return messages.clip(f"{key}: unknown setting.{hint}")
 
@@ -326,7 +348,8 @@ def _types(owner: str, section: Tree, example: Tree) -> dict[str, Any]:
     types = {name: components.type_like(value) for name, value in example.items()}
     target = str(section.get("_target_"))
     own = dict(declared(target).types)
-    if data_sets.sources_argument(target):  # its other settings are of its sources
+    # Its other settings are of its sources.
+    if data_sets.sources_argument(target):
         own = {**declared(data_sets.source_option()["_target_"]).types, **own}
     for name, kind in own.items():
         types[name] = kind | None if name in components.FROM_DATA else kind
@@ -345,31 +368,6 @@ def _takes_more(option: Tree) -> bool:
     return declared(str(option.get("_target_"))).takes_more
 
 
-def hint_for(key: str, offers: Collection[str]) -> str:
-    """Offer what is meant by a key that is none: as other trainers have it, or spelt like it."""
-    name = key.rpartition(".")[2]
-    if name in NONE_HERE:
-        return f" Here {NONE_HERE[name]}"
-    meant = OTHER_WORDS.get(name)
-    return f" Did you mean {meant}?" if meant else messages.did_you_mean(key, offers)
-
-
-def suits(key: str, text: str) -> bool:
-    """Whether a typed value may be one of a setting, by its type or that in an option's file."""
-    owner, _, name = key.rpartition(".")
-    if key in {*components.COMPONENTS, "parallel"} or key == trackers.TRACKER_GROUP:
-        return text in (trackers.options() if key == trackers.TRACKER_GROUP else options_of(key))
-    examples = [keys[name] for keys in options_of(owner).values() if name in keys] if owner else []
-    kinds = [KEYS[key].annotation] if key in KEYS else [*map(components.type_like, examples)]
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return False
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value  # 1e-3
-    return bool(kinds) and all(components.fits(str if k is Any else k, value) for k in kinds)
-
-
 def defaults_row(config: RunConfig, by_job: Mapping[str, Any]) -> Row:
     """List keys of the step that nobody typed; `by_job` are those that the optimizer chose."""
     plain = messages.flat({**to_plain(config), "epochs": config.total_epochs})
@@ -382,6 +380,7 @@ def defaults_row(config: RunConfig, by_job: Mapping[str, Any]) -> Row:
         if key == "batch.global":
             _, largest, least = FINE_TUNING
             why = f"{key} at most {largest}, for {least} steps an epoch, as weights are loaded"
-        if value is not None or key not in ("steps", "epochs"):  # the length of a run once
+        # The length of a run is shown once.
+        if value is not None or key not in ("steps", "epochs"):
             typed.append(f"{key}={messages.show(value)}")
     return row("defaults", join_parts(*typed, why), defaults=typed)

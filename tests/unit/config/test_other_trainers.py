@@ -9,7 +9,7 @@ from trainer.config.components import GROUPS
 from trainer.config.keys import KEYS
 from trainer.config.messages import flat
 from trainer.config.option_files import data_dir, options_of
-from trainer.config.validate import _WORDS, NONE_HERE, OTHER_WORDS, REFUSED, hint_for
+from trainer.config.other_trainers import _WORDS, NONE_HERE, OTHER_WORDS, REFUSED, hint_for
 
 PAGES = {
     path.stem: path.read_text()
