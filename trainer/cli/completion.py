@@ -41,11 +41,13 @@ def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra
         return _END[shell]
     if action == "install":
         program = shlex.join([sys.executable, "-P", "-m", "trainer", "--shell-completion"])
-        script = Path(__file__).with_suffix(".fish" if shell == "fish" else ".sh").read_text()
+        suffix = ".fish" if shell == "fish" else ".sh"
+        script = Path(__file__).with_suffix(suffix).read_text()
         return script.replace("PROGRAM", program)
     line = os.environ.get("COMP_LINE", "train ")
     (_, *words), quote = split_line(line)
-    found = [each for each in offers(words, hydra) if each.isprintable()]
+    # A line break in a file's name would make two offers of it.
+    found = [*filter(str.isprintable, offers(words, hydra))]
     if shell == "bash" and (word := os.environ.get("COMP_WORD")) is not None:
         # Bash replaces what is behind the last `=`, `:` or open quote alone, and quotes no `$`.
         before = len(split_line(line.removesuffix(word))[0][-1])
@@ -56,7 +58,8 @@ def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra
 def split_line(line: str) -> tuple[list[str], str]:
     """Split a line into words as a shell does, the last unfinished or empty; and its open quote."""
     for quote in ("", "'", '"'):
-        with suppress(ValueError):  # another one is open
+        # A ValueError says that another quote is open.
+        with suppress(ValueError):
             *words, last = shlex.split(f"{line}\0{quote}")
             return [*words, last.removesuffix("\0")], quote
     return [line], ""
@@ -66,20 +69,31 @@ def quoted(text: str, quote: str) -> str:
     """Write a text as bash reads it back, behind an open quote or none."""
     if quote == "'":
         return text.replace("'", r"'\''")
-    return re.sub(r'[$`"\\]' if quote else r"[^\w@%+=:,./~-]", r"\\\g<0>", text)
+    special = r"[^\w@%+=:,./~-]"
+    # In double quotes these alone mean something.
+    if quote:
+        special = r'[$`"\\]'
+    return re.sub(special, r"\\\g<0>", text)
 
 
 def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
     """List what the last word may become; Hydra knows no commands, nor what views take."""
     *before, last = words or [""]
-    commands = [word for word in before if word in COMMAND_HELP]
+    commands, rest = list[str](), list[str]()
+    for word in before:
+        if word in COMMAND_HELP:
+            commands.append(word)
+        # Hydra would take a word with a space for two.
+        elif word.split() == [word]:
+            rest.append(word)
     if not views().keys().isdisjoint(commands) and "=" not in last:
         return [f"{key}=" for key in SETTINGS if f"{key}=".startswith(last)]
     key, equals, value = last.rpartition("=")
     plugin = DefaultCompletionPlugin(hydra.config_loader)
     if equals and value.startswith((".", "/")):
         return sorted(f"{key}={path}" for path in plugin.complete_files(value))
-    # Hydra would take a word with a space for two.
-    rest = [word for word in before if word not in commands and word.split() == [word]]
-    found = [word for word in COMMAND_HELP if not commands and word.startswith(last)]
+    found = list[str]()
+    for word in COMMAND_HELP:
+        if not commands and word.startswith(last):
+            found.append(word)
     return [*found, *plugin._query(CONFIG_NAME, " ".join([*rest, last]))]

@@ -107,7 +107,11 @@ class Composer:
         # Hydra is one for the whole process.
         state = GlobalHydra.instance()
         before, state.hydra = state.hydra, None
-        lines = [line for o in overrides if "hydra.searchpath=" in (line := o.input_line or "")]
+        lines = list[str]()
+        for override in overrides:
+            line = override.input_line or ""
+            if "hydra.searchpath=" in line:
+                lines.append(line)
         try:
             with initialize_config_dir(str(data_dir("conf")), "train", version_base="1.3"):
                 hydra = GlobalHydra.instance().hydra
@@ -126,7 +130,7 @@ class Composer:
         for group in (*components.GROUPS, recipes.RECIPE_GROUP):
             # The primary config, which adds nothing to the search path, would be read each time.
             names = hydra.config_loader.get_group_options(group.replace(".", "/"), overrides=lines)
-            options[group] = [name for name in sorted(names) if name != OWN]
+            options[group] = sorted({*names} - {OWN})
         if is_ours:
             _OPTIONS.update(options)
         return options
@@ -167,8 +171,13 @@ class Composer:
         parts = classify(overrides, self.groups)
         faults = [*faults, *parts.faults]
         chosen: object = None
-        keys = {dotted(o) for o in overrides if not o.is_hydra_override()}
-        typed = values_in(override for override in overrides if override not in replayed)
+        keys, given = set[str](), list[Override]()
+        for override in overrides:
+            if not override.is_hydra_override():
+                keys.add(dotted(override))
+            if override not in replayed:
+                given.append(override)
+        typed = values_in(given)
         try:
             full, examples = self._compose_with_examples(parts)
             runtime: Any = OmegaConf.to_container(full.hydra.runtime)
@@ -248,7 +257,8 @@ def explain(error: BaseException) -> list[str]:
         error, cause = cause, cause.__cause__
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        if group == recipes.RECIPE_GROUP:  # one that another extends
+        # Of a recipe that another extends
+        if group == recipes.RECIPE_GROUP:
             place = str(error).partition(":")[0]
             return [clip(f"{place}: {no_such_option(group, name, recipes.available())}")]
         if error.options:
@@ -275,7 +285,8 @@ def _set_values(composed: DictConfig, values: Iterable[Override]) -> None:
                 OmegaConf.update(composed, key, value, merge=merge, force_add=True)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             why = str(error).splitlines()[0]
-            why = "must be a mapping, {name: value}" if why.startswith("Cannot merge") else why
+            if why.startswith("Cannot merge"):
+                why = "must be a mapping, {name: value}"
             faults.append(clip(f"{line}: {why}"))
     if faults:
         raise ConfigError(*faults)
@@ -286,9 +297,12 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
     try:
         plain = dict[str, Any]()
         for key, value in composed.items():
-            if key != "hydra":
-                is_node = OmegaConf.is_config(value)
-                plain[str(key)] = OmegaConf.to_container(value, resolve=True) if is_node else value
+            if key == "hydra":
+                continue
+            if OmegaConf.is_config(value):
+                plain[str(key)] = OmegaConf.to_container(value, resolve=True)
+            else:
+                plain[str(key)] = value
         return plain
     except OmegaConfBaseException as error:
         raise ConfigError(*explain(error)) from error
@@ -296,7 +310,9 @@ def plain_of(composed: DictConfig) -> dict[str, Any]:
 
 def _drop_foreign_arguments(tree: dict[str, Any], typed: Collection[str]) -> None:
     """Where a class was typed, take away what a recipe set for the one it replaces, in place."""
-    for path in (path for path in components.COMPONENTS if f"{path}.{TARGET}" in typed):
+    for path in components.COMPONENTS:
+        if f"{path}.{TARGET}" not in typed:
+            continue
         ours = KEYS.keys() - {f"{path}.{name}" for name in components.SHARED.get(path, ())}
         section = lookup(tree, path)
         # The program's own keys of a component, such as `accum.packed`, are of any class.

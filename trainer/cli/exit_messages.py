@@ -22,11 +22,16 @@ _SHOWN_FRAMES = 3
 
 def print_error(error: TrainError) -> int:
     """Print what is wrong, on the first rank or the one that asks to, and give the exit code."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":  # as Hydra has it
+    # Hydra's own programs print the traceback then.
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
         _print("".join(traceback.format_exception(error)))
+    start = "train: error"
+    # A run that was saved in time and can go on has not failed.
+    if isinstance(error, Preempted):
+        start = "train"
     if global_rank() == 0 or error.is_own:
         for line in str(error).splitlines() or [type(error).__name__]:
-            _print(f"train: {'' if isinstance(error, Preempted) else 'error: '}{line}\n")
+            _print(f"{start}: {line}\n")
         print_notes(getattr(error, "__notes__", ()))
     return error.exit_code
 
@@ -41,8 +46,11 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
     """Print a traceback, or of one that is kept, or of the user's code, the end; give exit code."""
     path = folder and RunFolder(folder).traceback(global_rank())
     is_in_file = path is not None and path.is_file()
-    frames = traceback.format_tb(error.__traceback__)[-_SHOWN_FRAMES if is_in_file else 0 :]
-    own = "" if os.environ.get("HYDRA_FULL_ERROR") == "1" else excerpt(error)
+    frames, own = traceback.format_tb(error.__traceback__), ""
+    if is_in_file:
+        frames = frames[-_SHOWN_FRAMES:]
+    if os.environ.get("HYDRA_FULL_ERROR") != "1":
+        own = excerpt(error)
     _print(f"train: error: {type(error).__name__}: {error}\n{own or ''.join(frames)}")
     where = f"is in {path}" if is_in_file else "shows with HYDRA_FULL_ERROR=1"
     if is_in_file or own:
@@ -54,7 +62,9 @@ def print_crash(error: Exception, folder: Path | None = None) -> int:
 def print_out(text: str, *, is_prose: bool = False) -> None:
     """Write to stdout; a run goes on though nobody reads what it prints."""
     with suppress(OSError):
-        sys.stdout.write(at_words(text, sys.stdout) if is_prose else text)
+        if is_prose:
+            text = at_words(text, sys.stdout)
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 

@@ -24,7 +24,8 @@ from trainer.config.option_files import OWN, data_dir, default_options
 from trainer.config.recipes import RECIPE_GROUP, available
 from trainer.core.format import expanded
 
-_WIDTH = 100  # where there is no terminal
+# Where there is no terminal
+_WIDTH = 100
 _RUN = "keys (in brackets: the default|other choices)"
 
 _EXAMPLES = {
@@ -46,9 +47,14 @@ _FLAGS = {
 
 def print_help(own_folder: str | None = None) -> None:
     """Print the page, with the options of the user's `--config-dir`."""
-    is_wide = any(map(os.isatty, range(3))) or "COLUMNS" in os.environ
-    console = Console(highlight=False, markup=False, width=None if is_wide else _WIDTH)
-    folders = [data_dir("conf"), *([expanded(own_folder)] if own_folder is not None else [])]
+    # None is the width of the terminal, or what COLUMNS says.
+    width = None
+    if not any(map(os.isatty, range(3))) and "COLUMNS" not in os.environ:
+        width = _WIDTH
+    console = Console(highlight=False, markup=False, width=width)
+    folders = [data_dir("conf")]
+    if own_folder is not None:
+        folders.append(expanded(own_folder))
     console.begin_capture()
     console.print(
         "train: a PyTorch trainer; state the global batch, get exactly that step at least cost\n"
@@ -62,7 +68,8 @@ def print_help(own_folder: str | None = None) -> None:
             table.add_row(Text(name), Text(doc))
         console.print(title, style="bold")
         console.print(Padding(table, (0, 0, 1, 2)))
-    for line in console.end_capture().splitlines():  # which tables pad
+    # Tables pad their lines with blanks.
+    for line in console.end_capture().splitlines():
         sys.stdout.write(f"{line.rstrip()}\n")
 
 
@@ -73,17 +80,25 @@ def _sections(folders: list[Path]) -> Iterator[tuple[str, Iterable[tuple[str, st
     defaults = default_options(folders[0])
     groups = {RECIPE_GROUP: [*available(), "path/to/file.yaml"]}
     for group in GROUPS:
-        files = [f for folder in folders for f in (folder / group.replace(".", "/")).glob("*.yaml")]
-        names = sorted({file.stem for file in files} - {OWN})
-        groups[group] = sorted(names, key=lambda name: name != defaults.get(group))
+        names = set[str]()
+        for folder in folders:
+            names.update(file.stem for file in (folder / group.replace(".", "/")).glob("*.yaml"))
+        names.discard(OWN)
+        # By name, but for the default, which is the first
+        groups[group] = sorted(names, key=lambda name: (name != defaults.get(group), name))
     groups[f"{trackers.TRACKER_GROUP}=[...]"] = sorted(trackers.options(str(folders[-1])))
     yield "groups  (the default first)", ((name, "  ".join(row)) for name, row in groups.items())
     sections: dict[str, list[tuple[str, str]]] = {}
-    for key, entry in ((key, entry) for key, entry in KEYS.items() if key not in GROUPS):
-        words = entry.choices if len(entry.choices) > 1 else ()
-        shown = "|".join(dict.fromkeys((show_value(entry.default), *map(str, words))))
-        doc = entry.doc if entry.default in (None, [], {}) else f"{entry.doc}  [{shown}]"
-        section = key.partition(".")[0] if "." in key else _RUN
+    for key, entry in KEYS.items():
+        if key in GROUPS:
+            continue
+        words, doc, section = [show_value(entry.default)], entry.doc, _RUN
+        if len(entry.choices) > 1:
+            words += map(str, entry.choices)
+        if entry.default not in (None, [], {}):
+            doc += f"  [{'|'.join(dict.fromkeys(words))}]"
+        if "." in key:
+            section = key.partition(".")[0]
         sections.setdefault(section, []).append((key, doc))
     yield _RUN, sections.pop(_RUN)
     yield from sections.items()

@@ -25,7 +25,8 @@ from trainer.launch.membership import global_rank
 def main() -> None:
     """Run the command line of this process, and exit."""
     code = run(sys.argv[1:])
-    for stream in (sys.stdout, sys.stderr):  # else Python complains as it ends
+    # Else Python complains as it ends.
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
@@ -45,7 +46,8 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except TrainError as error:
         return exit_messages.print_error(error)
-    except (OSError, RecursionError) as error:  # a path too long, a value too deep
+    # Of a path that is too long, or a value that is too deep
+    except (OSError, RecursionError) as error:
         return exit_messages.print_error(ConfigError(clip(f"{type(error).__name__}: {error}")))
     except Exception as error:
         return exit_messages.print_crash(error)

@@ -41,8 +41,9 @@ def _recipes() -> Iterator[str]:
 
     for name in recipes.available():
         yield f"recipe={name}"
-        about = recipes.about(path) if (path := recipes.path_of(name)) else {}
-        yield from (f"  {key:<10}{value}" for key, value in about.items())
+        if path := recipes.path_of(name):
+            for key, value in recipes.about(path).items():
+                yield f"  {key:<10}{value}"
     variable = recipes.FOLDERS_VARIABLE
     yield f"your own: NAME.yaml in a folder on {variable}, or recipe=path/to/file.yaml"
 
@@ -69,12 +70,15 @@ def _doctor() -> Iterator[str]:
     yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
     for device, name in device_names().items():
         limit = memory_limit(device)
-        bf16 = "fast bf16" if has_fast_bf16(device) else "no fast bf16"
+        bf16 = "fast bf16"
+        if not has_fast_bf16(device):
+            bf16 = "no fast bf16"
         yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"
     yield "folders"
     yield f"  {'tuning cache':<14}{cache_folder()}"
     yield f"  {'program':<14}{Path(__file__).parents[1]}"
     yield "environment"
+    # Variables that options of trackers read
     named = re.findall(r"oc\.env:(\w+)", str(options_of(trackers.OPTIONS_FOLDER)))
     for name in sorted(os.environ):
         if name.startswith((*_VARIABLES, *named)) and not is_secret(name, os.environ[name]):

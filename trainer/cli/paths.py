@@ -50,10 +50,12 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         if not (is_argument or key == "init") or (is_format and str(value).isidentifier()):
             continue
         if key.startswith(EVAL_SETS) and value == values.get(f"data.{key.split('.', 3)[3]}"):
-            continue  # it follows that of the data
-        texts = [each for each in (value if isinstance(value, list) else [value]) if each]
+            # It follows that of the data.
+            continue
+        listed = value if isinstance(value, list) else [value]
+        texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
-            paths = [str(expanded(each).absolute()) if exists(each) else each for each in texts]
+            paths = [*map(_in_full, texts)]
             line = ",".join(map(quote, paths))
             if isinstance(value, list):
                 line = f"[{line}]"
@@ -62,13 +64,23 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     return found
 
 
+def _in_full(path: str) -> str:
+    """Make a path absolute; one that is not there may be a name on a hub, and stays."""
+    if not exists(path):
+        return path
+    return str(expanded(path).absolute())
+
+
 def refuse_missing(config: RunConfig) -> None:
     """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
     init, paths = config.init, {"data.eval_path": config.data.eval_path}
     for key, each in (("data", config.data), *config.listed()):
         if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
             paths[f"{key}.path"] = each.params.get("path")
-    for key, path in paths.items() if config.command != "export" else ():
+    # An export reads no sample.
+    if config.command == "export":
+        paths.clear()
+    for key, path in paths.items():
         if path and not exists(path):
             raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
@@ -79,4 +91,6 @@ def refuse_missing(config: RunConfig) -> None:
 
 
 def _below(path: str) -> str:
-    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"
+    if path.startswith(("~", os.sep)):
+        return ""
+    return f" in {Path.cwd()}"

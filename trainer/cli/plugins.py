@@ -35,7 +35,8 @@ SWITCHES: Mapping[str, str] = LIBRARIES["switches"]
 """Environment variables by which libraries report home nothing."""
 
 _PACKAGE = "hydra_plugins"
-_BUILT_IN = {"basic", "none", "default", "disabled", "null"}  # options that need no plugin
+# Options that need no plugin
+_BUILT_IN = {"basic", "none", "default", "disabled", "null"}
 _NO_NAME = {"", "hydra", "launcher", "sweeper"}
 
 
@@ -71,13 +72,18 @@ def load_plugins(overrides: Iterable[Override]) -> None:
             installed = [module.name for module in iter_modules(places)]
         except ImportError:
             installed = []
+        # An option is named by a word, and a class by its import path.
         words = {*re.split(r"[\W_]+", name.lower())}
-        named = [each for each in installed if words & ({*each.split("_")} - _NO_NAME)]
+        named = list[str]()
+        for each in installed:
+            if words & ({*each.split("_")} - _NO_NAME):
+                named.append(each)
         if not named and name in EXTRAS.get(key, ()):
             remedy = f"pip install 'step-trainer[{EXTRAS[key][name]}]'"
             raise ConfigError(clip(f"{key}={name}: not installed; {remedy}"))
         registry: Any = Plugins.instance()
-        for package in (f"{_PACKAGE}.{each}" for each in named or installed):
+        for each in named or installed:
+            package = f"{_PACKAGE}.{each}"
             is_known = any(each.startswith(f"{package}.") for each in registry.class_name_to_class)
             module = import_module(package)
             if not is_known and hasattr(module, "__path__"):

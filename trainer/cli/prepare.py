@@ -66,22 +66,22 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     command = word_of(overrides, "command")
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
-    key = "run" if named is not None and command in (*READING, "plan", "verify") else "resume"
+    key = "resume"
+    if named is not None and command in (*READING, "plan", "verify"):
+        key = "run"
     if word_of(overrides, key) is None:
         return _place_new(composer.check(overrides))
     rest = without(overrides, key)
     run = _find(rest, word_of(overrides, key) or "", key, composer)
     if run is None:
         job = composer.check(rest)
-        name = job.config.name
-        called = f"named {name}"
-        if name is None:
-            called = "without a name"
-        there = f"no run {called} below {job.config.outputs} can be resumed"
-        if name is None:
-            there += " (type name= for one that has one)"
+        called, hint = f"named {job.config.name}", ""
+        if job.config.name is None:
+            called, hint = "without a name", " (type name= for one that has one)"
+        there = f"no run {called} below {job.config.outputs} can be resumed{hint}"
         note = f"resume=auto: {there}; a new one begins\n"
-        return replace(_place(job, job.folder), note=job.note + note)  # it may hold records
+        # Not as `_place_new` does, for the folder may hold records.
+        return replace(_place(job, job.folder), note=job.note + note)
     if key == "run" and command in READING:
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
@@ -95,9 +95,12 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     # The same command as before, with `resume=auto`, may name the weights the run began with.
     if goes_on and resume == saved_runs.AUTO and word_of(rest, "init") is not None:
         rest = without(rest, "init", "step")
-    job = _check_over(run, rest, composer, "resume" if goes_on else None)
-    # `plan` and `verify` look on a run as well, but from folders of their own.
-    return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
+    key_of_run = "resume" if goes_on else None
+    job = _check_over(run, rest, composer, key_of_run)
+    # These look on a run as well, but from folders of their own.
+    if command in ("plan", "verify"):
+        return _place_new(job)
+    return _go_on(run, job)
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
@@ -105,7 +108,9 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
     found = list(overrides)
     for key in ("run", "resume"):
         path = Path(word_of(overrides, key) or ".")
-        step = step_of(path) if path.parent.name == RunFolder.CHECKPOINTS else None
+        step = None
+        if path.parent.name == RunFolder.CHECKPOINTS:
+            step = step_of(path)
         if step is not None and word_of(overrides, "step") is None:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
             found = [*without(found, key), *map(read_override, lines)]
@@ -120,21 +125,29 @@ def _find(
         is_read = command in READING and key == "run"
         outputs = Path(word_of(overrides, "outputs") or "outputs")
         return saved_runs.find(typed, key, outputs, to_train=not is_read)
-    try:  # where a run would go
+    # Composed to know where a run would go
+    try:
         parts = classify(overrides, composer.groups)
         full = composer.compose([*parts.hydra, *parts.choices], parts.values)
     except ConfigError:
-        return None  # the check of the new run names all that is wrong
-    outputs, folder = (Path(str(path)).absolute() for path in (full.outputs, full.hydra.run.dir))
+        # The check of the new run names all that is wrong.
+        return None
+    outputs = Path(str(full.outputs)).absolute()
+    folder = Path(str(full.hydra.run.dir)).absolute()
     name = None if full.name is None else str(full.name)
     if key == "run":
         if (run := saved_runs.newest(outputs, name, is_read=True)) is None:
-            called = "run" if name is None else f"run named {name}"
+            called = "run"
+            if name is not None:
+                called += f" named {name}"
             raise NoCheckpointError(f"run=auto: no {called} below {outputs} has a checkpoint")
     elif saved_runs.can_go_on(RunFolder(folder)):
         run = RunFolder(folder)
+    elif word_of(overrides, _FOLDER):
+        # No other folder is meant than the one that was typed.
+        run = None
     else:
-        run = None if word_of(overrides, _FOLDER) else saved_runs.newest(outputs, name)
+        run = saved_runs.newest(outputs, name)
     if run is not None:
         consent.refuse_odd_files(run.path)
     return run
@@ -161,13 +174,17 @@ def _go_on(run: RunFolder, job: Job) -> Job:
         before, step = saved.get("init"), saved.get("step", "last")
         # Neither a run folder nor a recipe may say which weights to read.
         if before is not None and (job.config.init is None or job.config.step != step):
-            typed = f"init={before}" if step == "last" else f"init={before} step={step}"
+            typed = f"init={before}"
+            if step != "last":
+                typed += f" step={step}"
             fault = f"init: the saved run started from {before}; type {typed} again"
             raise ConfigError(clip(fault))
         note = f"{shown_path(run.path)} has no checkpoint: it begins again, with its settings\n"
         return replace(job, note=job.note + note)
     if saved_runs.is_finished(run, job.config):
-        clock = "steps" if job.config.total_epochs is None else "epochs"
+        clock = "epochs"
+        if job.config.total_epochs is None:
+            clock = "steps"
         done = f"{run} is done after step {run.last_step()}; {clock}=N trains further"
         return replace(job, done=done)
     stopped = run.record(RunFolder.RESULT).get("stopped")
@@ -197,8 +214,11 @@ def _place(job: Job, folder: Path, subfolder: str | None = RunFolder.HYDRA) -> J
     with open_dict(hydra):
         hydra.mode = RunMode.RUN
         hydra.run.dir = str(folder)
-        lines = [line for line in job.lines if not read_override(line).is_hydra_override()]
-        hydra.overrides.task = [line.lstrip("+") for line in lines]
+        task = list[str]()
+        for line in job.lines:
+            if not read_override(line).is_hydra_override():
+                task.append(line.lstrip("+"))
+        hydra.overrides.task = task
         if subfolder != RunFolder.HYDRA:
             hydra.output_subdir = subfolder
     return replace(job, folder=folder)

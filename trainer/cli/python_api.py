@@ -34,7 +34,8 @@ from trainer.report.views import views
 if TYPE_CHECKING:
     import pandas as pd
 
-_WORD = re.compile(r"[A-Za-z_]\w*")  # what may stand between the dots of a key
+# What may stand between the dots of a key
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @final
@@ -58,7 +59,10 @@ class FinishedRun:
         except ImportError as error:
             raise ConfigError("run.metrics: needs pandas: pip install pandas") from error
         lines = read(self.folder / RunFolder.METRICS)
-        return pd.DataFrame(lines).groupby("step").first() if lines else pd.DataFrame()
+        # Without a line there is no column `step`.
+        if not lines:
+            return pd.DataFrame()
+        return pd.DataFrame(lines).groupby("step").first()
 
     @property
     def report(self) -> Path | None:
@@ -94,10 +98,13 @@ def train(
     """
     composer = Composer.of(config_dir)
     job = prepare_run(overrides_of(config, composer), composer)
-    code = start_job(job, composer, is_python=True) if job.done is None else 0
+    code, result = 0, dict[str, Any]()
+    if job.done is None:
+        code = start_job(job, composer, is_python=True)
     files = {"train": RunFolder.RESULT, "plan": RunFolder.PLAN, "verify": RunFolder.VERIFY}
     file = (files | {"evaluate": evaluation_file(job.config)}).get(job.config.command)
-    result = {} if file is None else read_json(job.folder / file)
+    if file is not None:
+        result = read_json(job.folder / file)
     return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
 
@@ -141,11 +148,10 @@ def _recognised(tree: Mapping[str, Any]) -> dict[str, str]:
         section = lookup(tree, path)
         if not isinstance(section, Mapping) or TARGET not in section:
             continue
-        num_equal = {
-            name: sum(section.get(key) == value for key, value in option.items())
-            for name, option in options_of(path).items()
-            if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys()
-        }
+        num_equal = dict[str, int]()
+        for name, option in options_of(path).items():
+            if option.get(TARGET) == section[TARGET] and option.keys() <= section.keys():
+                num_equal[name] = sum(section.get(key) == option[key] for key in option)
         # Options of one class differ in their values; those that were changed are few.
         if num_equal:
             chosen[path] = max(num_equal, key=lambda name: num_equal[name])
@@ -168,8 +174,10 @@ def literal(value: object) -> str:
     """Write a value in Hydra's override grammar."""
     if isinstance(value, str):
         return quote(value)
-    if value is None or isinstance(value, bool | int | float):
-        return "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value)
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{literal(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, Sequence):

@@ -58,7 +58,10 @@ def remedy_for(name: str, key: str, outputs: Path) -> str:
     """Say what to type under a key where there is no folder, but perhaps a run, of this name."""
     if (run := newest(outputs, name, is_read=True)) is not None:
         return f"; the newest run of that name is {key}={shown_path(run.path)}"
-    return "" if key == "init" else f"; {key}=auto takes the newest run"
+    # There is no init=auto.
+    if key == "init":
+        return ""
+    return f"; {key}=auto takes the newest run"
 
 
 def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> RunFolder | None:
@@ -92,7 +95,11 @@ def checkpoint_of(run: RunFolder, step: str) -> int:
         text = "is no state to go on from; a new run begins with these weights by init=RUN step=ema"
         raise ConfigError(f"step=ema: the average of weights {text}")
     steps, best = run.steps(), run.record(f"{RunFolder.CHECKPOINTS}/{RunFolder.BEST}").get("step")
-    number = best if step == "best" else int(step) if step.isdecimal() else None
+    number: int | None = None
+    if step == "best":
+        number = best
+    elif step.isdecimal():
+        number = int(step)
     if number is None or number not in steps:
         has = ", ".join(map(str, steps)) or "none"
         raise NoCheckpointError(f"step={step}: {run} has no such checkpoint; it has {has}")
@@ -135,7 +142,9 @@ def saved_overrides(run: RunFolder, own_folder: str | None) -> list[Override]:
     except UNREADABLE:
         lines = None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        what = "is empty" if path.is_file() and not path.stat().st_size else "cannot be read"
+        what = "cannot be read"
+        if path.is_file() and not path.stat().st_size:
+            what = "is empty"
         remedy = f"restore it, or begin a new run from these weights with init={run}"
         raise ConfigError(f"{path}: {what}; it holds a list of overrides, `[]` for none: {remedy}")
     overrides, faults = parse(lines)
@@ -168,14 +177,17 @@ def staying(
         gone |= _CLOCKS
     for size, other in (("accum.micro", "accum.steps"), ("accum.steps", "accum.micro")):
         if now.get(size) is not None and before.get(size) is None:
-            gone.add(other)  # batch.global gives it
-    if now.get("data.holdout") == "all":  # of other data
+            # batch.global gives it.
+            gone.add(other)
+    # All of other data is evaluated.
+    if now.get("data.holdout") == "all":
         gone |= {"eval.samples", "data.eval_path"}
         within.append(EVAL_SETS)
     for key, value in now.items():
         if key in groups and (key not in before or value != before[key]):
             within.append(f"{key}.")
-    if trackers.TRACKER_GROUP in now:  # settings of those that are listed no more
+    # Settings of those go that are listed no more.
+    if trackers.TRACKER_GROUP in now:
         listed = now[trackers.TRACKER_GROUP]
         names = map(str, listed) if isinstance(listed, list) else [str(listed)]
         within += [f"{name}." for name in trackers.options().keys() - {*names}]
@@ -194,7 +206,8 @@ def is_finished(run: RunFolder, config: run_config.RunConfig) -> bool:
     if config.total_epochs is None:
         return run.last_step() >= (config.steps or 0)
     saved = run.config()
-    epochs = saved.get("epochs") or (saved.get("steps") is None)  # one epoch, where nothing is said
+    # One epoch, where nothing is said
+    epochs = saved.get("epochs") or (saved.get("steps") is None)
     return isinstance(epochs, int) and epochs >= config.total_epochs
 
 
@@ -206,7 +219,8 @@ def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
         hint = f"to go on from its weights, init={run}"
         lines = (clip(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
-    is_read = config.command in run_config.READING
-    compare = run_config.reading_faults if is_read else run_config.step_faults
+    compare = run_config.step_faults
+    if config.command in run_config.READING:
+        compare = run_config.reading_faults
     if faults := compare(config, old):
         raise ConfigError(*faults)

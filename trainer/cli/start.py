@@ -7,7 +7,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import yaml
-from hydra._internal.callbacks import Callbacks  # `Hydra.run` would compose once more, in 0.3 s
+
+# `Hydra.run` would compose once more, in 0.3 s.
+from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import open_dict
@@ -68,7 +70,8 @@ def _start(job: Job, composer: Composer, *, is_python: bool) -> int:
         launch.listening(config),
     ):
         if goes_on and composed.hydra.output_subdir is not None:
-            with open_dict(composed.hydra):  # Hydra's records wait beside ours
+            # Hydra's records wait beside ours.
+            with open_dict(composed.hydra):
                 composed.hydra.output_subdir = f"{records.name}/{composed.hydra.output_subdir}"
         callbacks = Callbacks(composed)
         callbacks.on_run_start(config=composed, config_name=CONFIG_NAME)

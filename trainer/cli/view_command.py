@@ -35,9 +35,15 @@ def show_runs(command: str, settings: Sequence[str]) -> str:
         typed[key] = value.strip("'\"")
     outputs = expanded(typed["outputs"])
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
-    home = folders[0] if len(folders) == 1 else outputs
-    file = expanded(typed["to"]) if typed["to"] else home / view.file
-    runs = [run for folder in folders for run in runs_in(folder)]
+    runs = list[Path]()
+    for folder in folders:
+        runs += runs_in(folder)
+    # Beside the one run or sweep that it shows; of several, above them all
+    file = outputs / view.file
+    if len(folders) == 1:
+        file = folders[0] / view.file
+    if typed["to"]:
+        file = expanded(typed["to"])
     with as_save_error(file):
         make_folders(file.parent.absolute())
         view.write(runs, file)
@@ -46,7 +52,8 @@ def show_runs(command: str, settings: Sequence[str]) -> str:
 
 def _listed(typed: str) -> list[str]:
     """Read one folder, or several with commas between them, in brackets or not."""
-    if typed and Path(expanded(typed)).is_dir():  # a comma may be in its name
+    # A comma may be in its name.
+    if typed and Path(expanded(typed)).is_dir():
         return [typed]
     names = [each.strip(" '\"") for each in typed.strip("[] ").split(",")]
     if not any(names):
