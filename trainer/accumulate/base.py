@@ -73,22 +73,32 @@ def divisors(
 
     `terms` are every name that the objective weighs, equal on all ranks.
     """
-    local = [sum(m.weights[name] for m in micro_batches) for name in terms]
-    *sums, samples, count = world.sum_numbers(
-        [*local, float(sum(len(m.ids) for m in micro_batches)), float(len(micro_batches))]
-    )
+    local = list[float]()
+    for name in terms:
+        local.append(sum(m.weights[name] for m in micro_batches))
+    num_own = sum(len(m.ids) for m in micro_batches)
+    # One vector for all: a message of a few numbers costs as much as one of a single number.
+    *sums, samples, count = world.sum_numbers([*local, float(num_own), float(len(micro_batches))])
     weights = whole = dict(zip(terms, sums, strict=True))
     if kind == "samples":
-        whole = {name: samples if weight else 0.0 for name, weight in weights.items()}
+        whole = dict.fromkeys(terms, samples)
+        # A term that no sample weighs has no samples, and adds nothing to the loss.
+        for name, weight in weights.items():
+            if not weight:
+                whole[name] = 0.0
     each = [whole] * len(micro_batches)
     if kind == "micro_batches":
-        each = [{name: m.weights[name] * count for name in terms} for m in micro_batches]
+        each = []
+        for micro_batch in micro_batches:
+            each.append({name: micro_batch.weights[name] * count for name in terms})
     return StepDivisors(weights=weights, whole=whole, each=each, num_samples=int(samples))
 
 
 def reference_kind(kind: WeightUnit) -> WeightUnit:
     """Name the normalizer of the whole-batch step that one approximates: mostly itself."""
-    return "tokens" if kind == "micro_batches" else kind
+    if kind == "micro_batches":
+        return "tokens"
+    return kind
 
 
 Rows = Mapping[str, Tensor]
@@ -176,7 +186,8 @@ class Pass(ABC):
         if rows:
             whole = _checked(self.combine(objective, rows, divisors.whole), self, "combine")
             rows, loss = whole.rows, whole.loss
-            if model.world.is_main:  # all ranks computed the same
+            # All ranks computed the same, and sums over ranks follow.
+            if model.world.is_main:
                 total += 0.0 if loss is None else loss.detach()
                 add_statistics(metrics, whole.metrics)
         for index, micro_batch in enumerate(micro_batches):
@@ -239,7 +250,10 @@ def divided(losses: Mapping[str, Tensor], divisors: Divisors) -> Tensor:
     A term without a single weight in the global batch has a sum of zero and adds zero. Sums in half
     precision are widened, where a quotient by small divisors may not fit.
     """
-    return sum_of([at_least_single(s) / (divisors[name] or 1.0) for name, s in losses.items()])
+    shares = list[Tensor]()
+    for name, loss_sum in losses.items():
+        shares.append(at_least_single(loss_sum) / (divisors[name] or 1.0))
+    return sum_of(shares)
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:
@@ -249,10 +263,13 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
 
 def _taken(rows: Rows, places: Sequence[int]) -> Rows:
     """Take the rows of some samples, without a wait for the device."""
-    if not rows:  # as in every step of one pass
+    # As in every step of one pass.
+    if not rows:
         return {}
-    at = torch.tensor(places)
-    return {name: of_all[at.to(of_all.device, non_blocking=True)] for name, of_all in rows.items()}
+    at, taken = torch.tensor(places), dict[str, Tensor]()
+    for name, of_all in rows.items():
+        taken[name] = of_all[at.to(of_all.device, non_blocking=True)]
+    return taken
 
 
 def at_places(rows: Rows, places: Sequence[int], num_samples: int) -> Rows:
@@ -261,10 +278,10 @@ def at_places(rows: Rows, places: Sequence[int], num_samples: int) -> Rows:
     So that a plain sum over ranks gathers them, however many each rank has, and their order does
     not depend on the cut. It sends twice what a gathering would.
     """
-    at = torch.tensor(places)
-    whole = {name: own.new_zeros((num_samples, *own.shape[1:])) for name, own in rows.items()}
-    for name, tensor in whole.items():
-        tensor[at.to(tensor.device, non_blocking=True)] = rows[name]
+    at, whole = torch.tensor(places), dict[str, Tensor]()
+    for name, own in rows.items():
+        whole[name] = own.new_zeros((num_samples, *own.shape[1:]))
+        whole[name][at.to(own.device, non_blocking=True)] = own
     return whole
 
 
@@ -278,10 +295,11 @@ def summed(rows: Rows, world: World, name: str) -> Rows:
     """Add what ranks put to their places; a rank without samples may have none. Collective."""
     whole = dict(sorted(rows.items()))
     forms = [[key, list(own.shape), dtype_name(own.dtype)] for key, own in whole.items()]
-    given = [each for each in world.collect(forms) if each]
+    given = [*filter(None, world.collect(forms))]
     if any(each != given[0] for each in given):
         raise ConfigError(f"{name}: ranks gave rows of different names, shapes or dtypes: {given}")
     if given and not whole:
+        # A rank without samples takes part in the sums, with zeros of the shapes of others.
         for key, shape, dtype in given[0]:
             whole[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
     for own in whole.values():

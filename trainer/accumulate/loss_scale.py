@@ -7,7 +7,8 @@ from typing import final
 
 from trainer.core.stateful import State, Stateful
 
-GROWTH_STEPS = 2000  # without a gradient that is not finite, after which the scale is doubled
+# Without a gradient that is not finite, after which the scale is doubled.
+GROWTH_STEPS = 2000
 
 
 @final
@@ -19,7 +20,8 @@ class LossScale(Stateful):
     one that is not finite skips it. The same on all ranks.
     """
 
-    value: float = 65536.0  # a power of two, so that scaling rounds nothing
+    # A power of two, so that scaling rounds nothing.
+    value: float = 65536.0
     good_steps: int = 0  # since it was changed
 
     def __post_init__(self) -> None:

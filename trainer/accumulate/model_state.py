@@ -39,9 +39,12 @@ class ModelState:
 
     def watch(self) -> None:
         """Remember what no forward may move, before the micro-batches of a step."""
-        frozen = {n: p for n, p in self._parameters.items() if not p.requires_grad}
-        if self._world.size > 1 and not self._is_sharded:  # shards refuse it on their own
-            self._versions = {name: parameter._version for name, parameter in frozen.items()}
+        # Tensors in shards refuse writes to frozen weights on their own.
+        if self._world.size > 1 and not self._is_sharded:
+            self._versions = {}
+            for name, parameter in self._parameters.items():
+                if not parameter.requires_grad:
+                    self._versions[name] = parameter._version
         if self._is_ordered:
             self._before = [bits_of(entries[name]).clone() for entries, name, *_ in self._buffers]
 
@@ -78,7 +81,7 @@ class ModelState:
         if not tensors or self._world.size == 1 or self._is_ordered:
             return
         # As one vector of bytes: to send a hundred buffers one by one costs a hundred latencies.
-        values = self._world.copy_from_main(torch.cat([bits_of(tensor) for tensor in tensors]))
+        values = self._world.copy_from_main(torch.cat([*map(bits_of, tensors)]))
         pieces = torch.split(values, [tensor.nbytes for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
             # A copy begins where its type may.

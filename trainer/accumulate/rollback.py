@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import final
 
 import torch
@@ -11,6 +11,15 @@ from torch import Tensor, nn
 
 from trainer.core.declared_state import parts_of, undo_numbers, undo_other_state
 from trainer.core.tensors import is_sharded
+
+
+def _rescaled_tables(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Give the weights that a forward writes to: of an embedding with `max_norm`, not in shards."""
+    for table in modules:
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or table.max_norm is None:
+            continue
+        if not is_sharded(table.weight):
+            yield table.weight
 
 
 @final
@@ -30,20 +39,24 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy the state, where it was copied before into the same memory."""
-        modules = [part for part in parts_of(*self._roots) if isinstance(part, nn.Module)]
+        modules, tensors = list[nn.Module](), list[Tensor]()
         self._buffers = []
-        for part in modules:
-            self._buffers += [(part._buffers, *entry) for entry in part._buffers.items()]
-        tensors = [buffer for *_, buffer in self._buffers if buffer is not None]
-        for table in modules:
-            if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.max_norm is not None:
-                tensors += [] if is_sharded(table.weight) else [table.weight]
+        for part in parts_of(*self._roots):
+            if not isinstance(part, nn.Module):
+                continue
+            modules.append(part)
+            for name, buffer in part._buffers.items():
+                self._buffers.append((part._buffers, name, buffer))
+                if buffer is not None:
+                    tensors.append(buffer)
+        tensors += _rescaled_tables(modules)
         before, self._copies = self._copies, {}
         by_dtype = defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         for tensor in tensors:
             dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+            # PyTorch refuses to write where several elements share memory, as where expanded.
             if any(size > 1 and not stride for size, stride in dimensions):
-                continue  # PyTorch refuses to write where several elements share memory
+                continue
             _, copied = before.get(id(tensor), (None, None))
             if copied is None or (copied.shape, copied.dtype) != (tensor.shape, tensor.dtype):
                 copied = torch.empty_like(tensor)
@@ -52,7 +65,8 @@ class Snapshot:
             to.append(copied)
             source.append(tensor)
         with torch.no_grad():
-            for to, source in by_dtype.values():  # a few kernels, not one for each buffer
+            # A few kernels, not one for each buffer
+            for to, source in by_dtype.values():
                 torch._foreach_copy_(to, source)
         self._undo = undo_other_state(*self._roots)
         if self._with_numbers:
@@ -66,7 +80,8 @@ class Snapshot:
             for tensor, copied in self._copies.values():
                 if tensor.shape == copied.shape:
                     tensor.copy_(copied)
-                else:  # through `.data`, which may change it
+                else:
+                    # Another shape is given through `.data` alone.
                     tensor.data = copied.clone()
         # Generators and what `get_extra_state` gives.
         for undo in self._undo:

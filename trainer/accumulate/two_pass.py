@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
 from trainer.accumulate.base import (
     Computed,
@@ -71,9 +72,14 @@ class TwoPass(GradientStrategy):
         coupled, num_samples = _coupled(objective), len(next(iter(rows.values())))
         if num_samples < coupled.min_samples:
             raise ConfigError(too_few(coupled, f"batch.global: a step of {num_samples} sample"))
-        inputs = {n: r.requires_grad_() for n, r in rows.items() if r.is_floating_point()}
+        inputs = dict[str, Tensor]()
+        for name, own in rows.items():
+            # Of numbers such as labels there is no gradient.
+            if own.is_floating_point():
+                inputs[name] = own.requires_grad_()
         sums = checked(objective, coupled.sums_of_rows({**rows, **inputs}), divisors)
         loss = divided(sums.losses, divisors)
+        # Of rows that the loss does not use, zeros.
         gradients = torch.autograd.grad(
             loss, [*inputs.values()], allow_unused=True, materialize_grads=True
         )
@@ -90,6 +96,7 @@ class TwoPass(GradientStrategy):
     ) -> Computed:
         """See the base class: the rows again, under the same draws, and backward from them."""
         again = _coupled(objective).rows(model.call, micro_batch.fields)
+        # `<dF/dr, r>` with dF/dr constant has the gradient that the chain rule asks for.
         terms = [(again[name] * row).sum() for name, row in rows.items()]
         sum_of(terms).backward()  # type: ignore[no-untyped-call] # untyped in torch
         return Computed()
@@ -97,7 +104,9 @@ class TwoPass(GradientStrategy):
 
 def by_coupling(objective: Objective) -> GradientStrategy:
     """Take two passes where the objective gives rows of samples that it couples, else one."""
-    return TwoPass(objective) if isinstance(objective, CoupledObjective) else Sum()
+    if isinstance(objective, CoupledObjective):
+        return TwoPass(objective)
+    return Sum()
 
 
 def too_few(objective: CoupledObjective, what: str) -> str:

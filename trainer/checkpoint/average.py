@@ -32,22 +32,27 @@ class WeightAverage(Stateful):
 
     def begin(self, module: nn.Module) -> None:
         """See the base class."""
-        named = module.named_parameters()
-        self._weights = {plain_name(name): p for name, p in named if p.requires_grad}
-        self._averages = {
-            name: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-            for name, weight in self._weights.items()
-        }
+        self._weights, self._averages = {}, {}
+        for name, weight in module.named_parameters():
+            if weight.requires_grad:
+                # In bf16 a change by a thousandth of the difference would be lost in rounding.
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                plain = plain_name(name)
+                self._weights[plain] = weight
+                self._averages[plain] = weight.detach().to(wide, copy=True)
 
     def after_update(self, step: int) -> None:
         """See the base class."""
-        decay = self.decay if self.num_updates else 0.0
+        decay = self.decay
+        if self.num_updates == 0:
+            decay = 0.0
         update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call] # untyped in torch
-        averages = [local_part(average) for average in self._averages.values()]
-        weights = [local_part(weight) for weight in self._weights.values()]
+        averages = [*map(local_part, self._averages.values())]
+        weights = [*map(local_part, self._weights.values())]
         if all(a.dtype == w.dtype for a, w in zip(averages, weights, strict=True)):
             update(averages, weights, self.num_updates)
-        else:  # one by one, so that no copy of all weights is made
+        else:
+            # One by one, so that no copy of all weights is made.
             for average, weight in zip(averages, weights, strict=True):
                 update([average], [weight.to(average.dtype)], self.num_updates)
         self.num_updates += 1

@@ -35,7 +35,8 @@ def encode(
     says where something else occurs. Uncopied tensors go into `tensors`, named below `name`.
     """
     # Those that occurred, by identity. They are kept, since that of one gone may be another's.
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     if isinstance(value, Tensor):
         if id(value) not in known:
             if name in tensors:
@@ -43,13 +44,17 @@ def encode(
             tensors[name], known[id(value)] = value.detach(), (name, value)
         return {_TENSOR: known[id(value)][0]}
     if isinstance(value, Mapping):
-        pairs = [(key, encode(v, f"{name}.{key}", tensors, known)) for key, v in value.items()]
+        pairs = list[tuple[Any, Json]]()
+        for key, item in value.items():
+            pairs.append((key, encode(item, f"{name}.{key}", tensors, known)))
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {_TUPLE: items}
+        if isinstance(value, list):
+            return items
+        return {_TUPLE: items}
     return _encode_plain(value, name)
 
 
@@ -62,7 +67,10 @@ def decode(tree: Json, read: Callable[[str], Any]) -> Any:  # noqa: ANN401 - any
         return [decode(item, read) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    mark = next(iter(tree)) if len(tree) == 1 else ""  # an object of ours has one key
+    mark = ""
+    # An object that `encode` made has one key, and no other mapping has a key that begins with `$`.
+    if len(tree) == 1:
+        mark = next(iter(tree))
     if mark not in _MARKS:
         return {key: decode(item, read) for key, item in tree.items()}
     content = tree[mark]
@@ -96,5 +104,8 @@ def _encode_plain(value: Any, name: str) -> Json:  # noqa: ANN401 - any state
         return int(value)
     if isinstance(value, Real):
         number = float(value)
-        return number if math.isfinite(number) else {_FLOAT: repr(number)}
+        if math.isfinite(number):
+            return number
+        # JSON has no such numbers, and a manifest refuses them.
+        return {_FLOAT: repr(number)}
     raise TypeError(f"{name}: a checkpoint cannot hold {type(value).__qualname__}")

@@ -48,7 +48,8 @@ def capture(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str,
     for name, part in parts.items():
         states[name] = {"version": part.version, "state": encode(part.state(), name, tensors)}
     for name, tensor in tensors.items():
-        if is_sharded(tensor) and rows_of(tensor) is None:  # an optimizer's own way; collective
+        # An optimizer of one's own may cut along other dimensions; all ranks gather that.
+        if is_sharded(tensor) and rows_of(tensor) is None:
             tensors[name] = tensor.full_tensor().cpu()
     return tensors, states
 
@@ -69,7 +70,8 @@ def restore(loaded: Loaded, parts: Mapping[str, Stateful], may_lack: Collection[
             raise NoCheckpointError(f"{loaded.path}: {error}") from error
         except TrainError:
             raise
-        except Exception as error:  # a part, perhaps of a user's own, meets what a stranger wrote
+        except Exception as error:
+            # A part, perhaps of a user's own, meets what a stranger wrote: anything may be raised.
             raise NoCheckpointError(_unusable(loaded, name, error)) from error
 
 
@@ -80,7 +82,9 @@ def state_of(
     saved = loaded.parts.get(name)
     try:
         if saved is None or saved["version"] != version:
-            has = "is missing" if saved is None else f"has version {saved['version']!r:.20}"
+            has = "is missing"
+            if saved is not None:
+                has = f"has version {saved['version']!r:.20}"
             text = f"{name} {has}, and this run reads version {version}: use init= for its weights"
             raise NoCheckpointError(f"{loaded.path}: {text}")
         return decode(saved["state"], read or loaded.tensors.__getitem__)
@@ -126,7 +130,9 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     for name, tensor in tensors.items():
         values = local_part(tensor)
         if values.numel() and (values.is_floating_point() or values.is_complex()):
-            values = values.float() if values.dtype.itemsize == 1 else values  # no norms in 8 bits
+            # PyTorch has no norms of numbers in 8 bits.
+            if values.dtype.itemsize == 1:
+                values = values.float()
             # In one pass, and without a mask as large as the tensor.
             norm = torch.linalg.vector_norm(values, float("inf")).double()
             largest.setdefault(values.device, {})[name] = norm
@@ -163,22 +169,28 @@ class OptimizerPart(Stateful):
 
     def state(self) -> State:
         """See the base class."""
-        names, state = [*self._named()], self._optimizer.state_dict()["state"]
-        masters = self._masters()
-        return {
+        names, by_name = [*self._named()], dict[Any, Any]()
+        for key, values in self._optimizer.state_dict()["state"].items():
+            # PyTorch numbers parameters; an optimizer may keep state of something else, too.
+            if isinstance(key, int):
+                by_name[names[key]] = values
+            else:
+                by_name[key] = values
+        state = {
             "class": type(self._optimizer).__qualname__,
             "groups": self._groups(names),
-            "state": {names[k] if isinstance(k, int) else k: state[k] for k in state},
-            **({"masters": masters} if masters else {}),
+            "state": by_name,
         }
+        if masters := self._masters():
+            state["masters"] = masters
+        return state
 
     def load(self, state: State) -> None:
         """See the base class."""
         parameters, groups = self._named(), read_whole(state["groups"])
         live, own_class = self._groups([*parameters]), type(self._optimizer).__qualname__
         # By name, so that the order in which a model lists its parameters does not matter.
-        own = [sorted(group["params"]) for group in live]
-        theirs = [sorted(group["params"]) for group in groups]
+        own, theirs = _members(live), _members(groups)
         if state["class"] != own_class or not (self._keeps_settings or own == theirs):
             raise NoCheckpointError(
                 f"its optimizer ({state['class']}) and groups are not this run's ({own_class}): "
@@ -188,16 +200,13 @@ class OptimizerPart(Stateful):
         if not self._keeps_settings:
             # What is saved counts, but for how this machine computes it: fused or not.
             for group, saved in zip(settings, groups, strict=True):
-                group.update(saved | {key: group[key] for key in _EXECUTION if key in group})
+                here = {key: group[key] for key in _EXECUTION if key in group}
+                group.update(saved | here)
         frozen_since = set[str]().union(*theirs) - parameters.keys()
-        states = {
-            name: _read_all(values, parameters.get(name))
-            for name, values in state["state"].items()
-            if name not in frozen_since
-        }
+        states = _read_states(state["state"], parameters, frozen_since)
         for group in live:
             if group.get("fused"):
-                _refuse_misfits({n: states[n] for n in group["params"] if n in states}, parameters)
+                _refuse_misfits(group["params"], states, parameters)
         indices = {name: index for index, name in enumerate(parameters)}
         # State of something else than a parameter keeps its own key.
         by_index = {indices.get(name, name): values for name, values in states.items()}
@@ -206,11 +215,14 @@ class OptimizerPart(Stateful):
         for name, copy in self._masters().items():
             local_part(copy).copy_(local_part(_read(state["masters"][name], copy)))
         self._load_bits(states, parameters)
-        betas = {name: group.get("betas") for group in groups for name in group["params"]}
+        betas = dict[str, Any]()
+        for group in groups:
+            betas |= dict.fromkeys(group["params"], group.get("betas"))
         for group, own_names in zip(self._optimizer.param_groups, live, strict=True):
             before, own_betas = betas.get(own_names["params"][0]), group.get("betas")
             if self._keeps_settings and before and own_betas:
-                group["betas"] = before  # by which steps were counted
+                # Those by which its steps were counted
+                group["betas"] = before
                 change_betas(self._optimizer, group, own_betas)
 
     def _load_bits(self, states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
@@ -225,19 +237,41 @@ class OptimizerPart(Stateful):
         """List the parameters by plain name, in the order of `state_dict`'s indices."""
         names = {id(p): plain_name(name) for name, p in self._module.named_parameters()}
         names |= {id(copy): names[id(weight)] for weight, copy in masters_of(self._optimizer)}
-        groups = self._optimizer.param_groups
-        return {names[id(p)]: p for group in groups for p in group["params"]}
+        named = dict[str, Tensor]()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                named[names[id(parameter)]] = parameter
+        return named
 
     def _masters(self) -> dict[str, Tensor]:
         """List the copies that are stepped in place of weights, by plain name."""
         copies = {id(copy) for _, copy in masters_of(self._optimizer)}
-        return {name: each for name, each in self._named().items() if id(each) in copies}
+        found = dict[str, Tensor]()
+        for name, parameter in self._named().items():
+            if id(parameter) in copies:
+                found[name] = parameter
+        return found
 
     def _groups(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        return [
-            {**group, "params": [names[index] for index in group["params"]]}
-            for group in self._optimizer.state_dict()["param_groups"]
-        ]
+        groups = list[dict[str, Any]]()
+        for group in self._optimizer.state_dict()["param_groups"]:
+            groups.append({**group, "params": [names[index] for index in group["params"]]})
+        return groups
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [sorted(group["params"]) for group in groups]
+
+
+def _read_states(
+    saved: Mapping[str, Any], parameters: Mapping[str, Tensor], left_out: Collection[str]
+) -> dict[str, Any]:
+    """Read what an optimizer keeps of each parameter, but of those left out."""
+    states = dict[str, Any]()
+    for name, values in saved.items():
+        if name not in left_out:
+            states[name] = _read_all(values, parameters.get(name))
+    return states
 
 
 def _read_all(values: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - as the optimizer likes
@@ -249,11 +283,13 @@ def _read_all(values: Any, parameter: Tensor | None) -> Any:  # noqa: ANN401 - a
     return read_whole(values)
 
 
-def _refuse_misfits(states: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+def _refuse_misfits(
+    names: Sequence[str], states: Mapping[str, Any], parameters: Mapping[str, Tensor]
+) -> None:
     """Refuse states that a fused kernel would read beyond."""
-    for name, values in states.items():
+    for name in names:
         own = parameters[name].shape, parameters[name].dtype
-        for key, value in values.items():
+        for key, value in states.get(name, {}).items():
             is_tensor = isinstance(value, Tensor)
             if not is_tensor or (key != "step" and (value.shape, value.dtype) != own):
                 raise ValueError(f"optimizer state {name}.{key} does not fit its parameter")
@@ -284,9 +320,9 @@ class GeneratorsPart(Stateful):
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["cpu"].clone())
         # A run that had no GPU must not start the driver here; another may have had more of them.
-        devices = gpu.devices() if state["cuda"] else []
-        for words, device in zip(state["cuda"], devices, strict=False):
-            gpu.backend().set_rng_state(words.clone(), device)
+        if state["cuda"]:
+            for words, device in zip(state["cuda"], gpu.devices(), strict=False):
+                gpu.backend().set_rng_state(words.clone(), device)
 
 
 def refuse_unsavable(parts: Mapping[str, Stateful]) -> None:

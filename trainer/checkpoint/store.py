@@ -74,7 +74,9 @@ class Loaded:
     @property
     def short(self) -> str:
         """Say which weights it gives."""
-        return f"step {self.step}{', average of the weights' if self.is_average else ''}"
+        if self.is_average:
+            return f"step {self.step}, average of the weights"
+        return f"step {self.step}"
 
 
 def open_checkpoint(path: Path, step: int | None = None, world: World = _ONE_RANK) -> Loaded:
@@ -109,7 +111,9 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """List the steps that have a checkpoint, intact or not, ascending."""
         found = list[int]()
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+        if not self.folder.is_dir():
+            return found
+        for path in self.folder.iterdir():
             if (step := step_of(path)) is not None:
                 found.append(step)
         return sorted(found)
@@ -117,8 +121,11 @@ class CheckpointStore:
     @property
     def best(self) -> int | None:
         """Step of the checkpoint that is the best; None where there is none."""
-        step = durable.read_json(self.folder / RunFolder.BEST).get("step")
-        return step if step in self.steps() else None
+        step: int | None = durable.read_json(self.folder / RunFolder.BEST).get("step")
+        # Its checkpoint may have been set aside as damaged, or deleted.
+        if step in self.steps():
+            return step
+        return None
 
     def mark_best(self, step: int) -> None:
         """Keep a checkpoint, where it is on disk, in place of the one that was the best before."""
@@ -161,17 +168,21 @@ class CheckpointStore:
         """
         steps = world.on_main(self.steps)
         if not steps or (step is not None and step not in steps):
-            which = f" of step {step}; has {', '.join(map(str, steps))}" if steps else " here"
+            which = " here"
+            if steps:
+                which = f" of step {step}; has {', '.join(map(str, steps))}"
             raise NoCheckpointError(f"{self.folder}: no checkpoint{which}")
         messages: list[str] = []
         # All ranks must take the same one, so each is agreed on before the next is looked at.
-        for candidate in reversed(steps) if step is None else [step]:
+        candidates = [step] if step is not None else steps[::-1]
+        for candidate in candidates:
             loaded, fault = self._read(candidate, world)
-            faults = [each for each in world.collect(fault) if each is not None]
+            faults = [*filter(None, world.collect(fault))]
             if loaded is not None and not faults:
                 self._intact.add(candidate)
                 return replace(loaded, messages=tuple(messages))
-            kind, text = min(faults)  # in order of the alphabet: damage counts most
+            # In order of the alphabet: damage counts most.
+            kind, text = min(faults)
             if kind == "other":
                 raise NoCheckpointError(f"{self.path(candidate)}: {text}")
             message = f"{self.path(candidate)}: {kind}: {text}"
@@ -291,7 +302,9 @@ class CheckpointWriter:
     def wait(self) -> Path | None:
         """Wait for what is being written, and return it; None where nothing is."""
         in_flight, self._in_flight = self._in_flight, None
-        return None if in_flight is None else in_flight.result()
+        if in_flight is None:
+            return None
+        return in_flight.result()
 
     def close(self) -> Path | None:
         """Wait likewise, and save no more. Closing twice does nothing."""

@@ -85,8 +85,10 @@ class StoredTensor:
             if start < last and first < stop:
                 found.append(part[max(start - first, 0) : min(stop, last) - first])
             first = last
-        rest = torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-        return torch.cat(found).to(self.dtype) if found else rest
+        # A rank of a short tensor may hold no row of it.
+        if not found:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
+        return torch.cat(found).to(self.dtype)
 
     def identity(self) -> str:
         """Give its form alone."""
@@ -136,7 +138,8 @@ def _pieces(tensors: Mapping[str, Tensor | StoredTensor]) -> Iterator[BytesLike]
         header[name] = {**kind, "data_offsets": [start, start + tensor.nbytes]}
         start += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin where any of their types may
+    # Tensors begin where any of their types may.
+    text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in in_main_memory(tensor[...] for tensor in tensors.values()):
         if tensor.nbytes:

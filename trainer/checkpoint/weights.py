@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -65,8 +65,12 @@ class StoredWeights:
     @classmethod
     def of(cls, state: State, source: object, loaded: Loaded | None = None) -> StoredWeights:
         """Take those of the state of a model that goes on, whose tensors are unread."""
-        values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-        others = {name: read_whole(state[name]) for name in state.keys() - values.keys()}
+        values, others = dict[str, StoredTensor](), dict[str, Any]()
+        for name, value in state.items():
+            if isinstance(value, StoredTensor):
+                values[name] = value
+            else:
+                others[name] = read_whole(value)
         frozen = others.pop(FROZEN, {})
         return cls(
             values=values,
@@ -84,17 +88,19 @@ class StoredWeights:
 
     def _match(self, model: nn.Module) -> tuple[dict[str, StoredTensor], str]:
         """Find the weights and buffers of a model, by the names in its `state_dict`."""
-        named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        named = _tensors_of(model.state_dict(keep_vars=True))
         expected = {plain_name(name): tensor for name, tensor in named.items()}
         found = _with_prefix(self.values, expected)
-        first: dict[int, str] = {}  # name of each tensor, which may have several
+        # The first name of each tensor, which may have several.
+        first: dict[int, str] = {}
         for alias, tensor in expected.items():
             name = first.setdefault(id(tensor), alias)
             if name != alias and (one := found.get(name) or found.get(alias)):
                 found |= {name: found.get(name, one), alias: found.get(alias, one)}
         compared, here = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in expected.items():
-            is_frozen = name in self.frozen  # as the constructor gave it, and not stored
+            # As the constructor gave it, and not stored.
+            is_frozen = name in self.frozen
             is_given = is_frozen or (self.is_adapter and not tensor.requires_grad)
             if name in found or not is_given:
                 compared[name] = tensor
@@ -102,12 +108,20 @@ class StoredWeights:
             elif is_frozen and not tensor.is_meta:
                 here[name] = tensor
         faults = _differences(found, compared)
-        if changed := [n for n, digest in digests_of(here).items() if digest != self.frozen[n]]:
+        if changed := self._changed(here):
             faults.append(
                 f"frozen {first_of([*map(clip, changed)])} not stored, and built with other values "
                 "than the run had; name the weights that it began with"
             )
-        return {n: found[plain_name(n)] for n in named if plain_name(n) in found}, "; ".join(faults)
+        return _by_own_names(named, found), "; ".join(faults)
+
+    def _changed(self, here: Mapping[str, Tensor]) -> list[str]:
+        """Name the frozen weights that do not have the values that the run had. Collective."""
+        changed = list[str]()
+        for name, digest in digests_of(here).items():
+            if digest != self.frozen[name]:
+                changed.append(name)
+        return changed
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> dict[str, StoredTensor]:
@@ -125,7 +139,7 @@ class StoredWeights:
             else:
                 fill(state[name], stored)
                 here[name] = state[name]
-        others = {n: self.others[plain_name(n)] for n in state if plain_name(n) in self.others}
+        others = _by_own_names(state, self.others)
         # The tensors are in place; this is for the modules' own hooks, and what they keep besides.
         model.load_state_dict(here | others, strict=False)
         return unread
@@ -156,7 +170,11 @@ class ModelPart(Stateful):
                 frozen[plain_name(name)] = parameter
         if stored is None or stored.is_adapter:
             return cls(module, digests_of(frozen))
-        return cls(module, {name: stored.frozen[name] for name in frozen if name in stored.frozen})
+        digests = dict[str, str]()
+        for name in frozen:
+            if name in stored.frozen:
+                digests[name] = stored.frozen[name]
+        return cls(module, digests)
 
     def state(self) -> State:
         """See the base class; tied weights are one tensor under several names. Collective."""
@@ -169,7 +187,9 @@ class ModelPart(Stateful):
             if now[name] == digest:
                 frozen[name] = digest
                 del found[name]
-        return {**found, FROZEN: frozen} if frozen else found
+        if frozen:
+            found[FROZEN] = frozen
+        return found
 
     def load(self, state: State) -> None:
         """See the base class; all of it is checked before a weight changes."""
@@ -213,7 +233,9 @@ def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
         text = "no checkpoint was chosen; leave it out, or train with checkpoint.best=eval_loss"
         raise ConfigError(f"step=best: in {run} {text}")
     loaded = store.load(number, set_aside=False, world=world or World())
-    return _with_average(loaded) if step == AVERAGE else loaded
+    if step == AVERAGE:
+        return _with_average(loaded)
+    return loaded
 
 
 def _with_average(loaded: Loaded) -> Loaded:
@@ -234,8 +256,12 @@ def _with_average(loaded: Loaded) -> Loaded:
 
 def _begun_with(loaded: Loaded) -> StoredWeights:
     """Give the weights of a checkpoint for a new run."""
-    terms = state_of(loaded, "terms", 1) if "terms" in loaded.parts else {}
-    contract = terms.get("contract") if isinstance(terms, dict) else None
+    contract: Any = None
+    if "terms" in loaded.parts:
+        terms = state_of(loaded, "terms", 1)
+        # A stranger may have written the file.
+        if isinstance(terms, dict):
+            contract = terms.get("contract")
     had = any(str(key).startswith(("transforms", "adapter")) for key in contract or ())
     weights = checkpoint_weights(loaded)
     return replace(weights, is_resumed=False, is_transformed=had, others={})
@@ -247,7 +273,7 @@ def _open(path: Path, world: World) -> StoredWeights:
     try:
         if (path / RunFolder.MANIFEST).is_file():
             return _begun_with(open_checkpoint(path, world=world))
-        files = [file for file in (path, path / WEIGHTS_FILE) if file.is_file()][:1]
+        files = [*filter(Path.is_file, (path, path / WEIGHTS_FILE))][:1]
         if (path / INDEX_FILE).is_file() and not files:
             index = json.loads((path / INDEX_FILE).read_bytes())["weight_map"]
             files = [path / Path(name).name for name in sorted({*index.values()})]
@@ -263,6 +289,25 @@ def _open(path: Path, world: World) -> StoredWeights:
     raise NoCheckpointError(
         f"{shown}: no weights here: name a run, a checkpoint, an export or a safetensors file"
     )
+
+
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Take the tensors of a `state_dict`, which may hold what `get_extra_state` gave, too."""
+    tensors = dict[str, Tensor]()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    return tensors
+
+
+def _by_own_names(own: Iterable[str], by_plain_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what there is of a model's own names, which compilation and recomputation change."""
+    found = dict[str, Any]()
+    for name in own:
+        plain = plain_name(name)
+        if plain in by_plain_name:
+            found[name] = by_plain_name[plain]
+    return found
 
 
 def _with_prefix(
@@ -286,7 +331,11 @@ def _differences(found: Mapping[str, StoredTensor], expected: Mapping[str, Tenso
             wrong.append(f"{name} ({stored} in the checkpoint, {_kind(tensor)} in the model)")
     missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     differing = {"missing": sorted(missing), "unexpected": sorted(unexpected), "different": wrong}
-    return [f"{what} {first_of([*map(clip, names)])}" for what, names in differing.items() if names]
+    faults = list[str]()
+    for what, names in differing.items():
+        if names:
+            faults.append(f"{what} {first_of([*map(clip, names)])}")
+    return faults
 
 
 def _kind(tensor: Tensor | StoredTensor) -> str:
@@ -312,8 +361,9 @@ def export(
         raise ConfigError(f"export.to: {to} is not empty: name a new folder")
     weights: dict[str, Any] = dict(checkpoint_weights(loaded).values)
     if model is not None:
-        named = {plain_name(name): value for name, value in model.state_dict().items()}
-        weights = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        weights = {}
+        for name, tensor in _tensors_of(model.state_dict()).items():
+            weights[plain_name(name)] = tensor
     with durable.as_save_error(to, sum(each.nbytes for each in weights.values())):
         unfinished = durable.begin_folder(to)
         try:
@@ -330,5 +380,6 @@ def export(
         except SafetensorError as error:  # how a Hugging Face model says that the disk refused
             raise SaveError(f"{to}: could not be written: {error}") from error
         finally:
-            durable.discard(unfinished)  # of which nothing is left where it was published
+            # Where it was published nothing is left of it.
+            durable.discard(unfinished)
     return to

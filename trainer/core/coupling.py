@@ -74,6 +74,7 @@ def strictest(*couplings: Coupling) -> Coupling:
 
     Of several of one kind it is the first of which a user is to be warned, else the first.
     """
+    # Groups of 4 and groups of 6 are both whole in groups of 12.
     most = max(couplings, key=lambda each: (KINDS.index(each.kind), bool(each.warning)))
     joins = any(each.joins_ranks for each in couplings)
     return replace(most, size=math.lcm(*(each.size for each in couplings)), joins_ranks=joins)

@@ -44,7 +44,8 @@ def _generators(part: object) -> list[Any]:
 def undo_other_state(*roots: object) -> list[Callable[[], object]]:
     """Remember all declared state but buffers; gives what puts it back."""
     undo: list[Callable[[], object]] = []
-    for part in parts_of(*roots):  # once: it is done in every step
+    # In one walk, since it is done in every step.
+    for part in parts_of(*roots):
         undo += map(undo_of, _generators(part))
         if isinstance(part, nn.Module) and type(part).get_extra_state is not NO_EXTRA_STATE:
             undo.append(_undo_extra(part))
@@ -117,7 +118,8 @@ def _cloned(buffers: Sequence[_Buffers]) -> list[_Buffers]:
                 # constants, such as a mask in every block, take no more.
                 try:
                     clones[id(tensor)] = tensor._lazy_clone()
-                except RuntimeError:  # NumPy's memory, a file's, or a subclass without it
+                except RuntimeError:
+                    # The memory is NumPy's or a file's, or the tensor of a subclass without it.
                     clones[id(tensor)] = tensor.clone()
             mine[name] = clones[id(tensor)]
         copies.append(mine)

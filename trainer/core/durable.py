@@ -33,9 +33,11 @@ UNFINISHED = ".tmp-"
 TRASH = ".trash-"
 """Begins the name of what is being deleted."""
 
-_CHUNK_BYTES = 4 << 20  # hashed and written while it is still in the cache
+# Hashed and written while it is still in the cache
+_CHUNK_BYTES = 4 << 20
 _MAX_JSON_BYTES = 16 << 20
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 3 ms a run, else 24
+# In C it takes 3 ms a run, else 24.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_RECORD = 1 << 20
 """Characters of a file beyond which it is no record of a run."""
 
@@ -149,11 +151,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def strict(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Replace every number that JSON does not know (NaN, infinities) by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return value
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
@@ -173,10 +177,12 @@ def parsed(text: bytes) -> Any:  # noqa: ANN401 - any JSON value
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of a run folder, perhaps a stranger's; empty where there is none."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # a pipe would never end
+        # A pipe would never end.
+        if path.is_file():
             with path.open("rb") as file:
                 content = parsed(file.read(_MAX_JSON_BYTES))
-            return content if isinstance(content, dict) else {}
+            if isinstance(content, dict):
+                return content
     return {}
 
 
@@ -189,7 +195,8 @@ def read_yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
     has_alias = any(isinstance(token, yaml.AliasToken) for token in tokens)
     if len(content) > _MAX_RECORD or has_alias:
         raise ValueError("not a record of a run")
-    return _LOADER(content).get_single_data()  # what safe_load does, with the loader in C
+    # As `yaml.safe_load` does, with the loader in C.
+    return _LOADER(content).get_single_data()
 
 
 def append(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -206,6 +213,7 @@ def append(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def open_log(path: Path) -> TextIO:
     """Open a text file, new or not, to add lines; never a link's target, nor a pipe."""
+    # With O_NONBLOCK a pipe that nobody reads is refused; else opening it waits for ever.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8", errors="backslashreplace")
 
@@ -219,6 +227,7 @@ def make_folders(path: Path) -> None:
     try:
         disk.make_folder(path)
     except FileExistsError:
+        # Another rank may have made it meanwhile.
         if not path.is_dir():
             raise
     disk.sync_folder(path.parent)
@@ -244,6 +253,7 @@ def publish_folder(unfinished: Path, final_path: Path) -> None:
 
     Refuses a name that is taken: rename would replace an empty folder in silence.
     """
+    # First the names of its files: no crash may show the folder without some of them.
     _in_use[-1].sync_folder(unfinished)
     if os.path.lexists(final_path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final_path))
@@ -259,6 +269,7 @@ def rename(source: Path, target: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a folder so that a crash never leaves a part of it under its name."""
+    # A rename is one step, and to delete what a folder holds takes many.
     trash = path.with_name(f"{TRASH}{path.name}-{uuid.uuid4().hex}")
     rename(path, trash)
     _remove_tree(trash)
@@ -272,7 +283,9 @@ def discard(path: Path) -> None:
 
 def clean(folder: Path) -> None:
     """Delete what earlier crashes left unfinished in a folder. Only for who holds the run."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
         if path.name.startswith((UNFINISHED, TRASH)):
             discard(path)
 
@@ -291,9 +304,12 @@ def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveErr
     why = error.strerror or str(error) or type(error).__name__
     if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         return SaveError(f"{path}: could not be written: {why}")
+    # The nearest that exists: the disk may have refused to make the others.
     folder = next(each for each in path.absolute().parents if each.is_dir())
     room = f"{shown_size(shutil.disk_usage(folder).free)} free"
-    need = "" if needed is None else f"needs {shown_size(needed)}, "
+    need = ""
+    if needed is not None:
+        need = f"needs {shown_size(needed)}, "
     return SaveError(
         f"{path}: could not be written: {why} ({need}{room}): make room, lower checkpoint.keep, "
         "or set outputs to another disk; nothing older was touched"
@@ -306,6 +322,7 @@ def _unfinished(path: Path) -> Path:
 
 def _write_all(disk: FileSystem, handle: int, data: memoryview) -> None:
     while data:
+        # The system may take less than all, as where a disk fills up.
         data = data[disk.write(handle, data) :]
 
 

@@ -82,6 +82,7 @@ def error_to_dict(error: TrainError) -> dict[str, Any]:
 
 def error_from_dict(content: Mapping[str, Any]) -> TrainError:
     """Turn what `error_to_dict` wrote back into an error of the same class, text and exit code."""
+    # A class of another module is not known here: its text and exit code are kept.
     kind, text = globals().get(content["error"], TrainError), content["text"]
     error: TrainError = kind(*(text.splitlines() if kind is ConfigError else [text]))
     error.exit_code = content["code"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import IO, TextIO
 
+# From here on a number without decimals is written as 1000, and so in the next unit.
 ROUNDS_TO_1000 = 999.5
 
 DTYPE_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -21,13 +22,17 @@ DTYPE_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float1
 
 def number(value: float) -> str:
     """Write a count in full, with thousands separated: `8,192`."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.1f}"
 
 
 def plural(count: float, noun: str) -> str:
     """Write a count with its noun: `1 rank`, `11 micro-batches`."""
+    if count == 1:
+        return f"{number(count)} {noun}"
     ending = "es" if noun.endswith(("batch", "process")) else "s"
-    return f"{number(count)} {noun}{'' if count == 1 else ending}"
+    return f"{number(count)} {noun}{ending}"
 
 
 def short(value: float | None) -> str:
@@ -39,20 +44,27 @@ def short(value: float | None) -> str:
 
 def size(num_bytes: float | None) -> str:
     """Write bytes in binary units: `412 MiB`, `13.2 GiB`."""
-    units = (" B", " KiB", " MiB", " GiB", " TiB")
-    return "unknown" if num_bytes is None else _scaled(num_bytes, 1024, units)
+    if num_bytes is None:
+        return "unknown"
+    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
     scaled, power = float(value), 0
     while abs(scaled) >= ROUNDS_TO_1000 and power < len(units) - 1:
         scaled, power = scaled / base, power + 1
-    return f"{_three_digits(scaled) if power else f'{scaled:.0f}'}{units[power]}"
+    if power == 0:
+        return f"{scaled:.0f}{units[0]}"
+    return f"{_three_digits(scaled)}{units[power]}"
 
 
 def _three_digits(value: float) -> str:
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0  # noqa: PLR2004
-    return f"{value:.{digits}f}"
+    # What rounds to 10.0 has one decimal, and what rounds to 100 none.
+    if abs(value) < 9.995:  # noqa: PLR2004
+        return f"{value:.2f}"
+    if abs(value) < 99.95:  # noqa: PLR2004
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def percent(share: float) -> str:
@@ -72,7 +84,9 @@ def duration(seconds: float | None) -> str:
     hours, whole_min = divmod(minutes, 60)
     if hours:
         return f"{hours} h {whole_min} min"
-    return f"{minutes} min {whole_s} s" if minutes else f"{whole_s} s"
+    if minutes:
+        return f"{minutes} min {whole_s} s"
+    return f"{whole_s} s"
 
 
 def clock(seconds: float | None) -> str:
@@ -86,15 +100,19 @@ def loss(value: float | None) -> str:
     """Write a loss in nats: four decimals while it is of ordinary size."""
     if value is None or not math.isfinite(value):
         return "not finite"
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"  # noqa: PLR2004
+    if abs(value) < 1e4:  # noqa: PLR2004
+        return f"{value:.4f}"
+    return f"{value:.3e}"
 
 
 def rate(value: float | None) -> str:
     """Write a gradient norm or a learning rate with three digits: `0.83`, `2.00e-04`."""
     if value is None or not math.isfinite(value):
         return "-"
-    ordinary = value == 0 or 0.01 <= abs(value) < ROUNDS_TO_1000  # noqa: PLR2004 - two decimals
-    return _three_digits(value) if ordinary else f"{value:.2e}"
+    # Two decimals show a value from 0.01 on.
+    if value == 0 or 0.01 <= abs(value) < ROUNDS_TO_1000:  # noqa: PLR2004
+        return _three_digits(value)
+    return f"{value:.2e}"
 
 
 def printable(text: str) -> str:

@@ -37,6 +37,7 @@ def generators_in(root: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen, waiting = {id(root)}, deque([("", root)])
     while waiting and len(seen) < _MOST_SEARCHED:
+        # What is nearest comes first, so that the limit leaves out what lies deepest.
         path, owner = waiting.popleft()
         for name, value in _parts(owner):
             if value is None or id(value) in seen:
@@ -72,8 +73,10 @@ def reseed(generator: Any, key: int) -> None:  # noqa: ANN401 - of any kind
         generator.seed(key)
     elif isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
+        # NumPy seeds a bit generator in its constructor alone.
         bits.state = type(bits)(key).state
-    else:  # with the second number of a normal draw that may wait in it
+    else:
+        # With the second number of a normal draw that may wait in it.
         kind = type(generator._bit_generator)
         generator.set_state(np.random.RandomState(kind(key)).get_state(legacy=False))
 

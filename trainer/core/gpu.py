@@ -68,7 +68,8 @@ def wait() -> None:
 
 def generator_states() -> list[Tensor]:
     """Read the random generators of all GPUs; none where this process has touched none."""
-    found = backend()  # asking for states would start the driver
+    # Asking for states would start the driver.
+    found = backend()
     return list(found.get_rng_state_all()) if found.is_initialized() else []
 
 

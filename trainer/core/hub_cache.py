@@ -34,8 +34,9 @@ def weights_path(typed: str) -> Path:
     if not os.path.isdir(snapshots):  # noqa: PTH112 - as above
         return path
     main = path / "refs" / "main"
-    named = snapshots / main.read_text().strip() if main.is_file() else None
-    return named or min(snapshots.iterdir(), default=path)
+    if main.is_file():
+        return snapshots / main.read_text().strip()
+    return min(snapshots.iterdir(), default=path)
 
 
 def read_cache_without_network(typed: str) -> None:
@@ -52,12 +53,15 @@ def read_cache_without_network(typed: str) -> None:
     except OSError:
         os.environ["HF_HUB_OFFLINE"] = "1"
         if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
-            vars(constants)["HF_HUB_OFFLINE"] = True  # it was read before
+            # The library read the variable as it was imported.
+            vars(constants)["HF_HUB_OFFLINE"] = True
 
 
 def model_folder(source: str) -> str:
     """Give the folder of a model that a file of it may stand for, or its name on the hub."""
-    return str(Path(source).parent) if Path(source).is_file() else source
+    if Path(source).is_file():
+        return str(Path(source).parent)
+    return source
 
 
 def model_files(source: str, *names: str) -> list[Path]:
@@ -68,7 +72,8 @@ def model_files(source: str, *names: str) -> list[Path]:
     read_cache_without_network(source)
     found = list[Path]()
     for name in names:
-        with suppress(ImportError, OSError, ValueError):  # whoever loads the model says why
+        # Whoever loads the model says why.
+        with suppress(ImportError, OSError, ValueError):
             from huggingface_hub import hf_hub_download  # noqa: PLC0415 - for such a name
 
             found.append(Path(hf_hub_download(source, name)))

@@ -85,6 +85,7 @@ def peak_bytes(device: torch.device) -> int:
     """Give the most memory this process has had: the device's, or resident memory on a CPU."""
     if gpu.is_gpu(device):
         return int(gpu.backend().max_memory_allocated(device))
+    # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

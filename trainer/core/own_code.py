@@ -25,7 +25,8 @@ class OwnCode:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._is_added = False  # whether it stands on `sys.path` because of a class
+        # Whether it stands on `sys.path` because of a class.
+        self._is_added = False
         # Modules, of any place, that targets name
         self._targets: set[str] = set()
 
@@ -67,7 +68,8 @@ class OwnCode:
         """Name the file, or folder, that a top-level module would come from; empty for none."""
         installed = PathFinder.find_spec(package)
         spec = installed
-        if _origin(installed) is None:  # a folder of that name may lie anywhere on the path
+        # A folder of that name may lie anywhere on the path.
+        if _origin(installed) is None:
             spec = self._spec(package) or installed
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
         return next((os.path.realpath(place) for place in places if place), "")

@@ -27,7 +27,8 @@ FIRST_STEP = 10
 _IN_STEP: tuple[InStep, ...] = get_args(InStep)
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _PLACE, _SINCE = struct.Struct("<qqq??"), struct.Struct("<d")
-_SINCE_AT = 32  # aligned, so that no reader finds half of it
+# Aligned, so that no reader finds half of it.
+_SINCE_AT = 32
 
 WARM_STEP = 2
 """The first step that counts where there are so many: the one before fills caches and compiles."""
@@ -128,7 +129,8 @@ class PhaseTimes:
         self.mark = mark
         self.phase: Phase = "start"
         self._since = mark()
-        self._passing: deque[tuple[Phase, Mark, Mark]] = deque()  # in the order of their ends
+        # In the order of their ends.
+        self._passing: deque[tuple[Phase, Mark, Mark]] = deque()
         self._phases: dict[Phase, dict[str, float]] = {}
         self._steps = 0
 
@@ -141,7 +143,8 @@ class PhaseTimes:
             self._add_up()
         if self.on_phase is not None:
             self.on_phase(phase)
-            self._since = self.mark()  # what it took is no part of the phase
+            # What it took is no part of the phase.
+            self._since = self.mark()
         return ended
 
     def spending(self) -> dict[str, Any]:
@@ -163,7 +166,8 @@ class PhaseTimes:
                 seconds = after - before
             elif after.query():
                 seconds = before.elapsed_time(after) / 1e3
-            else:  # the device has not come there yet
+            else:
+                # The device has not come there yet, nor to any mark behind it.
                 return
             self._passing.popleft()
             if phase == "data":

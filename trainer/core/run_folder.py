@@ -48,7 +48,9 @@ def checkpoint_name(step: int) -> str:
 def step_of(checkpoint: Path) -> int | None:
     """Read the step of a checkpoint off the name of its folder; None of any other folder."""
     match = _STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 @final
@@ -88,20 +90,28 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Read the resolved config."""
         content = _yaml(self.path / self.CONFIG)
-        return content if isinstance(content, dict) else {}
+        if isinstance(content, dict):
+            return content
+        return {}
 
     @property
     def overrides_file(self) -> Path:
         """Where the overrides of the latest start are; those of the first stay beside them."""
         resumed = self.path / self.RESUMED / self.OVERRIDES
         # A process that was killed while Hydra wrote this file left it empty; none is `[]`.
-        is_whole = resumed.is_file() and resumed.stat().st_size
-        return resumed if is_whole else self.path / self.HYDRA / self.OVERRIDES
+        if resumed.is_file() and resumed.stat().st_size:
+            return resumed
+        return self.path / self.HYDRA / self.OVERRIDES
 
     def typed(self, *, first: bool = False) -> list[str]:
         """Read the overrides of the latest start, or of the first."""
-        content = _yaml(self.path / self.HYDRA / self.OVERRIDES if first else self.overrides_file)
-        return [str(each).lstrip("+") for each in content] if isinstance(content, list) else []
+        file = self.overrides_file
+        if first:
+            file = self.path / self.HYDRA / self.OVERRIDES
+        content = _yaml(file)
+        if not isinstance(content, list):
+            return []
+        return [str(each).lstrip("+") for each in content]
 
     def status(self) -> dict[str, Any]:
         """Read what the run is doing, or how it ended.
@@ -126,7 +136,9 @@ class RunFolder:
     def last_step(self) -> int:
         """Read the last step as the status has it; 0 where it has none."""
         step = self.status().get("step")
-        return step if isinstance(step, int) else 0
+        if isinstance(step, int):
+            return step
+        return 0
 
     def record_start(self) -> None:
         """Record once when the run begins; file times of a copy are those of the copying."""
@@ -138,7 +150,9 @@ class RunFolder:
     def began(self) -> float:
         """Read when it began, in seconds since the epoch; 0 where nobody wrote it down."""
         found = self.record(self.START).get("started")
-        return float(found) if isinstance(found, int | float) else 0.0
+        if isinstance(found, int | float):
+            return float(found)
+        return 0.0
 
     def by_start(self) -> tuple[float, str]:
         """Give what runs are sorted by: when they began, then their path."""
@@ -150,25 +164,34 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """List the steps of the checkpoints, intact or not, ascending."""
-        found = (
-            step_of(path.parent) for path in self.path.glob(f"{self.CHECKPOINTS}/*/{self.MANIFEST}")
-        )
-        return sorted(step for step in found if step is not None)
+        found = list[int]()
+        for path in self.path.glob(f"{self.CHECKPOINTS}/*/{self.MANIFEST}"):
+            if (step := step_of(path.parent)) is not None:
+                found.append(step)
+        return sorted(found)
 
     def terms(self) -> dict[str, Any]:
         """Read what the steps of the run depend on, as the newest checkpoint has it."""
         for step in reversed(self.steps()):
             found: Any = durable.read_json(self.checkpoint(step) / self.MANIFEST)
             for name in ("parts", "terms", "state"):
-                found = found.get(name) if isinstance(found, dict) else None
+                # A stranger may have written the file.
+                if not isinstance(found, dict):
+                    break
+                found = found.get(name)
             if isinstance(found, dict):
                 return found
         return {}
 
     def rank_log(self, command: str, rank: int) -> Path | None:
         """Name the file of what a rank prints; None is the screen, which is the first one's."""
-        reader = "" if command == "train" else f"{command}-"
-        return self.path / "ranks" / f"{reader}rank{rank}.log" if rank else None
+        if rank == 0:
+            return None
+        name = f"rank{rank}.log"
+        # Commands that only read a run do not write over what its training printed.
+        if command != "train":
+            name = f"{command}-{name}"
+        return self.path / "ranks" / name
 
     def traceback(self, rank: int) -> Path:
         """Name the file with the traceback and the stacks of a rank that failed."""
@@ -187,14 +210,20 @@ def runs_in(folder: Path) -> list[Path]:
     """List the run that a folder is, or those of its jobs, in their order."""
     if RunFolder(folder).is_run:
         return [folder]
-    inner = folder.iterdir() if folder.is_dir() else ()
-    jobs = [path for path in inner if path.is_dir() and RunFolder(path).is_run]
+    jobs = list[Path]()
+    if not folder.is_dir():
+        return jobs
+    for path in folder.iterdir():
+        if path.is_dir() and RunFolder(path).is_run:
+            jobs.append(path)
+    # By number, so that job 10 comes behind job 9: a longer number is a larger one.
     return sorted(jobs, key=lambda path: (len(path.name.partition("_")[0]), path.name))
 
 
 def _yaml(path: Path) -> Any:  # noqa: ANN401 - any YAML
     with suppress(*UNREADABLE):
-        if path.is_file():  # a pipe would never end
+        # A pipe would never end.
+        if path.is_file():
             return durable.read_yaml(path)
     return None
 
@@ -223,7 +252,8 @@ def hold(run: Path) -> Iterator[None]:
     try:
         with durable.as_save_error(path):
             _lock(handle, run)
-        with suppress(OSError):  # on a full disk the lock works without a name in it
+        # On a full disk the lock works without a name in it.
+        with suppress(OSError):
             os.ftruncate(handle, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname()}
             os.write(handle, json.dumps(holder).encode())
@@ -232,7 +262,8 @@ def hold(run: Path) -> Iterator[None]:
         yield
     finally:
         _handles.pop(home, None)
-        with suppress(OSError):  # where locks are not known; closing lets go of them
+        # Some file systems know no locks; closing lets go of them anyway.
+        with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
@@ -262,7 +293,8 @@ def _lock(handle: int, run: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > ends:
                 holder = "another process"
-                with suppress(ValueError, KeyError, TypeError):  # a stranger may have written it
+                # A stranger may have written it.
+                with suppress(ValueError, KeyError, TypeError):
                     found = json.loads(os.pread(handle, 4096, 0))
                     holder = f"process {int(found['pid'])} on {str(found['host'])!r:.80}"
                 remedy = "wait for it, stop it, or start another run"

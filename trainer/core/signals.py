@@ -80,6 +80,7 @@ def stop_signals(*, ends_at_second: bool = True) -> Iterator[StopFlag]:
         if sys.stderr.isatty():
             # Not through the stream, which may be in the midst of writing.
             os.write(sys.stderr.fileno(), STOPPING)
+        # Until then the same signal, come a second time, does nothing.
         time.sleep(TOGETHER_S)
         for each in caught():
             signal.signal(each, signal.SIG_DFL)

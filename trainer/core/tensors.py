@@ -13,7 +13,8 @@ from torch import Tensor
 from trainer.core import gpu
 from trainer.core.format import DTYPE_WORDS
 
-if TYPE_CHECKING:  # the import costs half a second, which a run without shards need not wait for
+# The import costs half a second, which a run without shards need not wait for.
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 COPIED_AT_ONCE = 2**28
@@ -69,6 +70,7 @@ def in_main_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Give tensors in order, those of a GPU copied; waits for it once for `COPIED_AT_ONCE`."""
     copies, size, from_gpu = list[Tensor](), 0, False
     for tensor in tensors:
+        # A copy begins at once, and many of them are waited for together.
         copies.append(tensor.detach().to("cpu", non_blocking=True))
         size += tensor.nbytes
         from_gpu |= gpu.is_gpu(tensor.device)

@@ -53,6 +53,7 @@ def excerpt(error: BaseException) -> str:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Give an error and what it was raised from, or while handling, as tracebacks show them."""
+    # Who sets `__cause__` by hand can close a circle.
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
@@ -65,6 +66,7 @@ def _last_frame(error: BaseException) -> tuple[FrameType, int] | None:
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
+        # The innermost that is the user's: a library which it called may have raised.
         if not file.startswith(_PROGRAM) and INSTALLED.isdisjoint(Path(file).parts):
             found = frame, line
     return found

@@ -82,7 +82,8 @@ class World:
         """Add a few numbers over all ranks, in float64; no device is waited for. Collective."""
         if self.size == 1:
             return list(numbers)
-        given = torch.tensor(numbers, dtype=torch.float64)  # on the CPU, which gloo sends
+        # On the CPU, which gloo sends.
+        given = torch.tensor(numbers, dtype=torch.float64)
         total: list[float] = self.sum(given).tolist()
         return total
 
@@ -93,6 +94,7 @@ class World:
             return [json.loads(text)]
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         with self.rank_progress.waiting():
+            # Sizes go first: all tensors of a gathering have one shape.
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
             counts = [int(size) for size in sizes]
@@ -114,6 +116,7 @@ class World:
         try:
             found = {"value": work()}
         except TrainError as error:
+            # The other ranks wait for an answer of this one, and end by the same error.
             self.collect(error_to_dict(error))
             raise
         answers = self.collect(found)
@@ -133,8 +136,10 @@ class World:
         """Note what this rank does now, for whoever may ask why it does not answer."""
         self.times.enter(phase)
         place = self.rank_progress.read()
-        number = place.step if step is None else step
-        is_first = place.is_first if number == place.step else place.step == 0 or self.compiles
+        number, is_first = place.step, place.is_first
+        if step is not None and step != place.step:
+            # Compiled code may meet a new length, and be compiled anew, in any step.
+            number, is_first = step, place.step == 0 or self.compiles
         self.rank_progress.write(RankPosition(number, phase, waits=place.waits, is_first=is_first))
 
     def barrier(self) -> None:

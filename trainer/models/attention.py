@@ -19,8 +19,10 @@ _CAUSAL: dict[str, Any] = (
     else {"window_size": (-1, 0)}
 )
 
-MOST_CHANNELS = 256  # of a head, in FlashAttention 2
-SHORT, BLOCK = 1024, 256  # tokens; the probabilities of longer documents are too large to save
+# Of a head, in FlashAttention 2.
+MOST_CHANNELS = 256
+# In tokens. The probabilities of longer documents are too large to save.
+SHORT, BLOCK = 1024, 256
 
 
 @final
@@ -108,6 +110,7 @@ def causal_attention(
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend by products, which bf16 speeds up on a CPU; PyTorch's flash kernel it does not."""
+    # Scores are scaled on the side of the queries, which are fewer numbers than the scores.
     queries, keys, values = (x.flatten(0, 1) for x in (q * q.shape[-1] ** -0.5, k, v))
     mask, blocks = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1), []
     for start in range(0, q.shape[2], BLOCK):

@@ -27,6 +27,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OMITTED = "omitted_fields"
 """Attribute of a module that names fields its calls leave out."""
 NAMED = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+SINGLE = NAMED | {inspect.Parameter.POSITIONAL_ONLY}  # all but `*args` and `**kwargs`
 IMAGE_DIMS = 4  # (batch, channels, height, width)
 BOUNDARIES = "cu_seqlens"
 """The field that says where packed documents begin."""
@@ -85,17 +86,12 @@ def bind(
     # `torch.compile(module)` gives a wrapper whose own forward takes anything.
     written = getattr(module, "_orig_mod", module)
     omitted = getattr(written, OMITTED, ())
-    parameters = inspect.signature(written.forward).parameters.values()
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind in NAMED]
-    single = NAMED | {inspect.Parameter.POSITIONAL_ONLY}
-    required = [p.name for p in parameters if p.default is p.empty and p.kind in single]
+    names, required, takes_all = _parameters_of(written.forward)
     has_cache = takes_all and hasattr(getattr(written, "config", None), "use_cache")
     has_cache |= "use_cache" in names
 
     def call(fields: Fields) -> Any:  # noqa: ANN401 - models return what they like
-        given = {name: fields[name] for name in fields if name not in omitted}
-        arguments = with_boundaries(given, names)
+        arguments = with_boundaries(_without(fields, omitted), names)
         if not takes_all:
             arguments = {name: arguments[name] for name in names if name in arguments}
         missing = [name for name in required if name not in arguments]
@@ -130,6 +126,27 @@ def _pass(x: Tensor) -> Tensor:
     return x.to(computed_in(x))
 
 
+def _parameters_of(forward: Callable[..., Any]) -> tuple[list[str], list[str], bool]:
+    """List what is given by name, and what is required; and whether it takes any name."""
+    names, required, takes_all = list[str](), list[str](), False
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind in NAMED:
+            names.append(parameter.name)
+        # One by place alone counts here, too: it cannot be given by its name, and is missed.
+        if parameter.kind in SINGLE and parameter.default is parameter.empty:
+            required.append(parameter.name)
+        takes_all |= parameter.kind is inspect.Parameter.VAR_KEYWORD
+    return names, required, takes_all
+
+
+def _without(fields: Fields, left_out: Collection[str]) -> dict[str, Any]:
+    rest = dict[str, Any]()
+    for name, field in fields.items():
+        if name not in left_out:
+            rest[name] = field
+    return rest
+
+
 def unnamed_fields(module: nn.Module, names: Iterable[str]) -> list[str]:
     """List the fields of which a module's forward does not say that it reads them."""
     named = inspect.signature(module.forward).parameters.keys() - set(getattr(module, OMITTED, ()))
@@ -149,8 +166,7 @@ def with_boundaries(fields: dict[str, Any], names: Collection[str]) -> dict[str,
     bounds, longest = fields[BOUNDARIES], fields["max_seqlen"].shape[0]
     if BOUNDARIES in names:
         return {**fields, "max_seqlen": longest}
-    taken = (BOUNDARIES, "max_seqlen", "attention_mask")
-    given = {name: field for name, field in fields.items() if name not in taken}
+    given = _without(fields, (BOUNDARIES, "max_seqlen", "attention_mask"))
     given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     given |= {"max_length_q": longest, "max_length_k": longest}
     return given | {"use_cache": False}
@@ -185,20 +201,28 @@ class Casts:
         finally:
             _CASTS.reset(token)
             if self._weights:
-                self._weights, self._by_value = [], False  # shards come and go
+                # Shards come and go.
+                self._weights, self._by_value = [], False
 
     def renew(self) -> None:
         """Forget casts that are older than their weights."""
         is_first = not self._weights
         if is_first:
-            trained = (p for p in self._module.parameters() if p.requires_grad)
-            self._weights = [p for p in trained if p.dtype == torch.float32]  # all that it keeps
+            for parameter in self._module.parameters():
+                # Autocast keeps casts of no others: of fp32, with gradients.
+                if parameter.requires_grad and parameter.dtype == torch.float32:
+                    self._weights.append(parameter)
         versions, bits = [p._version for p in self._weights], list[int]()
         if self._by_value:
-            # Any write to a tensor changes the sum of its bits.
-            plain = [weight.data for weight in self._weights if type(weight.data) is Tensor]
-            sums = [weight.view(torch.int32).sum() for weight in plain]
-            bits = torch.stack(sums).tolist() if sums else []
+            sums = list[Tensor]()
+            for weight in self._weights:
+                values = weight.data
+                # Any write to a tensor changes the sum of its bits.
+                if type(values) is Tensor:
+                    sums.append(values.view(torch.int32).sum())
+            # One wait for the device, and not one for each weight
+            if sums:
+                bits = torch.stack(sums).tolist()
         is_same = versions == self._versions
         self._is_counted &= is_first or not is_same or bits == self._bits
         if not (is_first or (is_same and self._is_counted)):

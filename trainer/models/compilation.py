@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models.recompute import blocks_of
 
-GRAPHS = 4  # of a length: for one sample and for several, each in training and in evaluation
+# Of a length: for one sample and for several, each in training and in evaluation.
+GRAPHS = 4
 # Padded lengths of a compiled model, over a whole run; the number of samples is dynamic
 COMPILED_SHAPES = 16
 

@@ -90,19 +90,26 @@ def facts_of(module: nn.Module, arguments: Mapping[str, Any] | None = None) -> M
     `arguments` are those that it was made of: one of them may name its source.
     """
     library = model_library()
-    parts = [(name and f"{name}.", noted_facts(part)) for name, part in module.named_modules()]
-    loaded = [(prefix, part) for prefix, part in parts if part.source is not None]
-    new = [f"{prefix}{name}" for prefix, part in loaded for name in part.new]
-    if loaded:  # beside a part that was loaded, all else begins new
-        prefixes = tuple(prefix for prefix, _ in loaded)
-        names = sorted(name for name, _ in module.named_parameters())
-        new += [name for name in names if not name.startswith(prefixes)]
-    found = replace(
-        noted_facts(module),
-        source=loaded[0][1].source if loaded else library.source_in(arguments or {}),
-        new=new,
-        unused=[f"{prefix}{name}" for prefix, part in loaded for name in part.unused],
-    )
+    sources, prefixes = list[str](), list[str]()
+    new, unused = list[str](), list[str]()
+    for path, part in module.named_modules():
+        known = noted_facts(part)
+        if known.source is None:
+            continue
+        prefix = path and f"{path}."
+        sources.append(known.source)
+        prefixes.append(prefix)
+        new += [f"{prefix}{name}" for name in known.new]
+        unused += [f"{prefix}{name}" for name in known.unused]
+    if sources:
+        source: str | None = sources[0]
+        # Beside a part that was loaded, all else begins new.
+        for name in sorted(dict(module.named_parameters())):
+            if not name.startswith(tuple(prefixes)):
+                new.append(name)
+    else:
+        source = library.source_in(arguments or {})
+    found = replace(noted_facts(module), source=source, new=new, unused=unused)
     return library.completed(found, module)
 
 

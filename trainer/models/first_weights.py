@@ -88,7 +88,8 @@ class DrawnTensor:
         digest = hashlib.blake2b(digest_size=16)
         for func, args, kwargs, state, _ in self.fills:
             digest.update(f"{func} {args} {kwargs}".encode())
-            digest.update(b"" if state is None else state.numpy().tobytes())
+            if state is not None:
+                digest.update(state.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -102,14 +103,22 @@ def build_on_meta(
     recorder = _FillRecorder()
     with recorder, torch.device("meta"):
         module = build()
-    named = dict(module.named_parameters(remove_duplicate=False))
-    drawn = {name: p for name, p in named.items() if name not in known}
-    lost = [name for name, parameter in drawn.items() if _key(parameter) not in recorder.fills]
-    if lost := [*lost, *(name for name, buffer in module.named_buffers() if buffer.is_meta)]:
+    drawn, lost = dict[str, DrawnTensor](), list[str]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in known:
+            continue
+        # Tied weights have one storage, so all their names find the same fills.
+        if (fills := recorder.fills.get(_key(parameter))) is None:
+            lost.append(name)
+        else:
+            drawn[name] = DrawnTensor(parameter.shape, parameter.dtype, fills)
+    # First weights are of parameters: a buffer that is still on the meta device has no values.
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            lost.append(name)
+    if lost:
         raise ConfigError(f"model: {lost[0]} {_NO_VALUE}")
-    return module, {
-        name: DrawnTensor(p.shape, p.dtype, recorder.fills[_key(p)]) for name, p in drawn.items()
-    }
+    return module, drawn
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -141,7 +150,8 @@ def any_values(module: nn.Module, device: torch.device) -> Iterator[None]:
     real = {}
     for p in module.parameters():
         found = pool[: p.numel()].view(p.shape).to(p.dtype)
-        if p.dim() <= 1:  # norms scale by numbers around 1
+        # Norms scale by numbers around 1.
+        if p.dim() <= 1:
             found = 1 + found
         real[id(p)] = nn.Parameter(found, p.requires_grad)
     with with_parameters(module, real):
@@ -171,7 +181,8 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # untyped in torch
         self.fills: dict[int, list[Fill]] = {}
-        self._storages: list[torch.UntypedStorage] = []  # alive, so that their ids stay their own
+        # Kept alive, so that their ids stay their own.
+        self._storages: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run one operation, and record it if it fills a whole tensor on the meta device."""
@@ -191,7 +202,9 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
 
     def _record(self, target: Tensor, func: Any, args: Any, kwargs: Any, *, makes: bool) -> None:  # noqa: ANN401
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        state = torch.default_generator.get_state() if draws else None
+        state = None
+        if draws:
+            state = torch.default_generator.get_state()
         fill = Fill(func, args, kwargs, state, makes)
         if draws:
             fill.run(torch.empty(target.shape, dtype=target.dtype, device="cpu"))

@@ -92,14 +92,19 @@ class GPT(nn.Module):
         depth_scale = 1.0 / math.sqrt(2 * max(1, len(self.blocks)))
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+                is_gain = not name.endswith("bias")
+                nn.init.constant_(parameter, float(is_gain))
                 continue
             is_lookup = name == "position_embedding.weight" or (
                 name == "embedding.weight" and isinstance(self.head, nn.Linear)
             )
-            own = std or 1.0 / math.sqrt(1 if is_lookup else parameter.shape[1])
-            writes_residual = name.endswith(("attention.out.weight", "mlp.out.weight"))
-            nn.init.normal_(parameter, std=own * depth_scale if writes_residual else own)
+            fan_in = parameter.shape[1]
+            if is_lookup:
+                fan_in = 1
+            own = std or 1.0 / math.sqrt(fan_in)
+            if name.endswith(("attention.out.weight", "mlp.out.weight")):
+                own *= depth_scale
+            nn.init.normal_(parameter, std=own)
 
     def has_packed_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether one kernel takes all documents of a packed row; `accum.packed=auto` asks."""
@@ -162,7 +167,8 @@ class TiedHead(nn.Module):
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple it is no submodule, with a second name
+        # In a tuple it is no submodule, which would give its weight a second name.
+        self._embedding = (embedding,)
 
     @property
     def weight(self) -> Tensor:
@@ -286,15 +292,20 @@ def _refuse_uneven_heads(width: int, num_heads: int, *, is_rotary: bool) -> None
 
     Rotary positions turn pairs of channels, so that a head has an even number of them.
     """
-    step = 2 if is_rotary else 1
+    step, what_for = 1, ""
+    if is_rotary:
+        step, what_for = 2, " of even size, as rotary positions need"
     if width % (num_heads * step) == 0:
         return
     # One head does, if any number, so the nearest is less than twice as many; the smaller of two.
     fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
     near = min(fits, key=lambda n: abs(n - num_heads), default=None)
+    other = ""
+    if near is not None:
+        other = f" or model.num_heads={near}"
+    # The nearest width of which every head has as much, and at least one step of it
+    width_near = max(1, round(width / num_heads / step)) * num_heads * step
     raise ConfigError(
         f"model.width, model.num_heads: width {width} cannot be split over {num_heads} heads"
-        f"{' of even size, as rotary positions need' if is_rotary else ''}; nearest: "
-        f"model.width={max(1, round(width / num_heads / step)) * num_heads * step}"
-        f"{f' or model.num_heads={near}' if near else ''}"
+        f"{what_for}; nearest: model.width={width_near}{other}"
     )

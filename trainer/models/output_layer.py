@@ -38,7 +38,8 @@ def declared_output(module: nn.Module) -> nn.Module | None:
         layer = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
-    return layer if isinstance(layer, nn.Module) else None  # heads without words have None
+    # Models whose head gives no words return None.
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
@@ -58,15 +59,21 @@ def note_output_matrices(module: nn.Module, losses: Iterable[Tensor]) -> None:
         has_matrix = False
         for operand, _ in node.next_functions:
             weight = _variable(operand)
+            # A bias, or the gain of a norm, is no matrix: what lies behind it is as near to the
+            # loss.
             if weight is None or weight.ndim <= 1:
                 others.append(operand)
             else:
                 found.add(id(weight))
                 has_matrix = True
         todo += [(operand, is_behind or has_matrix) for operand in others]
+    last = by_place[False] - by_place[True]
     for part in module.modules():
-        named = part.named_parameters(recurse=False)
-        if names := [name for name, p in named if id(p) in by_place[False] - by_place[True]]:
+        names = list[str]()
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in last:
+                names.append(name)
+        if names:
             setattr(part, _OUTPUT, names)
 
 

@@ -27,26 +27,35 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
     A list is an `nn.ModuleList`, or an `nn.Sequential` of modules that have children of their own,
     and counts only outside of other such lists. They come in the order of `model.modules()`.
     """
-    return tuple(block for stack in repeated_stacks(model) for block in stack.children())
+    blocks = list[nn.Module]()
+    for stack in repeated_stacks(model):
+        blocks += stack.children()
+    return tuple(blocks)
 
 
 def repeated_stacks(model: nn.Module) -> list[nn.Module]:
     """Find the lists that `blocks_of` takes the blocks of."""
-    sizes = {s: sum(p.numel() for p in s.parameters()) for s in _outermost(model)}
+    sizes = dict[nn.Module, int]()
+    for stack in _outermost(model):
+        sizes[stack] = sum(p.numel() for p in stack.parameters())
+    # At least one weight, so that a stack of empty modules is none
     least = max(1, SIGNIFICANT * max(sizes.values(), default=0))
     return [stack for stack, size in sizes.items() if size >= least]
 
 
 def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks that share no parameter with anything outside of themselves."""
-    blocks = blocks_of(model)
-    owned = {block: {id(p) for p in block.parameters()} for block in blocks}
+    blocks, owned = blocks_of(model), dict[nn.Module, set[int]]()
+    for block in blocks:
+        owned[block] = set(map(id, block.parameters()))
     outside, todo = set[int](), [model]
     # A module is walked to from each of its owners; `modules()` would give it once.
     while todo:
         part = todo.pop()
-        outside |= {id(p) for p in part.parameters(recurse=False)}
-        todo += [child for child in part.children() if child not in owned]
+        outside.update(map(id, part.parameters(recurse=False)))
+        for child in part.children():
+            if child not in owned:
+                todo.append(child)
     times = Counter(chain(outside, *owned.values()))
     return tuple(block for block in blocks if all(times[p] == 1 for p in owned[block]))
 

@@ -66,7 +66,8 @@ class BalancedNextToken(CoupledObjective):
                 "output_router_logits to true in its config, or return a tensor for each layer"
             )
         taken, probability = [], []
-        for layer in routers:  # `(samples * time, experts)`
+        # Each is `(samples * time, experts)`.
+        for layer in routers:
             routed = at_least_single(layer).view(*targets.shape, -1).softmax(-1)
             chosen = routed.topk(num_taken, -1).indices
             counts = torch.zeros_like(routed).scatter_(-1, chosen, 1.0)
@@ -82,6 +83,7 @@ class BalancedNextToken(CoupledObjective):
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:
         """See the base class; the balance is times the tokens, by which it is divided."""
         taken, probability = rows["taken"].sum(0), rows["probability"].sum(0)
+        # Counts have no gradient: that of the probabilities, weighted by them, moves the router.
         shares = taken.detach() / rows["tokens"].detach().sum()
         balance = self.coefficient * len(shares) * (shares * probability).sum()
         return Sums(losses={"cross_entropy": rows["cross_entropy"].sum(), "balance": balance})

@@ -183,7 +183,8 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
     weights = {}
     for name, value in given.items():
         number = value
-        if type(value) not in (int, float):  # for which a tensor would take 10 us
+        # A tensor made of a plain number would take 10 us.
+        if type(value) not in (int, float):
             number = _number(f"{method}, {name}", value)
         weights[name] = float(number)
         if not 0.0 <= weights[name] < math.inf:
@@ -192,7 +193,8 @@ def weights_of(objective: Objective, fields: Fields) -> dict[str, float]:
         return weights
     terms = [name for name in weights if name not in objective.metric_names]
     for source, mark in marks_by_source(objective, fields).items():
-        labels = fields[LABELS].masked_fill(~mark, IGNORED)  # all that is of another source
+        # Hidden is all that is of another source.
+        labels = fields[LABELS].masked_fill(~mark, IGNORED)
         of_source = objective.weights({**own, LABELS: labels})
         weights |= {figure_of(source, t, len(terms)): float(of_source[t]) for t in terms}
     return weights
@@ -233,7 +235,8 @@ def checked(
     metrics = {n: _number(f"{method}, {n}", value) for n, value in sums.metrics.items()}
     metrics |= by_source or {}
     named = {*metrics}
-    if len(losses) > 1:  # one alone is written as `loss`, whatever its name
+    # One alone is written as `loss`, whatever its name.
+    if len(losses) > 1:
         named |= losses.keys() - {"loss"}
     if taken := sorted(n for n in named if n in STEP_KEYS or n.startswith("eval_")):
         raise ConfigError(f"objective: {method}: {taken[0]} is a built-in metric; rename it")
@@ -258,7 +261,8 @@ def _check_names(objective: Objective, weights: Mapping[str, float], given: Sequ
             f"{', '.join(missing)}, which `sums` returns: return a divisor for each"
         )
     spared = {*given}
-    if torch.is_grad_enabled():  # a step does without metrics
+    # A step does without metrics.
+    if torch.is_grad_enabled():
         spared |= {*objective.metric_names}
     if left_out := [name for name, weight in weights.items() if weight and name not in spared]:
         raise ConfigError(

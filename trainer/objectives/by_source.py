@@ -32,7 +32,8 @@ def marks_by_source(objective: Objective, fields: Fields) -> dict[str, Tensor]:
     for name, mark in fields.items():
         if name.startswith(SOURCE):
             own = mark
-            if "cu_seqlens" not in fields:  # each row is of one sample, which begins it
+            # Where no documents are packed a row is of one sample, and so of one source.
+            if "cu_seqlens" not in fields:
                 first = mark[:, 0] if mark.dim() > 1 else mark
                 own = first.reshape(-1, *[1] * (labels.dim() - 1))
             found[name.removeprefix(SOURCE)] = own
@@ -58,7 +59,8 @@ def source_sums(
     """
     marks, found, losses = marks_by_source(objective, fields), dict[str, Tensor](), given.losses
     zero = torch.zeros((), dtype=torch.float64, device=next(iter(losses.values())).device)
-    present = dict[str, list[str]]()  # names of figures, in the order of the losses
+    # Names of figures, in the order of the losses.
+    present = dict[str, list[str]]()
     for source in marks:
         figures = [figure_of(source, term, len(losses)) for term in losses]
         if any(weights[figure] for figure in figures):
@@ -66,7 +68,8 @@ def source_sums(
         else:
             found |= dict.fromkeys(figures, zero)
     for source, figures in present.items():
-        sums = [*losses.values()]  # of the only source that is here
+        # Right where a single source is here; of several they are summed apart.
+        sums = [*losses.values()]
         if len(present) > 1 and given.terms is not None:
             whole = given.terms.where(marks[source], 0.0).sum(dtype=torch.float64)
             sums = [whole] * len(figures)

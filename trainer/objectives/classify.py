@@ -96,7 +96,8 @@ class Classify(Objective):
             label_smoothing=self.label_smoothing,
         )
         metrics = {}
-        if labels.ndim == 1 or not torch.is_grad_enabled():  # a label per sample costs nothing
+        # Of one label per sample it costs nothing; of one per token or pixel a step does without.
+        if labels.ndim == 1 or not torch.is_grad_enabled():
             metrics["accuracy"] = (logits.argmax(1) == labels).sum()
         logits = logits.movedim(1, -1).flatten(0, -2)
         return Sums(

@@ -70,6 +70,7 @@ def linear_cross_entropy(
     """
     kind, classes = gpu.kind_of(hidden.device), len(layer[0])
     inputs = (hidden, *layer, targets)
+    # 4 bytes for each: the softmax is computed in fp32.
     rows = max(1, CHUNK_BYTES[kind] // (4 * classes))
     task = _Task(classes, rows, MULTIPLE[kind], label_smoothing, backend, terms)
     if not torch.is_grad_enabled():
@@ -97,6 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs, grads, ctx.grads = ctx.saved_tensors, ctx.grads, None
         if grads is None:
             _, grads = _compute(ctx.task, inputs, ctx.needs)
+        # In place: a backward that runs once more computes its own.
         pairs = zip(grads, inputs, strict=False)
         return None, *(g if g is None else g.mul_(given[0]).to(x.dtype) for g, x in pairs), None
 
@@ -127,8 +129,10 @@ def _compute(
             piece = slice(start, start + task.rows)
             rows, labels = hidden[piece], targets[piece]
             logits = F.linear(rows, matrix, added)
+            # What only pads the number of classes has no probability.
             logits[:, task.classes :] = -torch.inf
             if not needs:
+                # Training shows no accuracy, for which all logits would be read once more.
                 hits += (logits.argmax(-1) == labels).sum()
             if observe is not None:
                 observe(logits[:, : task.classes], labels)
@@ -139,6 +143,7 @@ def _compute(
             if grads is not None:
                 _add_gradients(grads, piece, (logits, rows, matrix), (labels == IGNORED)[:, None])
     if grads is not None:
+        # Without the rows that padded the number of classes.
         grads = [grads[0], *(g if g is None else g[: task.classes] for g in grads[1:])]
     return (total, hits), grads
 
@@ -158,6 +163,7 @@ def _entropy(
 ) -> Tensor:
     """Give the cross entropy of each row; may overwrite its logits with their gradient."""
     ignored = labels == IGNORED
+    # -100 is no index of a class; the loss of those is put to zero in the end.
     index = labels.masked_fill(ignored, 0)[:, None]
     softmax = _softmax if task.backend is None else _compiled_softmax(task.backend)
     log_prob, losses = softmax(task, logits, index, dtype, overwrites=overwrites)
@@ -207,6 +213,7 @@ def _add_gradients(
         if d_weight.dtype == rows.dtype:
             torch.addmm(d_weight, d_logits.T, labelled, out=d_weight)
         else:
+            # A product of half precision is added in fp32, as `addmm` cannot.
             d_weight += d_logits.T @ labelled
     if d_bias is not None:
         d_bias += d_logits.masked_fill_(ignored, 0.0).sum(0, dtype=d_bias.dtype)

@@ -26,8 +26,10 @@ SumOf = Callable[[Tensor, Tensor], Tensor]
 AUROC = "auroc"
 BINS = 2**17
 """Of the histogram of scores, which are told apart to 0.02 %, or to 4e-6 near 0."""
-_STEEP = 64.0  # scores below 1/64 are binned evenly, those above by their logarithm
-_WIDEST = math.asinh(_STEEP * 1e4)  # larger scores share the last bin
+# Scores below 1/64 are binned evenly, those above by their logarithm.
+_STEEP = 64.0
+# Larger scores share the last bin.
+_WIDEST = math.asinh(_STEEP * 1e4)
 
 
 @final
@@ -72,6 +74,7 @@ def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def _score_counts(logits: Tensor, labels: Tensor) -> Tensor:
     """Count the scores of either class in bins, `(2, BINS)`: the second logit over the first."""
     check_classes([AUROC], logits.shape[-1])
+    # `bincount` takes no NaN: it counts as a score of 0, and infinity as the largest number.
     scores = (logits[:, 1] - logits[:, 0]).double().nan_to_num()
     places = torch.asinh(_STEEP * scores).clamp(-_WIDEST, _WIDEST) / _WIDEST
     bins = ((places + 1) / 2 * (BINS - 1)).round().long() + BINS * labels
@@ -112,6 +115,7 @@ def _mcc(counts: Tensor) -> float:
     """Compute Matthews' correlation of several classes (Gorodkin 2004); 0 where none is defined."""
     right, found, true = counts
     total = true.sum()
+    # Like the covariance times a power of the number of labels, which cancels out.
     variances = (total**2 - (found**2).sum()) * (total**2 - (true**2).sum())
     above = right.sum() * total - (found * true).sum()
     return float(above / variances.sqrt()) if variances > 0 else 0.0
@@ -119,6 +123,7 @@ def _mcc(counts: Tensor) -> float:
 
 def _auroc(counts: Tensor) -> float:
     """Compute the chance that a score of class 1 is above one of class 0; ties count half."""
+    # The zeros in the bin of a one tie with it, and half of them count.
     below, (zeros, ones) = counts[0].cumsum(0) - counts[0] / 2, counts
     return float((ones * below).sum() / (ones.sum() * zeros.sum()))
 
@@ -131,6 +136,7 @@ def _r2(sums: Tensor) -> float:
 
 def _pearson(sums: Tensor) -> float:
     n, _, _, y, p, yy, pp, yp = sums
+    # The covariance over the root of both variances; the factors 1 / n cancel out.
     return float(((yp - y * p / n) / ((yy - y * y / n) * (pp - p * p / n)).sqrt()).mean())
 
 
@@ -188,6 +194,7 @@ def statistics_of(objective: Objective, logits: Tensor, labels: Tensor) -> dict[
     if found:
         found["labels"] = (labels != IGNORED).sum()
     if objective.named_metrics and kind == "classes":
+        # A boolean index waits for the device, so it is taken once for all metrics.
         logits, labels = logits[labels != IGNORED], labels[labels != IGNORED]
     for name in objective.named_metrics:
         assert kind is not None

@@ -83,7 +83,8 @@ class TokenEntropy(Objective):
         terms = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         entropy, hits = linear_cross_entropy(
             hidden.flatten(0, -2),
-            (layer.weight, layer.bias),  # in shards it is whole only once the model ran
+            # In shards the layer is whole only once the model ran.
+            (layer.weight, layer.bias),
             targets.flatten(),
             label_smoothing=self.label_smoothing,
             backend=model.compiled_by,

@@ -30,13 +30,15 @@ def change_betas(optimizer: Optimizer, group: dict[str, Any], betas: Sequence[fl
 
 def step_factor(step: Any, before: Sequence[float], after: Sequence[float]) -> float:  # noqa: ANN401 - a number
     """Give what a count of steps is multiplied by; `ConfigError` as above."""
+    # The factor f of a mean has `a ** steps == b ** (steps * f)`, so f = log a / log b.
     pairs = [*zip(before, after, strict=True)]
     factors = list[float]()
     for a, b in pairs:
         if 0.0 < a < 1.0 and 0.0 < b < 1.0:
             factors.append(math.log(a) / math.log(b))
     if all(math.isclose(each, factors[0], rel_tol=1e-6) for each in factors):
-        return next(iter(factors), 1.0)  # one power of all; nothing is read from the device
+        # One power serves all, and no count is read from the device.
+        return next(iter(factors), 1.0)
     steps = float(step)
     for factor in factors:
         divisors = [(1 - a**steps, 1 - b ** (steps * factor)) for a, b in pairs]

@@ -37,10 +37,7 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
     if name := _ends_ahead(model, stacks[0], layer):
         text = f"{name}, by its name an end of the model, stands ahead of its blocks: declare it"
         raise ConfigError(f"optimizer.layer_decay={decay:g}: {text} behind them, or {remedy}")
-    whole = {id(p) for p in model.parameters(recurse=False) if p.numel() == 1}
-    if layer is not None:
-        whole |= {id(p) for p in layer.parameters()}
-        whole -= {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    whole = _at_whole_rate(model, layer)
     blocks = [*stacks[0].children()]
     of_block = dict[int, int]()
     for place, block in enumerate(blocks, 1):
@@ -56,6 +53,22 @@ def depth_scales(model: nn.Module, decay: float) -> dict[int, float]:
         else:
             scales[id(parameter)] = decay ** (len(blocks) + 1 - place)
     return scales
+
+
+def _at_whole_rate(model: nn.Module, layer: nn.Module | None) -> set[int]:
+    """Give the ids of what has the whole rate, wherever it stands in a model."""
+    whole = set[int]()
+    for parameter in model.parameters(recurse=False):
+        if parameter.numel() == 1:
+            whole.add(id(parameter))
+    if layer is None:
+        return whole
+    whole.update(map(id, layer.parameters()))
+    # A matrix that is looked up as well is the first layer of the model, with the lowest rate.
+    for part in model.modules():
+        if isinstance(part, nn.Embedding):
+            whole.discard(id(part.weight))
+    return whole
 
 
 def _ends_ahead(module: nn.Module, stack: nn.Module, known: nn.Module | None) -> str | None:

@@ -21,7 +21,9 @@ def optimizer_rows(spec: OptimizerSpec, model: nn.Module, factor: float) -> list
     """
     matched = [*match_groups(model, spec.groups).items()]
     if matched:
-        taken = {id(p) for _, members in matched for p in members}
+        taken = set[int]()
+        for _, members in matched:
+            taken.update(map(id, members))
         matched.append(("others", [p for p in model.parameters() if id(p) not in taken]))
     lines, rows = list[str](), list[Row]()
     for pattern, members in matched:

@@ -63,7 +63,8 @@ class MasterWeights:
     def _take_gradients(self, *_: Any) -> None:  # noqa: ANN401 - as hooks are called
         """Move the gradients of the weights to the copies; a weight that was written to counts."""
         for (weight, copy), version in zip(self.pairs, self._versions, strict=True):
-            if local_part(weight)._version != version:  # by a part with state, as a clamp
+            # A part with state may have written to it, as a clamp does.
+            if local_part(weight)._version != version:
                 local_part(copy).copy_(local_part(weight))
             copy.grad, weight.grad = weight.grad, None
 

@@ -60,7 +60,8 @@ class Muon(OptimizerSpec):
             for parameter in group["params"]:
                 halves[id(parameter) in hidden].append(parameter)
             for is_hidden, members in halves.items():
-                if members:  # which keep the group's rate and decay
+                # Both keep the group's rate and decay.
+                if members:
                     name = f"{group['name']} {'matrices' if is_hidden else 'others'}"
                     own = {"name": name, "params": members, _USE_MUON: is_hidden}
                     parts.append(group | own)
@@ -68,7 +69,12 @@ class Muon(OptimizerSpec):
 
     def construct(self, params: SplitGroups) -> Optimizer:
         """See the base class."""
-        matrices = [group for group in params if group[_USE_MUON]]
+        matrices, others = SplitGroups(), SplitGroups()
+        for group in params:
+            if group[_USE_MUON]:
+                matrices.append(group)
+            else:
+                others.append(group)
         if not matrices:
             raise ConfigError("optimizer=muon: no hidden matrix is trained; type optimizer=adamw")
         if in_shards(matrices):
@@ -77,7 +83,7 @@ class Muon(OptimizerSpec):
         names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         own = {name: getattr(self, name) for name in names}
         parts = {True: without_compiler(torch.optim.Muon)(matrices, **own)}
-        if others := [group for group in params if not group[_USE_MUON]]:
+        if others:
             parts[False] = without_compiler(torch.optim.AdamW)(
                 others, betas=tuple(self.betas), eps=self.eps, fused=all_fuse(params)
             )
@@ -86,7 +92,11 @@ class Muon(OptimizerSpec):
     def rows(self, model: nn.Module) -> Sequence[Row]:
         """See the base class."""
         hidden = _hidden_matrices(model)
-        names = [name for name, p in model.named_parameters() if id(p) in hidden]
+        names = list[str]()
+        for name, parameter in model.named_parameters():
+            if id(parameter) in hidden:
+                names.append(name)
+        # Weights of the same place in all blocks are listed once, as `blocks.*.mlp.up.weight`.
         of_all_blocks = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
         text = f"{len(names)} hidden matrices ({', '.join(of_all_blocks)}); adamw for all else"
         return [row("muon", text, muon=names)]
@@ -113,8 +123,11 @@ class MuonWithAdamW(Optimizer):
 
 def _hidden_matrices(model: nn.Module) -> set[int]:
     """Give the ids of matrices that are neither looked up nor give the output."""
-    found = {id(p) for p in model.parameters() if p.ndim == 2}  # noqa: PLR2004 - a matrix
+    found = set[int]()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:  # noqa: PLR2004 - a matrix
+            found.add(id(parameter))
     for part in model.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            found -= {id(p) for p in part.parameters()}
-    return found - {id(p) for p in output_matrices(model)}
+            found.difference_update(map(id, part.parameters()))
+    return found.difference(map(id, output_matrices(model)))

@@ -190,11 +190,10 @@ class OwnOptimizer(OptimizerSpec):
         options = dict(params)
         shared: dict[str, Any] = {"groups": options.pop("groups", None) or {}}
         shared["layer_decay"] = options.pop("layer_decay", None)
-        defaults = {
-            name: parameter.default
-            for name, parameter in inspect.signature(kind).parameters.items()
-            if isinstance(parameter.default, int | float)
-        }
+        defaults = dict[str, Any]()
+        for name, parameter in inspect.signature(kind).parameters.items():
+            if isinstance(parameter.default, int | float):
+                defaults[name] = parameter.default
         # PyTorch's own classes have one; a class of one's own may leave it to the caller.
         lr = options.pop("lr", defaults.get("lr"))
         if lr is None:
@@ -221,9 +220,11 @@ class OwnOptimizer(OptimizerSpec):
         if "weight_decay" not in named and any("weight_decay" in g for g in self.groups.values()):
             text = f"{self.kind.__name__} has no weight_decay; leave it out"
             raise ConfigError(f"optimizer.groups: {text}")
-        own = {"lr": self.lr, "weight_decay": self.weight_decay}
-        options = {name: value for name, value in own.items() if name in named} | dict(self.options)
-        return self.kind(params, **options)
+        options = {"lr": self.lr, "weight_decay": self.weight_decay}
+        # Every group has its own; a constructor that does not name one of them would refuse it.
+        for name in options.keys() - named.keys():
+            del options[name]
+        return self.kind(params, **options | dict(self.options))
 
 
 @final
@@ -252,8 +253,9 @@ class HalfLives:
 
 def _power(rates: Any, exponent: float) -> Any:  # noqa: ANN401 - a number, or several
     """Raise a rate, or each of several, to a power."""
-    is_one = isinstance(rates, int | float)
-    return rates**exponent if is_one else tuple(rate**exponent for rate in rates)
+    if isinstance(rates, int | float):
+        return rates**exponent
+    return tuple(rate**exponent for rate in rates)
 
 
 def param_groups(
@@ -271,12 +273,10 @@ def param_groups(
     names. Of several patterns that match, the first counts. `scales` are factors on rates that no
     group names, by the id of a parameter. Frozen parameters are in no group.
     """
-    exempt = {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            exempt |= {id(p) for p in module.parameters(recurse=False)}
-    by_pattern = match_groups(model, groups)
-    grouped = {id(p) for members in by_pattern.values() for p in members}
+    exempt, by_pattern = _not_decayed(model), match_groups(model, groups)
+    grouped = set[int]()
+    for members in by_pattern.values():
+        grouped.update(map(id, members))
     rest = [p for p in model.parameters() if id(p) not in grouped]
     found: list[dict[str, Any]] = []
     for pattern, members in [*by_pattern.items(), ("", rest)]:
@@ -303,13 +303,30 @@ def param_groups(
     return found
 
 
+def _not_decayed(model: nn.Module) -> set[int]:
+    """Give the ids of what no weight decay draws to zero unless a group asks for it."""
+    exempt = set[int]()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim <= 1 or name.endswith("bias"):
+            exempt.add(id(parameter))
+    # The gain of a LayerNorm over several dimensions is a matrix by its shape.
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            exempt.update(map(id, module.parameters(recurse=False)))
+    return exempt
+
+
 def match_groups(model: nn.Module, groups: OptimizerGroups) -> dict[str, list[nn.Parameter]]:
     """Give every parameter to the first pattern that matches one of its names."""
+    # Tied weights have several names, and a pattern may match any of them.
     names = list(model.named_parameters(remove_duplicate=False))
     taken: set[int] = set()
     found: dict[str, list[nn.Parameter]] = {}
     for pattern in groups:
-        matching = {id(p): p for name, p in names if fnmatchcase(name, pattern)}
+        matching = dict[int, nn.Parameter]()
+        for name, parameter in names:
+            if fnmatchcase(name, pattern):
+                matching[id(parameter)] = parameter
         if not matching:
             near = difflib.get_close_matches(pattern.replace("*", ""), dict(names), n=3, cutoff=0.0)
             text = f"no parameter is named like {pattern!r}; nearest: {', '.join(near)}"
@@ -326,13 +343,20 @@ def match_groups(model: nn.Module, groups: OptimizerGroups) -> dict[str, list[nn
 
 def in_shards(params: Sequence[Mapping[str, Any]]) -> bool:
     """Whether parameters are DTensors, by their attribute, since the import alone is slow."""
-    return any(hasattr(p, "placements") for group in params for p in group["params"])
+    for group in params:
+        if any(hasattr(parameter, "placements") for parameter in group["params"]):
+            return True
+    return False
 
 
 def all_fuse(params: Sequence[Mapping[str, Any]]) -> bool:
     """Whether one kernel per group can update all parameters: floating point, CPU or GPU."""
-    members = (p for group in params for p in group["params"])
-    return all(p.is_floating_point() and p.device.type in {"cpu", gpu.DEVICE_TYPE} for p in members)
+    kinds = {"cpu", gpu.DEVICE_TYPE}
+    for group in params:
+        for parameter in group["params"]:
+            if not parameter.is_floating_point() or parameter.device.type not in kinds:
+                return False
+    return True
 
 
 @cache
@@ -352,5 +376,8 @@ def without_compiler(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
 def hooked(module: nn.Module) -> list[str]:
     """Name the parameters with a hook on their gradient, which runs for every micro-batch."""
-    named = module.named_parameters()
-    return [name for name, p in named if any(getattr(p, kind, None) for kind in _HOOKS)]
+    found = list[str]()
+    for name, parameter in module.named_parameters():
+        if any(getattr(parameter, kind, None) for kind in _HOOKS):
+            found.append(name)
+    return found

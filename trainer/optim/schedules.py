@@ -30,7 +30,8 @@ from trainer.plan.order import Order
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-AMOUNT_TOLERANCE = 1e-6  # of an amount: shares of an epoch do not add up to the last bit
+# Of an amount: shares of an epoch do not add up to the last bit.
+AMOUNT_TOLERANCE = 1e-6
 Span: TypeAlias = Literal["first", "last", "after warm-up"]
 """The first or last steps of a run, or those behind its warm-up, which may be more than it has."""
 
@@ -85,6 +86,7 @@ class Schedule(Described, ABC):
         """
         warmup, _ = _phases(total_steps, self.warmup)
         if step < warmup:
+            # The first step has a rate above 0: at 0 it would train nothing.
             return (step + 1) / warmup
         return self.after_warmup(step, warmup, total_steps)
 
@@ -189,7 +191,8 @@ class InverseSqrt(Schedule):
         # As `get_inverse_sqrt_schedule` has it where nobody says.
         timescale: float = warmup_steps or 10_000
         if self.timescale is not None:
-            assert not isinstance(self.timescale, str)  # `with_length_steps` has counted them
+            # An amount of data was turned into steps by `with_length_steps`.
+            assert not isinstance(self.timescale, str)
             timescale = cadence_steps(self.timescale, total_steps)
         return 1.0 / math.sqrt((step - warmup_steps + timescale) / timescale)
 
@@ -259,6 +262,7 @@ class OwnScheduler(Schedule):
         """See the base class."""
         known, following = self._factors
         while len(known) <= step - warmup_steps:
+            # A factor is one share of any base rate; a rate that the class sets is not.
             factor, other = next(following)
             if not math.isclose(factor, other, rel_tol=1e-9, abs_tol=1e-12):
                 raise ConfigError(
@@ -274,6 +278,7 @@ class OwnScheduler(Schedule):
         return [], zip(self._walk(1.0), self._walk(0.5), strict=True)
 
     def _walk(self, lr: float) -> Iterator[float]:
+        # Without an element: a scheduler reads and writes learning rates alone.
         optimizer = without_compiler(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(0))], lr=lr)
         try:
             scheduler = self.kind(optimizer, **self.options)

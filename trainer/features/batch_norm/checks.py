@@ -89,7 +89,8 @@ def check_lone_samples(run: Run) -> None:
     is_ragged = config.batch.unit == "tokens" and not source.lengths.is_constant
     layers, cut = layers_of(run.model.module), run.cut
     if run.model.coupling.kind not in cut.couplings:
-        return  # the cut itself is refused
+        # The cut itself is refused.
+        return
     if is_ragged or all(x.coupling.kind != "micro_batch" or x.coupling.joins_ranks for x in layers):
         return
     lone = []

@@ -77,6 +77,7 @@ class BatchNormLayer(_BatchNorm):
     @torch.no_grad()
     def note_sums(self, sums: Tensor) -> None:
         """Add sums of a forward, as of `step_sums`, to the step's; not when it is recomputed."""
+        # Within backward the task has an id: there this forward is a recomputation.
         if self.running_mean is not None and torch._C._current_graph_task_id() == -1:
             self.step_sums = sums if self.step_sums is None else self.step_sums + sums
 
@@ -88,13 +89,16 @@ class BatchNormLayer(_BatchNorm):
         assert self.num_batches_tracked is not None
         count, is_used = sums[0].clamp(min=2), sums[0] > 0
         mean, variance = _moments(sums)
+        # Running statistics have the unbiased variance, as those of PyTorch.
         variance = variance * count / (count - 1)
         self.num_batches_tracked += is_used[0]
         weight: Tensor | float | None = self.momentum
-        if weight is None:  # a plain mean over all steps
+        # A plain mean over all steps.
+        if weight is None:
             weight = 1 / self.num_batches_tracked.double().clamp(min=1)
         weight = is_used.double() * weight
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            # In fp64, so that a step rounds once.
             running.copy_(running.double().lerp(value, weight))
 
     @torch.no_grad()
@@ -111,6 +115,7 @@ def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Give the mean of values and their population variance."""
     count = sums[0].clamp(min=1)
     mean = sums[1] / count
+    # Rounding can put the difference of two squares below zero.
     return mean, (sums[2] / count - mean**2).clamp(min=0)
 
 
@@ -118,6 +123,7 @@ def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # untyped in torch
 def _in_pieces(layer: BatchNormLayer, values: Tensor, rows: int) -> Tensor:
     pieces, shape = torch.split(values, rows), (-(-len(values) // rows) or 1, values.shape[1])
+    # Under autocast values are in half precision, and statistics are not.
     like = next(t for t in (layer.running_mean, layer.weight, values) if t is not None)
     found = torch.zeros((2, *shape), dtype=like.dtype, device=values.device)
     how = (True, 1.0, layer.eps, torch.backends.cudnn.enabled)
@@ -130,6 +136,7 @@ def _in_pieces(layer: BatchNormLayer, values: Tensor, rows: int) -> Tensor:
         counts = found.new_full(shape, pieces[0].numel() // shape[1], dtype=torch.float64)
         counts[-1] = pieces[-1].numel() // shape[1]
         mean, variance = found.double()
+        # Back from the unbiased variance, which one value has none of.
         squares = torch.where(counts > 1, variance * (counts - 1), 0.0) + counts * mean**2
         layer.note_sums(torch.stack([counts, counts * mean, squares]).sum(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -143,6 +150,7 @@ def taken_sums(layers: Sequence[BatchNormLayer], world: World) -> tuple[Tensor, 
         shape = (3, layer.num_features)
         zeros = torch.zeros(shape, dtype=torch.float64, device=world.device)
         each.append(zeros if own is None else own)
+    # One message for all layers.
     sizes = [layer.num_features for layer in layers]
     return torch.split(world.sum(torch.cat(each, dim=1)), sizes, dim=1)
 
@@ -268,6 +276,7 @@ def _estimated(
     with evaluating(model.module), Casts(model.module).once(device.type):
         for layer in layers:
             assert layer.mode.estimating is not None
+            # In training mode alone: dropout and all else is as in evaluation.
             layer.mode, layer.joins_ranks, layer.training = layer.mode.estimating, False, True
         while cursor.samples < most and not cursor.epoch:
             samples, plan = feed.plan(cursor)
@@ -279,5 +288,6 @@ def _estimated(
     for layer, (mode, joins_ranks) in zip(layers, ways, strict=True):
         layer.mode, layer.joins_ranks = mode, joins_ranks
     sums = taken_sums(layers, model.world)
-    snapshot.restore()  # what else these forwards wrote
+    # What else these forwards wrote.
+    snapshot.restore()
     return sums

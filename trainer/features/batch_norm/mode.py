@@ -35,7 +35,8 @@ from trainer.models.norms import normalizes_batch
 from trainer.parallel.base import Parallel
 from trainer.training.batches import Feed
 
-DEFAULT_GROUP = 32  # samples that are normalised together, where nobody says
+# Samples that are normalised together, where nobody says.
+DEFAULT_GROUP = 32
 
 
 @dataclass(frozen=True, kw_only=True)

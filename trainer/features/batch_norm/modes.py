@@ -92,7 +92,8 @@ class Micro(BatchNormMode):
     """PyTorch's own: each micro-batch over itself, and each moves the running statistics."""
 
     accepts_cut = True
-    needs_layers = False  # it also accepts modules of one's own that couple a micro-batch
+    # It also accepts modules of one's own that couple a micro-batch.
+    needs_layers = False
     moves_once = False
 
     @property
@@ -136,7 +137,8 @@ class Sync(BatchNormMode):
             return layer.in_pieces(values)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         dims = [dim for dim in range(values.dim()) if dim != 1]
-        count = values.numel() // values.shape[1]  # 0 where a rank only fills up
+        # It is 0 where a rank only fills up.
+        count = values.numel() // values.shape[1]
         total = wide.sum(dims)
         own_mean = total / max(1, count)
         # Around the rank's own mean, so that nothing cancels in float32.

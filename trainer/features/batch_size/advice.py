@@ -20,7 +20,8 @@ from trainer.features.batch_size.noise_scale import LEAST_MEASUREMENTS, NoiseEst
 from trainer.plan.order import Cursor
 
 NOISE = "noise"  # the part of a checkpoint that holds the estimate
-LARGEST_CHANGE = 8  # times the batch of now: the law is no better than that
+# Times the batch of now: the law is no better than that.
+LARGEST_CHANGE = 8
 NOT_MEASURED = (
     "no gradient noise scale was measured in this run, so that nothing is known of other batches: "
     "train with log.noise_scale=auto"
@@ -44,7 +45,9 @@ def advice_at(run: Run, noise: NoiseScale, at: Cursor) -> str | None:
     least, epoch = max(run.world.size, run.model.coupling.size), len(lengths)
     if unit == "tokens":
         least, epoch = 1, int(lengths.sum())
-    remedy = "batch.global={}" if order.sizes.is_constant else "sizes that end at {}"
+    remedy = "sizes that end at {}"
+    if order.sizes.is_constant:
+        remedy = "batch.global={}"
     if run.model.schedule.scale == "none":
         remedy += f" scheduler.reference_batch={size} scheduler.scale=sqrt"
     found = noise.estimate()
@@ -82,7 +85,8 @@ def batch_advice(
         value = f"about {short(noise.scale)} {unit} ({around})"
     first = f"the gradient noise scale was {value}; the global batch is {batch:,}"
     scale = noise.scale
-    if not noise.is_precise:  # the end of what it may be that is nearer to the batch
+    # The end of what it may be that is nearer to the batch counts.
+    if not noise.is_precise:
         if noise.low <= batch <= noise.high:
             return f"{first}. That is too uncertain to advise another batch: a longer run may tell"
         scale = noise.low if noise.low > batch else noise.high
@@ -110,4 +114,6 @@ def _needs(scale: float, batch: int, other: int, unit: str) -> str:
 
 def _times(multiple: float, what: str) -> str:
     """Write a multiple: `2.2x fewer steps`."""
-    return f"{max(multiple, 1 / multiple):.1f}x {'fewer' if multiple < 1 else 'more'} {what}"
+    if multiple < 1:
+        return f"{1 / multiple:.1f}x fewer {what}"
+    return f"{multiple:.1f}x more {what}"

@@ -65,7 +65,11 @@ class NoiseRamp(NoiseSize):
 
     def size(self, at: Position) -> int:
         """See the base class."""
-        return [size for step, size in self._decisions if step <= at.step][-1]
+        found = self._decisions[0][1]
+        for step, size in self._decisions:
+            if step <= at.step:
+                found = size
+        return found
 
     def after_update(self, step: int) -> None:
         """Decide on the size of the steps that follow; waits for the device then."""

@@ -36,8 +36,10 @@ from trainer.training.context import EachDivisors, Measured, StepContext
 MEASURED = ("random.count", "random.weight", "random.squares")
 """Of `k`, `h` and `sum |a|^2 / f`, the names in a step's sums."""
 
-RECENT = 4  # an average reaches over the last quarter of what it is of
-LEAST_MEASUREMENTS = 5  # below which nothing is concluded
+# An average reaches over the last quarter of what it is of.
+RECENT = 4
+# Below which nothing is concluded.
+LEAST_MEASUREMENTS = 5
 
 
 @final
@@ -67,7 +69,8 @@ class NoiseScale(Stateful):
 
     def __init__(self, unit: Literal["samples", "tokens"]) -> None:
         self._unit = unit
-        self._square, self._noise = _RecentMean(), _RecentMean()  # of |g|^2 and of S
+        # Of |g|^2 and of S.
+        self._square, self._noise = _RecentMean(), _RecentMean()
         self._inverse_size = 0.0  # mean of 1 / B
         self._is_new = False  # whether the last step measured S
 
@@ -139,7 +142,8 @@ class _RecentMean(SavedFields):
         """
         if self.count <= 1:
             return float(self.mean), math.inf
-        squares = 16 / (7 * self.count + 9)  # exact for one value, and a few percent off for few
+        # Exact for one value, and a few percent off for few.
+        squares = 16 / (7 * self.count + 9)
         return float(self.mean), math.sqrt(float(self.variance) * squares / (1 - squares))
 
 
@@ -148,10 +152,12 @@ def _interval(
 ) -> dict[str, float]:
     """Divide S by |G|^2, of which each has a standard error; give also two errors off."""
     scale = noise / signal if signal > 0 else math.inf
-    if not signal > 2 * signal_error:  # nobody knows how small it is
+    # Nobody knows how small it is.
+    if not signal > 2 * signal_error:
         least, most = max(0.0, noise - 2 * noise_error), max(signal, 0.0) + 2 * signal_error
         low = least / most if 0 < most < math.inf else 0.0
         return {"scale": max(scale, 0.0), "low": low, "high": math.inf}
+    # The ends are the roots of the quadratic equation of Fieller in the ratio.
     rest = 1 - (2 * signal_error / signal) ** 2
     apart = 2 * math.sqrt(rest * noise_error**2 + (scale * signal_error) ** 2) / signal
     low, high = ((scale + sign * apart) / rest for sign in (-1, 1))
@@ -181,6 +187,7 @@ def summing_norms(
     squares = [torch.zeros_like(total) for _ in range(batch.plan.random_slots)]
 
     def see(gradient: Tensor) -> None:
+        # The random micro-batches are at the front of each rank.
         if model.num_begun <= len(squares):
             squares[model.num_begun - 1] += sum_of_squares([gradient], device)
 
@@ -195,8 +202,12 @@ def summing_norms(
         if each.ids:
             share = part = len(each.ids) / batch.plan.num_samples
             if context.model.normalizer != "samples":
-                names = [name for name in context.losses if own[name]]
-                part = fmean(each.weights[name] / own[name] for name in names) if names else 0.0
+                parts = list[float]()
+                for name in context.losses:
+                    # A term that nothing in the step weighs has no share.
+                    if own[name]:
+                        parts.append(each.weights[name] / own[name])
+                part = fmean(parts) if parts else 0.0
             total += square / (scale**2 * share)
             weight, count = weight + part**2 / share, count + 1
     measured |= zip(MEASURED, (count, weight, total), strict=True)

@@ -33,18 +33,23 @@ class Ramp(BatchSize):
 
     def __post_init__(self) -> None:
         """Refuse sizes by where they begin that are no ramp."""
-        begins, text = [*self.stages], None
-        pairs = [*itertools.pairwise(begins)]
-        if begins[0] != 0:
-            text = f"the first stage has to begin at 0: {{0: {self.stages[begins[0]]}, ...}}"
-        elif late := [b for a, b in pairs if b < a]:
-            text = f"{late[0]} stands behind a later beginning; write stages in their order"
-        elif same := [b for a, b in pairs if self.stages[a] == self.stages[b]]:
-            text = f"the stage at {same[0]} has the size of that before; leave it out"
-        elif self.at != "epochs" and (odd := [b for b in begins if b % 1]):
-            text = f"no step begins at {odd[0]} {self.at}; of epochs: batch.at=epochs"
-        if text:
+        if text := self._fault():
             raise ConfigError(line("batch.stages", self.stages, text))
+
+    def _fault(self) -> str | None:
+        begins = [*self.stages]
+        if begins[0] != 0:
+            return f"the first stage has to begin at 0: {{0: {self.stages[begins[0]]}, ...}}"
+        for before, begin in itertools.pairwise(begins):
+            if begin < before:
+                return f"{begin} stands behind a later beginning; write stages in their order"
+        for before, begin in itertools.pairwise(begins):
+            if self.stages[before] == self.stages[begin]:
+                return f"the stage at {begin} has the size of that before; leave it out"
+        for begin in begins:
+            if self.at != "epochs" and begin % 1:
+                return f"no step begins at {begin} {self.at}; of epochs: batch.at=epochs"
+        return None
 
     @property
     def reads_tokens(self) -> bool:  # type: ignore[override] # by the settings, not the class
@@ -59,14 +64,22 @@ class Ramp(BatchSize):
     def size(self, at: Position) -> int:
         """See the base class."""
         behind = getattr(at, self.at)
-        return [size for begins, size in self.stages.items() if begins <= behind][-1]
+        found = 0
+        # The stages are in order, and the first begins at 0.
+        for begin, size in self.stages.items():
+            if begin <= behind:
+                found = size
+        return found
 
     def warnings(self, begins: Sequence[Position], end: Position) -> Sequence[str]:
         """Name the stages without a step."""
         sizes, behind = {self.size(at) for at in begins}, getattr(end, self.at)
-        unused = [b for b, size in self.stages.items() if size not in sizes or b >= behind]
         text = f"the run ends after {behind:g} {self.at}, and has no step of the stage"
-        return [f"batch.stages: {text} at {begin}" for begin in unused]
+        found = list[str]()
+        for begin, size in self.stages.items():
+            if size not in sizes or begin >= behind:
+                found.append(f"batch.stages: {text} at {begin}")
+        return found
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class; the stages are described with the run."""

@@ -17,13 +17,15 @@ import numpy as np
 from trainer.assemble.run_plan import RunPlan
 from trainer.core.errors import ConfigError
 from trainer.features.batch_size.noise_ramp import NoiseSize
-from trainer.plan.cut import Cut, Layout, Plan
+from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.plan.partition import pad_lengths, padded_apart, reduce_groups
 from trainer.plan.permutation import drawn_whole
 from trainer.tune.speed import speed_of
 
-NUM_RANDOM = 8  # micro-batches over all ranks: a standard error of half the noise at the very most
-LARGEST_SHARE = 8  # at most one in so many samples, since these are padded more than others
+# Micro-batches over all ranks: a standard error of half the noise at the very most.
+NUM_RANDOM = 8
+# At most one in so many samples, since these are padded more than others.
+LARGEST_SHARE = 8
 # Steps between those with random micro-batches, at least, and the most that these may add to the
 # time of a run
 LEAST_RANDOM_EVERY, RANDOM_COST = 10, 0.005
@@ -36,7 +38,8 @@ def steps_between(asked: int | str | None, run_plan: RunPlan) -> int | None:
     """
     run, plans = run_plan.run, run_plan.plans
     layout = run.layout
-    is_needed = isinstance(run.data.order.sizes, NoiseSize)  # which cannot do without
+    # Sizes that follow the noise cannot do without it.
+    is_needed = isinstance(run.data.order.sizes, NoiseSize)
     if asked is None and not is_needed:
         return None
     random = list[Plan]()
@@ -81,7 +84,8 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
         has_one = np.count_nonzero([len(slot) for slot in first]) <= 1
         return plan if has_one else replace(plan, random_slots=wanted)
     size = layout.group_size
-    num_groups = plan.num_samples // size  # a short last one stays where it is
+    # A short last one stays where it is.
+    num_groups = plan.num_samples // size
     room = max(2, num_groups // LARGEST_SHARE)
     wanted = max(1, min(wanted, room // layout.world_size))
     count = wanted * layout.world_size
@@ -104,10 +108,10 @@ def with_random_slots(plan: Plan, cut: Cut, layout: Layout, key: str) -> Plan:
     if not len(rest):
         return replace(own, random_slots=wanted)
     others = cut.cut(plan.lengths[rest], layout)
-    both = [
-        (*first, *(rest[slot] for slot in behind))
-        for first, behind in zip(ranks, others.ranks, strict=True)
-    ]
+    both = list[tuple[IntArray, ...]]()
+    for at_front, behind in zip(ranks, others.ranks, strict=True):
+        # The cut of the others counts from 0 among them.
+        both.append((*at_front, *(rest[slot] for slot in behind)))
     pairs = zip(own.padded_lengths, others.padded_lengths, strict=True)
-    padded_lengths = tuple((*first, *behind) for first, behind in pairs)
+    padded_lengths = tuple((*at_front, *behind) for at_front, behind in pairs)
     return replace(own, ranks=(*both,), padded_lengths=padded_lengths, random_slots=wanted)

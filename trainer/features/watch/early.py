@@ -23,11 +23,13 @@ LEAST = 20  # of them, before anything is said
 QUIET_STEPS = 100  # from one spike that is spoken of to the next
 FAR_DEVIATIONS = 10.0  # standard deviations above the median
 FAR_LOSS = 0.2  # of the median of losses, at least, and
-LEAST_JUMP = 0.5  # nats: losses near zero are small in most steps, and not in some
+# In nats: losses near zero are small in most steps, and not in some.
+LEAST_JUMP = 0.5
 FAR_NORM = 10.0  # times the median of gradient norms, at least; and above those of the beginning
 BEGINNING = 100  # steps behind the warm-up after which a loss should have fallen
 FIRST = 10  # losses that a loss should have fallen below
-FALLEN = 0.01  # by this share of them; by less, it is taken for chance
+# By this share of them; by less, it is taken for chance.
+FALLEN = 0.01
 SMALLEST_NORM = 1e-30
 SHOWN_IDS = 3
 
@@ -39,7 +41,8 @@ class EarlyWatch(Feature):
     def __init__(self, *, warmup_steps: int = 0, keeps_samples: bool = False) -> None:
         self._beginning, self._keeps_samples = warmup_steps + BEGINNING, keeps_samples
         self._losses, self._norms = deque[float](maxlen=WINDOW), deque[float](maxlen=WINDOW)
-        self._first = list[tuple[float, float]]()  # losses and norms this process began with
+        # What this process began with
+        self._first_losses, self._first_norms = list[float](), list[float]()
         self._began_at = 1
         self._silent_until = 0
 
@@ -54,10 +57,11 @@ class EarlyWatch(Feature):
         step, value, norm = entry["step"], entry["loss"], entry["grad_norm"]
         if value is None or norm is None or not (math.isfinite(value) and math.isfinite(norm)):
             return None
-        if not self._first:
+        if not self._first_losses:
             self._began_at = step
-        if len(self._first) < WINDOW:
-            self._first.append((value, norm))
+        if len(self._first_losses) < WINDOW:
+            self._first_losses.append(value)
+            self._first_norms.append(norm)
         found = self._plateau(step)
         if (spike := self._spike(step, value, norm)) is not None:
             more = f", ... of {len(ids)}" if len(ids) > SHOWN_IDS else ""
@@ -77,7 +81,7 @@ class EarlyWatch(Feature):
             # Norms vary by factors.
             logs = [math.log(each + SMALLEST_NORM) for each in self._norms]
             high = median(logs) + max(FAR_DEVIATIONS * _deviation(logs), math.log(FAR_NORM))
-            if norm <= max(math.exp(high), median(first for _, first in self._first)):
+            if norm <= max(math.exp(high), median(self._first_norms)):
                 return None
             now, usual = f"gradient norm {rate(norm)}", rate(median(self._norms))
         self._silent_until = step + QUIET_STEPS
@@ -90,7 +94,7 @@ class EarlyWatch(Feature):
         """Look once, behind the warm-up, whether the loss is where it began."""
         if step != self._beginning or self._began_at != 1 or len(self._losses) < LEAST:
             return None
-        begun, now = median(loss for loss, _ in self._first[:FIRST]), median(self._losses)
+        begun, now = median(self._first_losses[:FIRST]), median(self._losses)
         if now < begun - FALLEN * abs(begun):
             return None
         return (
