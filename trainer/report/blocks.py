@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from rich import box
@@ -24,7 +25,8 @@ from trainer.report.records import PlanRecord
 LABEL_WIDTH = 10
 MAX_SHAPE_ROWS = 12
 
-LabelledLine = tuple[str, str | Text | None]  # a label, and the text beside it
+# A label, and the text beside it
+LabelledLine = tuple[str, str | Text | None]
 
 
 def start_block(
@@ -36,17 +38,23 @@ def start_block(
     resumed_step: int | None = None,
 ) -> RenderableType:
     """Lay out what is about to happen; `resumed_step` is None in a fresh run."""
-    shown = [row for row in rows if not row.in_plan] + [Row("output", shown_path(folder))]
+    shown = list[Row]()
+    for row in rows:
+        if not row.in_plan:
+            shown.append(row)
+    shown.append(Row("output", shown_path(folder)))
     if resumed_step is not None:
-        is_fork = (folder / RunFolder.FORK).is_file()
-        where = "of the run that it was forked from" if is_fork else "in the same folder"
+        where = "in the same folder"
+        if (folder / RunFolder.FORK).is_file():
+            where = "of the run that it was forked from"
         shown.append(Row("resumed", f"after step {number(resumed_step)}, {where}"))
     return Group(title_line(f"train {name}"), _grid(shown), _warnings(warnings))
 
 
 def plan_block(rows: Sequence[Row], plan: PlanRecord, file: Path) -> RenderableType:
     """Lay out the whole arithmetic of a run: its rows, and the tables of plan.json, at `file`."""
-    shown = sorted(rows, key=lambda row: row.in_plan)  # what the start shows comes first
+    # What the start shows comes first
+    shown = sorted(rows, key=lambda row: row.in_plan)
     tables = [section("micro-batches of step 1", _shapes(plan, file))]
     if plan["candidates"]:
         tables.append(section("caps weighed", _candidates(plan["candidates"], noun_of(plan))))
@@ -74,16 +82,21 @@ def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) ->
 
 def noun_of(plan: PlanRecord) -> Noun:
     """Say what lengths count, for a person: samples where each is one token of length one."""
-    return "sample" if plan["num_tokens"] == plan["num_samples"] else "token"
+    if plan["num_tokens"] == plan["num_samples"]:
+        return "sample"
+    return "token"
 
 
 def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
     """List the shapes, the first to run first; equal ones share a row."""
-    keys = ("rank", "num_samples", "length", "packed")
-    groups = Counter(tuple(shape[key] for key in keys) for shape in plan["shapes"])
+    values_of = itemgetter("rank", "num_samples", "length", "packed")
+    groups = Counter(map(values_of, plan["shapes"]))
     table = plain_table(">rank", ">count", ">samples", f">length, {noun_of(plan)}s", ">positions")
     for (rank, samples, length, packed), count in [*groups.items()][:MAX_SHAPE_ROWS]:
-        positions = length * (1 if packed else samples)  # a packed micro-batch is one row
+        # A packed micro-batch is one row; in others each sample is padded to the length.
+        positions = length
+        if not packed:
+            positions *= samples
         table.add_row(*map(number, (rank, count, samples, length, positions)))
     left = len(groups) - MAX_SHAPE_ROWS
     if left <= 0:
@@ -94,9 +107,11 @@ def _shapes(plan: PlanRecord, file: Path) -> RenderableType:
 def _candidates(candidates: Sequence[PlanRecord], noun: Noun) -> RenderableType:
     table = plain_table(f">cap, {noun}s", ">micro-batches", ">padding", ">memory", ">step time", "")
     for row in candidates:
-        style = "" if row["fits"] else "dim"
+        style = ""
         if row["is_chosen"]:
             style = "bold green"
+        elif not row["fits"]:
+            style = "dim"
         chosen, recomputes = row["is_chosen"] and "<- chosen", row["recomputes"] and "recomputing"
         notes = chosen, recomputes, not row["fits"] and "does not fit"
         counts = number(row["max_tokens"]), number(row["micro_batches"]), percent(row["padding"])
@@ -109,16 +124,17 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
     """Set the length of the run beside its speed, its memory, and what went wrong on the way."""
     speed, peak = result["tokens_per_second"], result["peak_bytes"]
     skipped, replays, metrics = result["skipped_steps"], result["replays"], result["metrics"]
-    shares = result["time"]["share"].items() if result["time"] else ()
-    peak_of = "the whole process" if plan["device"] == "cpu" else "tensors"
-    took = duration(result["seconds"])  # of this start, where the run was resumed
+    # Only a GPU's allocator counts tensors alone.
+    peak_of = {"cpu": "the whole process"}.get(plan["device"], "tensors")
+    # Of this start, where the run was resumed: those before it have ended.
+    took = duration(result["seconds"])
     lines = dict[str, str | None]()
     lines["completed"] = f"{plural(result['step'], 'step')}, {took} after the start"
     lines["stopped"] = result.get("stopped")
     best = result.get("best")
     if best and best["value"] is not None:
         lines["best"] = f"{best['metric']} {best['value']:.4f} at step {best['step']}"
-    lines["time"] = join_parts(*(part and f"{name} {percent(part)}" for name, part in shares))
+    lines["time"] = _time_shares(result["time"])
     if speed:
         lines["speed"] = f"{number(round(speed))} {noun_of(plan)}s/s"
     if peak:
@@ -127,11 +143,25 @@ def _outcome(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row]) -> Rende
         lines["skipped"] = f"{plural(skipped, 'step')} without an update"
     if replays:
         lines["replayed"] = f"{plural(replays, 'time')}, after memory ran out"
-    own = [f"{n} {mean:.4f}" for n, mean in metrics.items() if n not in {"loss", "eval_loss"}]
+    # Losses have their own place: a table beside the baselines, or the line below.
+    own_means = dict(metrics)
+    own_means.pop("loss", None)
+    own_means.pop("eval_loss", None)
+    own = [f"{name} {mean:.4f}" for name, mean in own_means.items()]
     if result["eval_loss"] is not None and not result["baselines"]:
         own.insert(0, f"loss {loss(result['eval_loss'])}")
     lines["held out"] = join_parts(*own)
     return labelled_lines([*lines.items(), *((row.label, row.text) for row in rows)])
+
+
+def _time_shares(time: PlanRecord | None) -> str | None:
+    """Say which share of a step each part took; None where no step was timed."""
+    texts = list[str]()
+    if time:
+        for name, share in time["share"].items():
+            if share:
+                texts.append(f"{name} {percent(share)}")
+    return join_parts(*texts)
 
 
 def _warnings(warnings: Sequence[str]) -> RenderableType:
@@ -151,7 +181,10 @@ def section(heading: str, *blocks: RenderableType) -> RenderableType:
 
 def _grid(rows: Iterable[Row]) -> RenderableType:
     """Lay out the rows of a run; one without a text is left out."""
-    shown = ((row.label, row.text and Text(row.text, "dim" * row.is_dim)) for row in rows)
+    shown = list[LabelledLine]()
+    for row in rows:
+        if row.text is not None:
+            shown.append((row.label, Text(row.text, "dim" * row.is_dim)))
     return labelled_lines(shown)
 
 
@@ -162,7 +195,11 @@ def labelled_lines(lines: Iterable[LabelledLine]) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, text in lines:
         if text is not None:
-            grid.add_row(label, Text(text) if isinstance(text, str) else text)
+            row_text = text
+            # Rich would read square brackets in a string as its own markup.
+            if isinstance(text, str):
+                row_text = Text(text)
+            grid.add_row(label, row_text)
     return Padding(grid, (0, 0, 0, 2), expand=False)
 
 
@@ -170,6 +207,8 @@ def plain_table(*columns: str) -> Table:
     """Make a plain table; a column whose name begins with `>` is set to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     for column in columns:
-        name = column.removeprefix(">")
-        table.add_column(name, justify="left" if name == column else "right", overflow="fold")
+        if column.startswith(">"):
+            table.add_column(column[1:], justify="right", overflow="fold")
+        else:
+            table.add_column(column, overflow="fold")
     return table

@@ -36,7 +36,8 @@ from trainer.core.stateful import NORMS_OF_PARAMETERS, STEP_KEYS
 from trainer.report.journal import Entry
 
 LOG_WIDTH = 100
-BRIEF = "TRAIN_BRIEF"  # in the environment: 1 leaves to train.log what a run would print
+# In the environment: 1 leaves to train.log what a run would print
+BRIEF = "TRAIN_BRIEF"
 
 # In a notebook rich would put an empty block of HTML before each line.
 _AS_IT_IS: dict[str, Any] = dict.fromkeys(("highlight", "markup", "emoji", "force_jupyter"), False)
@@ -52,15 +53,21 @@ class Screen:
     def __init__(self, folder: Path | None = None, *, file: TextIO | None = None) -> None:
         is_brief = folder is not None and os.environ.get(BRIEF) == "1"
         in_notebook = file is None and not is_brief and Console().is_jupyter
-        style: dict[str, Any] = {"force_terminal": True, "width": LOG_WIDTH} if in_notebook else {}
-        self._console = Console(file=file, quiet=is_brief, **style, **_AS_IT_IS)
-        self._notebook = NotebookLine() if in_notebook and folder is not None else None
+        style = dict(_AS_IT_IS)
+        self._notebook: NotebookLine | None = None
+        if in_notebook:
+            # A cell shows colours, but is no terminal, and has no width to ask for.
+            style |= {"force_terminal": True, "width": LOG_WIDTH}
+            if folder is not None:
+                self._notebook = NotebookLine()
+        self._console = Console(file=file, quiet=is_brief, **style)
         is_terminal = self._console.is_interactive and self._console.file.isatty()
         self._shows_bar = is_terminal and not is_brief
         if isinstance(self._console.file, TextIOWrapper):
             # A path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
-        self._consoles = [self._console]  # and the log, while it is open
+        # And the log, while it is open
+        self._consoles = [self._console]
         if folder is not None:
             with as_save_error(folder / RunFolder.LOG):
                 log = open_log(folder / RunFolder.LOG)
@@ -70,7 +77,8 @@ class Screen:
         self._progress: Progress | None = None
         self._figures = Text(no_wrap=True, overflow="ellipsis")
         self._noun: Noun = "token"
-        self._first: tuple[int, float] | None = None  # step that was shown first, and when
+        # Step that was shown first, and when
+        self._first: tuple[int, float] | None = None
 
     def show(self, block: RenderableType) -> None:
         """Print a block, wrapped to the width at hand."""
@@ -84,7 +92,10 @@ class Screen:
         text = printable_lines(without_secrets(f"{label}{text}", os.environ))
         for console in self._consoles:
             # A terminal breaks a line at words, but a command, which is copied whole.
-            labelled = Text(text if is_command else at_words(text, console.file), style)
+            shown = text
+            if not is_command:
+                shown = at_words(text, console.file)
+            labelled = Text(shown, style)
             labelled.stylize("bold yellow", 0, len(label))
             _print(console, labelled, soft_wrap=True)
 
@@ -126,9 +137,11 @@ class Screen:
         (task,) = self._progress.tasks
         step, steps, now = entry["step"], int(task.total or 0), time.monotonic()
         at, figures = step_text(step, steps), _figures(entry, self._noun)
-        # The first step is not typical, and a guess until the next.
+        # The first step, which compiles and warms up, is not typical: it is a guess until the next.
         first, since = self._first = self._first or (step, now)
-        pace_s = (now - since) / (step - first) if step > first else entry["seconds"]
+        pace_s = entry["seconds"]
+        if step > first:
+            pace_s = (now - since) / (step - first)
         left_s = pace_s * (steps - step)
         if self._live is not None:
             left = f"{clock(left_s)} left"
@@ -137,7 +150,9 @@ class Screen:
         if self._notebook is not None:
             self._notebook.show(step / steps, f"{at}  {figures}  {clock(left_s)} left")
         if is_due:
-            for console in self._consoles[1 if self._live or self._notebook else 0 :]:
+            # What is drawn on the screen anyway goes to the log alone.
+            is_drawn = bool(self._live or self._notebook)
+            for console in self._consoles[is_drawn:]:
                 _write(console, f"{at}  {figures}  {clock(left_s):>5} left\n")
 
     def end_progress(self) -> None:
@@ -198,17 +213,24 @@ def _fall_silent(console: Console, error: BaseException) -> None:
 
 def step_text(step: int, steps: int) -> str:
     """Write a step so that those of a run are equally wide: `step  7/60`."""
-    return f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"
+    if not steps:
+        return f"step {step}"
+    return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def figure(value: float | None) -> str:
     """Write a figure of any size with four digits: `0.8312`, `4.412e-06`."""
-    return f"{value:#.4g}" if value is not None and 0 < abs(value) < 1 else loss(value)
+    if value is not None and 0 < abs(value) < 1:
+        return f"{value:#.4g}"
+    return loss(value)
 
 
 def _figures(entry: Entry, noun: Noun) -> str:
     """Write the figures of a step, each as wide as those of other steps."""
-    value = "-" if entry["loss"] is None else loss(entry["loss"])  # of a step without loss terms
+    value = "-"
+    # A step without loss terms, all of whose labels are ignored, has none.
+    if entry["loss"] is not None:
+        value = loss(entry["loss"])
     texts = [f"loss {value:>8}"]
     for name, found in entry.items():
         if name not in STEP_KEYS and not name.startswith(NORMS_OF_PARAMETERS):

@@ -35,17 +35,22 @@ def report_evaluation(
     texts, record, sets = list[str](), dict[str, Any](), dict[str, Facts]()
     for part, metrics in means.items():
         text, about = facts[part]
-        texts.append(f"{text}: {', '.join(f'{n} {value:.4f}' for n, value in metrics.items())}")
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        texts.append(f"{text}: {figures}")
         if part:
             sets[part] = about
         else:
+            # The one set without a name has its facts at the top.
             record |= about
     if file.name != RunFolder.EVALUATION:
         texts[-1] += f" (written to {shown_path(file)})"
-    texts += [_write(file, part, lines) for part, lines in predictions.items()]
+    for part, lines in predictions.items():
+        texts.append(_write(file, part, lines))
     show_read(loaded, *texts)
-    record |= {"sets": sets} if sets else {}
-    record |= {"weights": "ema"} if loaded.is_average else {}
+    if sets:
+        record["sets"] = sets
+    if loaded.is_average:
+        record["weights"] = "ema"
     names = {f"eval_{name}": value for name, value in named_means(means).items()}
     record = {"step": loaded.step, **names, **record}
     write_record(file, record)
@@ -57,7 +62,9 @@ def report_evaluation(
 def _write(file: Path, part: str, lines: Lines) -> str:
     """Write the predictions of a part beside the figures, and say so."""
     stem = file.stem.replace("evaluate", "predictions")
-    place = file.with_name(f"{stem}-{part}.jsonl" if part else f"{stem}.jsonl")
+    if part:
+        stem += f"-{part}"
+    place = file.with_name(f"{stem}.jsonl")
     with as_save_error(place):
         content = "".join(f"{json.dumps(strict(line))}\n" for line in lines)
         write_file_atomic(place, content.encode())

@@ -42,7 +42,8 @@ class Hooks:
         module: nn.Module | None = None,
     ) -> None:
         self._warn, self._module, self._warned = warn, module, set[str]()
-        self._ours = {"step", "loss", EVAL_SECONDS}  # names of figures that no hook may give
+        # Names of figures that no hook may give
+        self._ours = {"step", "loss", EVAL_SECONDS}
         self._calls = defaultdict[str, list[tuple[str, Callable[..., object], bool]]](list)
         for name, hook in hooks.items():
             for event in WATCHED:
@@ -57,7 +58,8 @@ class Hooks:
             self._ours |= values.keys()
         for name, method, takes_model in calls:
             try:
-                with preserve_generators():  # of the host; what hooks draw moves none
+                # Of the host; what hooks draw moves none
+                with preserve_generators():
                     returned = method(dict(values), *[self._module] * takes_model)
                 if isinstance(returned, Mapping):
                     found |= self._figures(name, returned, found)
@@ -69,16 +71,23 @@ class Hooks:
         self, name: str, returned: Mapping[Any, Any], found: Mapping[str, float]
     ) -> dict[str, float]:
         """Take what a hook returned, but what is no number, or has the name of another."""
-        numbers = {key: _number(value) for key, value in returned.items()}
         taken = self._ours | found.keys()
-        odd = [key for key, number in numbers.items() if number is None or not isinstance(key, str)]
-        odd += [key for key in numbers if key in taken]
-        if name.endswith("on_checkpoint"):
-            odd = [*numbers]  # which has no line
+        # A checkpoint has no line in metrics.jsonl that figures could stand in.
+        has_line = not name.endswith("on_checkpoint")
+        figures, odd, doubled = dict[str, float](), list[Any](), list[Any]()
+        for key, value in returned.items():
+            number = _number(value)
+            if number is None or not isinstance(key, str) or not has_line:
+                odd.append(key)
+            elif key in taken:
+                doubled.append(key)
+            else:
+                figures[key] = number
+        odd += doubled
         if odd:
             text = f"hook {name} returned {', '.join(map(str, odd))}: left out (reported once)"
             self._warn_once(f"{name} {odd}", f"{text}; figures are numbers with names of their own")
-        return {key: n for key, n in numbers.items() if n is not None and key not in odd}
+        return figures
 
     def _warn_once(self, what: str, text: str) -> None:
         if what not in self._warned:
@@ -88,6 +97,11 @@ class Hooks:
 
 def _number(value: object) -> float | None:
     """Give a number, of a 0-d tensor too; None for anything else."""
-    value = value.detach() if isinstance(value, torch.Tensor) else value
-    value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-    return value if isinstance(value, int | float) else None
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    # NumPy's scalars and arrays have both as well.
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    if isinstance(value, int | float):
+        return value
+    return None

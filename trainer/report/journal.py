@@ -17,7 +17,8 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 MOST_STEPS = 2**63
-EVAL_SECONDS = "eval_seconds"  # wall time; evaluations in metrics.jsonl have it, steps have not
+# Wall time; evaluations in metrics.jsonl have it, steps have not
+EVAL_SECONDS = "eval_seconds"
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
 
 
@@ -41,7 +42,8 @@ class Journal:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path, self._warn = path, warn
         self._unwritten = b""
-        self._whole: int | None = None  # size before a write that failed, and may have left a part
+        # Size before a write that failed, and may have left a part
+        self._whole: int | None = None
         self._has_warned = False
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -62,9 +64,14 @@ class Journal:
     def _try(self, *, durable: bool = False) -> OSError | None:
         """Write all that waits; a failure before may have left some of it."""
         try:
-            size = self._path.stat().st_size if self._path.exists() else 0
-            self._whole = size if self._whole is None else min(size, self._whole)
-            if size > self._whole:  # to cut a file takes no room on the disk
+            size = 0
+            if self._path.exists():
+                size = self._path.stat().st_size
+            # Somebody may have made the file shorter, so the smaller of the two counts.
+            if self._whole is None or size < self._whole:
+                self._whole = size
+            # To cut a file takes no room on the disk, so a full one allows it.
+            if size > self._whole:
                 os.truncate(self._path, self._whole)
             append(self._path, self._unwritten, durable=durable)
         except OSError as error:
@@ -95,9 +102,13 @@ def totals(path: Path) -> dict[str, float | None]:
             seconds += entry.get("seconds", 0.0)
             skipped_steps += "skipped" in entry
             replays += entry.get("replays", 0)
+    tokens_per_second = None
+    if seconds:
+        # Tokens of a step are counted from the beginning of the run.
+        tokens_per_second = last.get("tokens", 0) / seconds
     return {
         "loss": last.get("loss"),
-        "tokens_per_second": last.get("tokens", 0) / seconds if seconds else None,
+        "tokens_per_second": tokens_per_second,
         "skipped_steps": skipped_steps,
         "replays": replays,
     }
@@ -116,6 +127,7 @@ class Follower:
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
+            # What follows the last newline is still being written.
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + bool(lines)
         return [*filter(None, map(_parse, lines.splitlines()))]
@@ -125,7 +137,9 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
     """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file; move it away")
-    content = path.read_bytes() if path.exists() else b""
+    content = b""
+    if path.exists():
+        content = path.read_bytes()
     whole = bytearray()
     for line in content.splitlines(keepends=True):
         entry = _parse(line)
@@ -138,5 +152,10 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
 def _parse(line: bytes) -> Entry | None:
     """Read one line; None when it is torn or no entry of ours."""
     entry = parsed(line)
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return entry if type(step) is int and abs(step) < MOST_STEPS else None
+    if not isinstance(entry, dict):
+        return None
+    step = entry.get("step")
+    # By its type: a `bool` is an `int` too.
+    if type(step) is int and abs(step) < MOST_STEPS:
+        return entry
+    return None

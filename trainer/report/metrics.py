@@ -44,9 +44,13 @@ class MetricsLog:
         more_of: Callable[[str, Entry], Mapping[str, float]] = lambda *_: {},
     ) -> None:
         self._more_of = more_of
+        # Bad records stand at step 0, which a fresh run cuts as well.
+        last_step = -1
+        if resumed_step is not None:
+            last_step = resumed_step
         for name in RunFolder.JOURNALS:
             with as_save_error(folder / name):
-                truncate_after(folder / name, -1 if resumed_step is None else resumed_step)
+                truncate_after(folder / name, last_step)
         self._folder, self._warn = folder, warn
         names = [RunFolder.METRICS, *[RunFolder.SAMPLES] * keep_samples]
         self._journals = {name: Journal(folder / name, warn) for name in names}
@@ -56,10 +60,14 @@ class MetricsLog:
     def step(self, entry: Mapping[str, Any]) -> list[Entry]:
         """Take a step, whose tensors are 0-d; give the entries that were written meanwhile."""
         written, entry = self.flush(), dict(entry)
-        remote = [n for n, v in entry.items() if isinstance(v, Tensor) and gpu.is_gpu(v.device)]
+        remote, tensors = list[str](), list[Tensor]()
+        for name, value in entry.items():
+            if isinstance(value, Tensor) and gpu.is_gpu(value.device):
+                remote.append(name)
+                tensors.append(value.detach().double())
         if remote:
-            packed = torch.stack([entry[name].detach().double() for name in remote])
-            numbers = packed.to("cpu", non_blocking=True)
+            # One copy for all of them: each costs the host a launch.
+            numbers = torch.stack(tensors).to("cpu", non_blocking=True)
             self._waiting = entry, remote, numbers, gpu.mark()
             return written
         return [*written, self._write("on_step", entry)]
@@ -106,10 +114,13 @@ class MetricsLog:
         return written
 
     def _write(self, event: str, entry: Entry) -> Entry:
-        entry = {name: v.item() if isinstance(v, Tensor) else v for name, v in entry.items()}
-        entry |= self._more_of(event, entry)
-        self.record(RunFolder.METRICS, entry)
-        return entry
+        plain = dict(entry)
+        for name, value in entry.items():
+            if isinstance(value, Tensor):
+                plain[name] = value.item()
+        plain |= self._more_of(event, plain)
+        self.record(RunFolder.METRICS, plain)
+        return plain
 
 
 def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
@@ -120,5 +131,9 @@ def evaluation_at(folder: Path, step: int) -> dict[str, float] | None:
             continue
         for name, value in entry.items():
             if name not in {"step", EVAL_SECONDS} and isinstance(value, int | float | None):
-                means[name.removeprefix("eval_")] = math.nan if value is None else float(value)
+                # What JSON does not know, NaN and infinities, is written as null.
+                mean = math.nan
+                if value is not None:
+                    mean = float(value)
+                means[name.removeprefix("eval_")] = mean
     return means or None

@@ -111,9 +111,14 @@ class Mirror:
     def _follow(self, exits: tuple[Any, Any]) -> None:
         """Hand on what the file holds and gets, from where the tracker has it."""
         tracker, own = self._tracker, self._folder / self._name
-        run_id, logged = id_in(own), own / "logged"  # a step: what came before it has arrived
-        text = logged.read_text() if logged.exists() else ""
-        after = int(text) - 1 if text.isdecimal() and self._resumed_step is not None else -1
+        # A step: what came before it has arrived
+        run_id, logged = id_in(own), own / "logged"
+        after = -1
+        if self._resumed_step is not None and logged.exists():
+            text = logged.read_text()
+            # The evaluation of that step may have come later.
+            if text.isdecimal():
+                after = int(text) - 1
         run = TrackedRun(
             id=run_id,
             run_folder=self._folder,
@@ -123,20 +128,33 @@ class Mirror:
             **self._facts,
         )
         begin = tracker.start(run)
-        sys.exit, sys.excepthook = exits  # wandb replaces both
-        begin = run.after if begin is None else begin
+        # Wandb replaces both
+        sys.exit, sys.excepthook = exits
+        if begin is None:
+            begin = run.after
         self._attach(self._folder / RunFolder.PLAN)
-        follower, is_over = Follower(self._folder / RunFolder.METRICS), False
-        while not is_over:
-            is_over = self._is_over.wait(MIRROR_POLL_S)
-            if entries := [entry for entry in follower.new() if entry["step"] > begin]:
-                for entry in entries:
-                    tracker.log(entry["step"], figures_of(entry))
-                tracker.flush()
-                write_file_atomic(logged, str(entries[-1]["step"]).encode())
+        self._log_new(logged, begin)
         for view in views().values():
             self._attach(self._folder / view.file)
-        tracker.finish(None if self._summary is None else strict(self._summary))
+        summary = self._summary
+        if summary is not None:
+            summary = strict(summary)
+        tracker.finish(summary)
+
+    def _log_new(self, logged: Path, begin: int) -> None:
+        """Hand on entries behind a step until the run is over, and note how far in a file."""
+        follower, is_over = Follower(self._folder / RunFolder.METRICS), False
+        # Read once more when the run is over, for what came since the last look.
+        while not is_over:
+            is_over = self._is_over.wait(MIRROR_POLL_S)
+            last_step = None
+            for entry in follower.new():
+                if entry["step"] > begin:
+                    last_step = entry["step"]
+                    self._tracker.log(last_step, figures_of(entry))
+            if last_step is not None:
+                self._tracker.flush()
+                write_file_atomic(logged, str(last_step).encode())
 
     def _attach(self, file: Path) -> None:
         """Attach a file of the run, if it is there; figures are shown without it, too."""

@@ -73,7 +73,8 @@ def git_revision(folder: Path) -> dict[str, str] | None:
 
 def num_cores() -> int:
     """Count the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # macOS binds no process to some of them
+    # macOS binds no process to some of them
+    if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

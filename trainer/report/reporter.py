@@ -49,11 +49,14 @@ class RunReporter:
         self._folder, self._screen, self._log_every = folder, screen, log_every
         self._hooks = hooks or Hooks({}, screen.warn)
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
-        self._epochs = 0.0  # that were over behind the step shown last
+        # That were over behind the step shown last
+        self._epochs = 0.0
         self._plan: PlanRecord = {}
         self._remarks: Sequence[Remark] = ()
-        self._ids = dict[int, Ids]()  # of steps that are yet to be shown
-        self._batch_size: int | None = None  # of the last step, where sizes change
+        # Of steps that are yet to be shown
+        self._ids = dict[int, Ids]()
+        # Of the last step, where sizes change
+        self._batch_size: int | None = None
         self._summary: PlanRecord | None = None
         self._metrics = MetricsLog(
             folder,
@@ -81,8 +84,10 @@ class RunReporter:
     def passed_over(self, count: int, records: Sequence[str]) -> None:
         """Report records of the data that could not be read, the first with their reasons."""
         records = [without_secrets(record, os.environ) for record in records]
-        first = f"; the first: {records[0]}" if records else ""
-        self.warn(f"{plural(count, 'bad record')} skipped (data.on_bad=skip){first}")
+        text = f"{plural(count, 'bad record')} skipped (data.on_bad=skip)"
+        if records:
+            text += f"; the first: {records[0]}"
+        self.warn(text)
         self._metrics.consumed(0, (), bad_records=count, records=records)
 
     def step(self, entry: Mapping[str, Any], ids: Ids = (), skipped_ids: Ids = ()) -> None:
@@ -107,7 +112,8 @@ class RunReporter:
         """Take a pass over all that is held out after a step, and its seconds."""
         self._show(self._metrics.flush())
         entry = self._metrics.evaluation(step, means, seconds)
-        own = [*entry][[*entry].index(EVAL_SECONDS) + 1 :]  # names of figures of hooks
+        # Names of figures of hooks
+        own = [*entry][[*entry].index(EVAL_SECONDS) + 1 :]
         last = [*(f"{name} {figure(entry[name])}" for name in own), f"({duration(seconds)})"]
         times = [*[""] * (len(means) - 1), "  " + "  ".join(last)]
         for (part, metrics), time in zip(means.items(), times, strict=True):
@@ -123,7 +129,10 @@ class RunReporter:
     def checkpoint(self, step: int, path: Path) -> None:
         """Take note of a checkpoint that has been written."""
         self._show(self._metrics.flush())
-        shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+        # Checkpoints may be outside of the run folder.
+        shown = path
+        if path.is_relative_to(self._folder):
+            shown = path.relative_to(self._folder)
         self._screen.line(f"{step_text(step, self._steps)}  saved {shown}", "dim")
         self._note(step)
         self._hooks.call("on_checkpoint", {"step": step, "path": str(path)})
@@ -142,7 +151,8 @@ class RunReporter:
         self._screen.end_progress()
         try:
             self._show(self._metrics.sync())
-            if self._summary is not None:  # here, since trackers show the page, too
+            # Here, since trackers show the page, too
+            if self._summary is not None:
                 RunFolder(self._folder).write_status("completed", self._summary["step"], 0)
                 write_views(self._folder)
         finally:
@@ -153,7 +163,8 @@ class RunReporter:
         """Let status.json say how far the run is."""
         if step > self._noted_step:
             self._noted_step = step
-            with suppress(SaveError):  # a full disk is the checkpoints' matter
+            # A full disk is the checkpoints' matter
+            with suppress(SaveError):
                 RunFolder(self._folder).write_status("running", step)
 
     def _show(self, entries: Sequence[Entry]) -> None:

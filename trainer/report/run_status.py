@@ -19,7 +19,8 @@ from trainer.core.user_code import excerpt
 from trainer.report import journal
 from trainer.report.views import write_views
 
-STAGED = f"{durable.UNFINISHED}records"  # holds what config.yaml and .hydra are to become
+# Holds what config.yaml and .hydra are to become
+STAGED = f"{durable.UNFINISHED}records"
 _REFUSALS = (errors.ConfigError, errors.DataError, errors.NoCheckpointError)
 
 
@@ -66,8 +67,10 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
         if isinstance(error, _REFUSALS) and _files(folder / STAGED):
             raise
         reason = without_secrets(str(error) or type(error).__name__, os.environ).splitlines()[0]
-        code = error.exit_code if isinstance(error, errors.TrainError) else 1
-        if isinstance(error, KeyboardInterrupt):
+        code = 1
+        if isinstance(error, errors.TrainError):
+            code = error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
             code = errors.INTERRUPTED
         saved = saved_step(folder)
         if isinstance(error, errors.Preempted):
@@ -76,7 +79,9 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
             last = last_step(folder)
             run.write_status("failed", last, code, reason)
             if config.command == "train" and has_stepped(folder):
-                how = f"step {saved} is saved: go on" if saved else "nothing is saved: begin again"
+                how = "nothing is saved: begin again"
+                if saved:
+                    how = f"step {saved} is saved: go on"
                 error.add_note(f"after step {last}; {how} with: {to_go_on(config, folder)}")
         write_views(folder)
         raise
@@ -85,9 +90,13 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
 
 def trusting(config: RunConfig, run: Path) -> list[str]:
     """Give what has to be typed for classes and options of one's own that a run folder names."""
-    folder, packages = config.config_dir, () if consent.is_noted(run) else config.packages
-    flag = [] if folder is None else [f"--config-dir={shown_path(Path(folder))}"]
-    return [*flag, *([f"'trust=[{','.join(packages)}]'"] if packages else [])]
+    words = list[str]()
+    if config.config_dir is not None:
+        words.append(f"--config-dir={shown_path(Path(config.config_dir))}")
+    if config.packages and not consent.is_noted(run):
+        # In quotes: to a shell the brackets are a pattern of file names.
+        words.append(f"'trust=[{','.join(config.packages)}]'")
+    return words
 
 
 def to_go_on(config: RunConfig, folder: Path) -> str:
@@ -124,7 +133,7 @@ def drop_empty(log: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return sorted(filter(Path.is_file, folder.rglob("*")))
 
 
 def saved_step(folder: Path) -> int:

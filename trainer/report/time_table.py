@@ -17,15 +17,19 @@ from trainer.core.rank_progress import InStep
 MEETINGS: tuple[InStep, ...] = ("normalizer", "agree")
 PARTS = ("data", "compute", "sync", "optimizer", "waiting", "rest")
 
-TOO_MUCH = 0.1  # share of a step beyond which a part is worth a line
-LEAST_S = 0.5  # of a whole run; nobody changes a setting for less
+# Share of a step beyond which a part is worth a line
+TOO_MUCH = 0.1
+# Of a whole run; nobody changes a setting for less
+LEAST_S = 0.5
 
-NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}  # of a phase that was never entered
+# Of a phase that was never entered
+NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}
 
 TimeSplit = dict[str, float]
 """Seconds of one rank's mean step: by `PARTS`, and `late` (waiting for the data of others)."""
 
-TimeLine = tuple[float, str, str, str]  # seconds of a step, the part, what it is, the setting
+# Seconds of a step, the part, what it is, the setting
+TimeLine = tuple[float, str, str, str]
 
 
 def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
@@ -48,7 +52,8 @@ def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
             "rest": spent["report"],
             "late": late,
         }
-        if len(spendings) == 1:  # nobody to meet, nowhere to send to
+        # Nobody to meet, nowhere to send to
+        if len(spendings) == 1:
             parts["rest"] += spent["normalizer"] + spent["agree"] + sent
             parts |= dict.fromkeys(("sync", "waiting", "late"), 0.0)
         splits.append({name: total / spending["steps"] for name, total in parts.items()})
@@ -74,7 +79,9 @@ def advice(
 ) -> list[str]:
     """Name what took more than a tenth of a step, with its figure and a setting, largest first."""
     lines = [_data(splits, plan), _sync(time, plan)]
-    lines += [_waiting(splits, plan)] if len(splits) > 1 else []
+    # One rank waits for nobody.
+    if len(splits) > 1:
+        lines.append(_waiting(splits, plan))
     found = []
     for seconds, part, what, remedy in sorted(lines, reverse=True):
         share = seconds / (time["step_seconds"] or 1.0)
@@ -95,10 +102,12 @@ def _data(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
 
 def _waiting(splits: Sequence[TimeSplit], plan: Mapping[str, Any]) -> TimeLine:
     waits = [each["waiting"] - each["late"] for each in splits]
+    # Whoever waits least comes last to every meeting.
     slowest = waits.index(min(waits))
-    others = fmean(each["compute"] for rank, each in enumerate(splits) if rank != slowest)
+    computed = [each["compute"] for each in splits]
+    slow = computed.pop(slowest)
     what = f"ranks wait, mostly for rank {slowest}, which computes "
-    what += f"{duration(splits[slowest]['compute'])} where others take {duration(others)}"
+    what += f"{duration(slow)} where others take {duration(fmean(computed))}"
     remedy = "check what else runs on its machine, or raise batch.global to balance the work"
     if plan["lockstep"]:
         remedy = "sync=deferred lets ranks take different numbers of micro-batches"

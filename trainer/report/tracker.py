@@ -18,13 +18,17 @@ class TrackedRun:
 
     id: str  # random; the same when the run goes on
     name: str | None  # as the user typed it
-    group: str | None  # the sweep's folder; None outside of one
-    config: Mapping[str, Any]  # plain values without secrets, as config.yaml has them
+    # The sweep's folder; None outside of one
+    group: str | None
+    # Plain values without secrets, as config.yaml has them
+    config: Mapping[str, Any]
     plan: Mapping[str, Any]  # as plan.json has it
     run_folder: Path
-    folder: Path  # the tracker's own, in the run folder
+    # The tracker's own, in the run folder
+    folder: Path
     outputs: Path  # where runs are
-    after: int  # the last step that does not come again; -1 where the run begins
+    # The last step that does not come again; -1 where the run begins
+    after: int
     warn: Callable[[str], None]  # with one line
 
 
@@ -34,10 +38,13 @@ class Tracker(ABC):
     One that raises is reported once and called no more; so is one that hangs when the run ends.
     """
 
-    package: ClassVar[str] = ""  # imported before `start`; a run is refused where it is not there
-    install: ClassVar[str] = ""  # what pip takes to bring it
+    # Imported before `start`; a run is refused where it is not there
+    package: ClassVar[str] = ""
+    # What pip takes to bring it
+    install: ClassVar[str] = ""
     is_on: bool = True  # False: the run is not shown
-    patience_s: float = 7.0  # for which the end of a run waits; a command is over within 10 s
+    # For which the end of a run waits; a command is over within 10 s
+    patience_s: float = 7.0
 
     @abstractmethod
     def start(self, run: TrackedRun) -> int | None:
@@ -66,9 +73,15 @@ class Tracker(ABC):
 
 def figures_of(entry: Entry) -> dict[str, float]:
     """Name the figures of an entry: `train/loss`, `eval/loss`; a step that was skipped counts 1."""
-    kind = "eval" if EVAL_SECONDS in entry else "train"
+    kind = "train"
+    if EVAL_SECONDS in entry:
+        kind = "eval"
     figures: dict[str, float] = {}
     for key, value in entry.items():
-        if key != "step" and isinstance(value, int | float | str):
-            figures[f"{kind}/{key.removeprefix('eval_')}"] = 1 if isinstance(value, str) else value
+        name = f"{kind}/{key.removeprefix('eval_')}"
+        if isinstance(value, str):
+            # Why a step was skipped; trackers draw numbers.
+            figures[name] = 1
+        elif key != "step" and isinstance(value, int | float):
+            figures[name] = value
     return figures

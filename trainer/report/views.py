@@ -25,8 +25,10 @@ _log = logging.getLogger(__name__)
 class View:
     """Shows one run, or several side by side."""
 
-    target: str  # a function of run folders and a file, by its path
-    file: str  # its name in the folder of a run or a sweep
+    # A function of run folders and a file, by its path
+    target: str
+    # Its name in the folder of a run or a sweep
+    file: str
     help: str  # what its command does
     about: str  # what a person finds in the file
 
@@ -47,7 +49,9 @@ def write_views(folder: Path) -> None:
     if (folder / RunFolder.CONFIG).is_file() and not (folder / RunFolder.METRICS).is_file():
         return  # a run without a step
     runs = runs_in(folder)
-    for view in views().values() if runs else ():
+    if not runs:
+        return
+    for view in views().values():
         try:
             view.write(runs, folder / view.file)
         except Exception as error:  # a picture of a run never makes it fail
