@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -102,8 +103,11 @@ def describe_end(error: BaseException, folder: Path, rank: int) -> dict[str, Any
     is_users = isinstance(error, errors.ConfigError) and error.__cause__ is not None
     keeps = is_crash or is_users or excerpt(error) != ""
     # Ranks on other machines know the folder when they have met.
-    path = keep_traceback(error, folder, rank) if keeps and folder.is_dir() else None
-    where = "" if path is None else f"; its traceback is in {path}"
+    path, where = None, ""
+    if keeps and folder.is_dir():
+        path = keep_traceback(error, folder, rank)
+    if path is not None:
+        where = f"; its traceback is in {path}"
     if isinstance(error, errors.TrainError):
         report = errors.error_to_dict(error)
         return {**report, "text": report["text"] + where}
@@ -116,7 +120,7 @@ def verdict(ended: Mapping[int, Ended], folder: Path, timeout_s: float) -> error
 
     Of every rank, or of those of which there is word; stacks are looked for in the run folder.
     """
-    failed = [end for end in ended.values() if end.has_failed]
+    failed = [*filter(attrgetter("has_failed"), ended.values())]
     if not failed:
         return None
     first = min(failed, key=lambda end: (_order(end), end.at))
@@ -140,16 +144,22 @@ def _order(end: Ended) -> int:
     if "error" in end.report:
         return 0
     if "crash" in end.report:
-        return 4 if end.place.waits else 2
+        if end.place.waits:
+            return 4
+        return 2
     if end.is_killed:
         return 5
     # Collectives abort the process when they find messages they did not expect.
-    return 3 if end.code == -signal.SIGABRT else 1
+    if end.code == -signal.SIGABRT:
+        return 3
+    return 1
 
 
 def _name(end: Ended) -> str:
     if "crash" in end.report:
-        what = "failed in a collective" if end.place.waits else "failed"
+        what = "failed"
+        if end.place.waits:
+            what = "failed in a collective"
         return f"rank {end.rank} {what} at {end.place}: {end.report['crash']}"
     if end.code >= 0:
         return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
@@ -161,12 +171,16 @@ def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
     end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.place.since))
     stacks = RunFolder(folder).traceback(end.rank)
-    where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
+    where = ""
+    if stacks.exists():
+        where = f"; what it was doing is in {stacks}"
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
     if end.place.is_first:
         key = f"ten times {key} in the first step"
     waited = "in time"
     if limit_s != float("inf"):
         waited = f"for {limit_s:g} s ({key})"
-    what = "waited for other ranks" if end.place.waits else "did not answer"
+    what = "did not answer"
+    if end.place.waits:
+        what = "waited for other ranks"
     return f"rank {end.rank} {what} {waited}, at {end.place}{where}"

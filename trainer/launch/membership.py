@@ -45,7 +45,10 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
     names = _names(environment)
     if names[0] not in environment:
         return None
-    written = {name: environment[name] for name in (*names, START_TIMEOUT) if name in environment}
+    written = dict[str, str]()
+    for name in (*names, START_TIMEOUT):
+        if name in environment:
+            written[name] = environment[name]
     try:
         rank, size = int(written[names[0]]), int(written.get(names[1], "1"))
         # Slurm writes "4(x2),3" for four tasks on each of two nodes, and three on another.
@@ -64,8 +67,10 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
         )
     if size == 1:
         return None
+    job = ""
     # Slurm's job is no name that all ranks share where something else started them.
-    job = environment.get("SLURM_JOB_ID", "") if names is _SRUN else ""
+    if names is _SRUN:
+        job = environment.get("SLURM_JOB_ID", "")
     job = environment.get("TORCHELASTIC_RUN_ID", job)
     return Membership(
         rank=rank,
@@ -83,7 +88,9 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Give this process's number among those that a launcher started, 0 where it is alone."""
     written = environment.get(_names(environment)[0], "")
-    return int(written) if written.isdecimal() else 0
+    if not written.isdecimal():
+        return 0
+    return int(written)
 
 
 def first_host(listed: str) -> str:
@@ -94,7 +101,9 @@ def first_host(listed: str) -> str:
 def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
     # An sbatch script, and srun with one task, have Slurm's variables too.
     is_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    return _SRUN if is_srun and "RANK" not in environment else _TORCHRUN
+    if is_srun and "RANK" not in environment:
+        return _SRUN
+    return _TORCHRUN
 
 
 def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) -> str:

@@ -50,8 +50,12 @@ def main(arguments: list[str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})
     # Collectives abort the process when they find messages they did not expect.
     faulthandler.enable(file=stacks)
+    log = None
+    # Others log to their standard error, which goes to a file of each rank.
+    if rank == 0:
+        log = durable.open_log(Path(job["folder"]) / RunFolder.LOG)
     logging.basicConfig(
-        stream=durable.open_log(Path(job["folder"]) / RunFolder.LOG) if rank == 0 else None,
+        stream=log,
         format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s",
         level=logging.INFO,
     )
@@ -87,9 +91,9 @@ def _work(
                     _redirect(RunFolder(folder).rank_log(config.command, member.rank))
                     (records.folder / Records.RUN).symlink_to(folder)
                 # One process verifies; ranks of ours are there for what it cannot try.
-                is_trial = member.is_ours and config.command == "verify"
-                work = verify_sync if is_trial else run_rank
-                return {"code": work(config, folder, world, stop)}
+                if member.is_ours and config.command == "verify":
+                    return {"code": verify_sync(config, folder, world, stop)}
+                return {"code": run_rank(config, folder, world, stop)}
     except BaseException as error:
         return describe_end(error, folder, member.rank)
 
@@ -125,8 +129,10 @@ def _agree(config: RunConfig, folder: Path, world: World) -> Path:
                 f"step-trainer: rank {rank} ({answer['place']}) has other sources than rank 0 "
                 f"({answers[0]['place']}); install the same on every host"
             )
-        own = answer["config"]
-        differing = sorted(k for k in own.keys() | first.keys() if own.get(k) != first.get(k))
+        own, differing = answer["config"], list[str]()
+        for key in sorted(own.keys() | first.keys()):
+            if own.get(key) != first.get(key):
+                differing.append(key)
         if differing:
             raise ConfigError(
                 f"{', '.join(differing)}: rank {rank} has a different value than rank 0; type "

@@ -71,21 +71,26 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
 
 def gpu_index(member: Membership, visible: int) -> int:
     """Number the GPU of a rank among the visible ones; a launcher may show each rank its own."""
-    return 0 if visible == 1 and not member.is_ours else member.local_rank
+    if visible == 1 and not member.is_ours:
+        return 0
+    return member.local_rank
 
 
 def local_ranks(config: RunConfig) -> int:
     """Resolve `parallel.ranks` on this machine: one per GPU, else one."""
     if config.parallel.ranks != "auto":
         return config.parallel.ranks
-    is_single = config.device not in {"auto", "cuda"} or config.parallel.mode == "none"
-    return 1 if is_single else max(1, len(gpu.devices()))
+    if config.device not in {"auto", "cuda"} or config.parallel.mode == "none":
+        return 1
+    return max(1, len(gpu.devices()))
 
 
 def run_single(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     """Run one command in this process alone, with the run folder to itself; give the exit code."""
+    size = 1
     # These work out in one process what several ranks would do.
-    size = local_ranks(config) if config.command in ("plan", "verify") else 1
+    if config.command in ("plan", "verify"):
+        size = local_ranks(config)
     world = replace(_prepare(config), size=size, local_size=size)
     if config.command in READING:
         return run_rank(config, folder, world, stop)
@@ -102,16 +107,19 @@ def joined_session(
     if member.is_ours and config.deterministic != "layout" and "OMP_NUM_THREADS" not in os.environ:
         # A launcher gives each of its ranks a share of the cores; so do we.
         torch.set_num_threads(max(1, num_cores() // member.local_size))
-    is_gpu = gpu.is_gpu(world.device)
+    backend, device_id = "gloo", None
+    if gpu.is_gpu(world.device):
+        # NCCL reduces gradients, gloo what is counted on the host.
+        backend, device_id = f"cpu:gloo,{gpu.DEVICE_TYPE}:nccl", world.device
     timeout = max(LONG_TIMEOUT, timedelta(seconds=FIRST_STEP * config.parallel.timeout_s))
     with rank_progress.waiting():
         dist.init_process_group(
-            f"cpu:gloo,{gpu.DEVICE_TYPE}:nccl" if is_gpu else "gloo",
+            backend,
             store=_open_store(member),
             rank=member.rank,
             world_size=member.size,
             timeout=timeout,
-            device_id=world.device if is_gpu else None,
+            device_id=device_id,
         )
         group = dist.new_group(backend="gloo", timeout=timeout)
         # NCCL's communicator takes memory, so it is there before memory limits are read.
@@ -169,15 +177,25 @@ def _open_store(member: Membership) -> Store:
         if attempt and store.check([f"{attempt}/complete"]):
             return PrefixStore(attempt, store)
         if time.monotonic() > limit:
-            expected = range(member.size) if attempt else ()
-            # Where nobody else is late, the first rank did not open or close an attempt.
-            late = [r for r in expected if not store.check([f"{attempt}/{r}"])] or [0]
             raise RankFailedError(
-                f"rank{'s' if late[1:] else ''} {', '.join(map(str, late))} did not connect to "
+                f"{_late_ranks(store, member.size, attempt)} did not connect to "
                 f"{member.address} within {member.start_timeout_s:g} s ({START_TIMEOUT})"
             )
         check()
         time.sleep(_POLL_S)
+
+
+def _late_ranks(store: Store, size: int, attempt: str) -> str:
+    """Name the ranks that have not joined an attempt: `rank 3`, `ranks 1, 2`."""
+    late = list[str]()
+    if attempt:
+        for rank in range(size):
+            if not store.check([f"{attempt}/{rank}"]):
+                late.append(str(rank))
+    if len(late) > 1:
+        return f"ranks {', '.join(late)}"
+    # Where nobody else is late, the first rank did not open or close an attempt.
+    return f"rank {''.join(late) or 0}"
 
 
 def _join_attempt(store: Store, member: Membership, attempt: str) -> str:
@@ -187,7 +205,10 @@ def _join_attempt(store: Store, member: Membership, attempt: str) -> str:
     rank names each attempt anew, and closes it once all are there: a rank that comes to one that is
     complete waits for the next.
     """
-    newest = store.get("attempt").decode() if store.check(["attempt"]) else ""
+    newest = ""
+    # `get` alone would wait for the first rank.
+    if store.check(["attempt"]):
+        newest = store.get("attempt").decode()
     if newest != attempt and not store.check([f"{newest}/complete"]):
         store.set(f"{newest}/{member.rank}", "")
         attempt = newest
@@ -236,7 +257,9 @@ def _prepare(config: RunConfig, local_rank: int = 0) -> World:
     if config.deterministic == "layout":
         torch.set_num_threads(1)  # several may sum in another order
     device = choose_device(config, local_rank)
-    if is_gpu := gpu.is_gpu(device):
-        gpu.backend().set_device(device)  # which the marks of times are made on
-    times = PhaseTimes(gpu.mark if is_gpu else time.perf_counter)
+    times = PhaseTimes(time.perf_counter)
+    if gpu.is_gpu(device):
+        # The marks of times are made on the device that is set.
+        gpu.backend().set_device(device)
+        times = PhaseTimes(gpu.mark)
     return World(device=device, times=times, compiles=config.compile)

@@ -37,8 +37,10 @@ def run(config: RunConfig, folder: Path) -> int:
 
         if config.command == "verify" and local_ranks(config) > 1:
             # Two ranks on the CPU compare what they reduce; `NotExactError` where it is wrong.
-            copies = {"shard": 1, "replicate": 2} if config.parallel.mode == "hsdp" else {}
-            parallel = config.parallel.model_copy(update={"ranks": 2, **copies})
+            update = {"ranks": 2}
+            if config.parallel.mode == "hsdp":
+                update |= {"shard": 1, "replicate": 2}
+            parallel = config.parallel.model_copy(update=update)
             two = config.model_copy(update={"device": "cpu", "parallel": parallel})
             supervise(two, folder, _all_ranks(2), stop)
         return run_single(config, folder, stop)
@@ -64,13 +66,16 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 
     Any other command ends at once, and leaves nothing half done.
     """
-    return stop_signals() if config.command == "train" else nullcontext(StopFlag())
+    if config.command == "train":
+        return stop_signals()
+    return nullcontext(StopFlag())
 
 
 def _members(config: RunConfig) -> list[Membership]:
     """List the ranks that this process starts: its place in a launcher's job, or all of the run."""
-    ranks, joined = config.parallel.ranks, membership()
-    restarts = config.parallel.max_restarts if config.command == "train" else 0
+    ranks, joined, restarts = config.parallel.ranks, membership(), 0
+    if config.command == "train":
+        restarts = config.parallel.max_restarts
     if joined is not None:
         if restarts:
             text = "the launcher restarts its ranks (torchrun --max-restarts); leave it out"
@@ -89,7 +94,10 @@ def _members(config: RunConfig) -> list[Membership]:
         ranks = local_ranks(config)
     if ranks > 1 and config.parallel.mode == "none":
         raise ConfigError(f"parallel.ranks={ranks}: parallel=none is one rank; use parallel=ddp")
-    return _all_ranks(ranks) if ranks > 1 or restarts else []
+    # A single rank needs a supervisor only to be started again.
+    if ranks > 1 or restarts:
+        return _all_ranks(ranks)
+    return []
 
 
 def _all_ranks(size: int) -> list[Membership]:

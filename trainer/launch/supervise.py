@@ -49,8 +49,9 @@ def supervise(
     first one is. Under a launcher every process prints how its own rank ended: `is_own` is true.
     """
     is_ours, trains = members[0].is_ours, config.command == "train"
-    most = config.parallel.max_restarts if trains else 0
-    restarts = 0
+    most, restarts = 0, 0
+    if trains:
+        most = config.parallel.max_restarts
     with ExitStack() as opened:
         if members[0].rank == 0 and config.command not in READING:
             opened.enter_context(hold(folder))
@@ -83,7 +84,8 @@ def _attempt(
         job = {
             "config": to_text(config),
             "folder": str(folder),  # that of the first rank counts
-            "path": [path for path in sys.path if path],  # where Python looks for modules
+            # Where Python looks for modules; an empty entry would be the current folder.
+            "path": [*filter(None, sys.path)],
             "own_code": str(OWN_CODE.folder),
             "supervisor": os.getpid(),
             "members": {each.rank: asdict(each) for each in members},
@@ -98,8 +100,9 @@ def _attempt(
             watch.run()
         finally:
             # Where a launcher started us, the first rank's folder counts, once the ranks have met.
-            link = records.folder / Records.RUN
-            place = link.resolve() if link.is_symlink() else folder
+            place, link = folder, records.folder / Records.RUN
+            if link.is_symlink():
+                place = link.resolve()
             watch.end(place)
             for member in members:
                 if log := RunFolder(place).rank_log(config.command, member.rank):
@@ -181,7 +184,7 @@ class Watch:
         """Wait until every rank has ended; a second signal is a `KeyboardInterrupt`."""
         while len(self.ended) < len(self.children):
             began = time.monotonic()
-            running = [child for child in self.children if child.rank not in self.ended]
+            running = self._running()
             places = [child.rank_progress.read() for child in running]
             if self.stop():
                 self._pass_on(running, places)
@@ -191,6 +194,14 @@ class Watch:
                 self._look_at(child)
             time.sleep(RANK_POLL_S)
             self.ran_s += min(time.monotonic() - began, LONGEST_POLL_S)
+
+    def _running(self) -> list[Child]:
+        """Give the ranks whose end was not noted yet."""
+        running = list[Child]()
+        for child in self.children:
+            if child.rank not in self.ended:
+                running.append(child)
+        return running
 
     def _is_overdue(self, child: Child, place: RankPosition) -> bool:
         since, came_at = self.came_at.get(child.rank, (None, 0.0))
@@ -227,18 +238,23 @@ class Watch:
                 return
             child.kill()
         code = child.process.wait()
-        place = self.places.get(child.rank) if is_overdue else None
         end = self.records.read(child.rank)
         if end is None:
-            unreported = Ended.now(child.rank, place or child.rank_progress.read(), {})
-            end = replace(unreported, is_killed=is_overdue)
+            place = child.rank_progress.read()
+            # Where it was before its stacks were asked for, which may have woken it.
+            if is_overdue:
+                place = self.places.get(child.rank, place)
+            end = replace(Ended.now(child.rank, place, {}), is_killed=is_overdue)
         self.ended[child.rank] = end = replace(end, code=code)
         # Those that are done, or saved, wait for each other as in a step; W&B takes some seconds.
         wait_s = max(self.timeout_s, 10.0)
         if end.has_failed and code != Preempted.exit_code:
-            wait_s = ORDERLY_S if "error" in end.report else GRACE_S
+            wait_s = GRACE_S
+            # The others may share its reason, and give it as well.
+            if "error" in end.report:
+                wait_s = ORDERLY_S
             if not self.places:
-                self._note_places([c for c in self.children if c.rank not in self.ended], wait_s)
+                self._note_places(self._running(), wait_s)
         self.deadline = min(self.deadline, self.ran_s + wait_s)
 
     def end(self, folder: Path) -> None:
@@ -251,12 +267,18 @@ class Watch:
         for child in self.children:
             child.process.wait()
             stacks, end = self.records.stacks(child.rank), self.ended.get(child.rank)
-            dumped = stacks.read_bytes() if stacks.exists() else b""
+            dumped = _content(stacks)
             is_explained = end is not None and "error" in end.report
             # A first rank that ended may have taken its folder back.
             if dumped and not is_explained and folder.is_dir():
                 # Before its traceback, if it left one: what it was at before that.
                 target = RunFolder(folder).traceback(child.rank)
                 durable.make_folders(target.parent)
-                left = target.read_bytes() if target.exists() else b""
-                durable.write_file_atomic(target, dumped + left)
+                durable.write_file_atomic(target, dumped + _content(target))
+
+
+def _content(file: Path) -> bytes:
+    """Read a file; nothing where there is none."""
+    if not file.exists():
+        return b""
+    return file.read_bytes()

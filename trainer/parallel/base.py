@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, ClassVar, final
 
 import torch
@@ -41,7 +42,8 @@ BUCKET_BYTES = {"cpu": 2**23, "gpu": 2**25}
 IN_FLIGHT = 2
 """Buckets that travel at a time: one is packed or unpacked while another is on its way."""
 
-NORM_PIECE = 1 << 18  # elements of a gradient whose norm is taken at once, 2 MiB in fp64
+# Elements of a gradient whose norm is taken at once, 2 MiB in fp64
+NORM_PIECE = 1 << 18
 
 # Its older name is deprecated where the newer one is.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -53,9 +55,11 @@ class Parallel(ABC):
 
     module: nn.Module  # the user's; its parameters are the ones the optimizer steps
     call: Callable[[Fields], Any]  # runs the model on the fields of a micro-batch
-    parameters: Sequence[nn.Parameter]  # those that are trained, in one order on every rank
+    # Those that are trained, in one order on every rank
+    parameters: Sequence[nn.Parameter]
     world: World  # all ranks
-    is_ordered: ClassVar[bool] = False  # whether sums have the same bits for every number of ranks
+    # Whether sums have the same bits for every number of ranks
+    is_ordered: ClassVar[bool] = False
     # Of the step: its policy, how many micro-batches began, and whether there was a last one
     _sync: SyncPolicy = field(default=Deferred(), init=False)
     _index: int = field(default=0, init=False)
@@ -174,7 +178,8 @@ class Replicated(Parallel):
     runs out. Weights must be the same on every rank.
     """
 
-    bucket_bytes: int = BUCKET_BYTES["cpu"]  # larger gradients are reduced where they lie
+    # Larger gradients are reduced where they lie
+    bucket_bytes: int = BUCKET_BYTES["cpu"]
     _overlap: Overlap | None = field(default=None, init=False)
     # In lockstep what is summed over ranks already, a second gradient in memory
     _reduced: list[Tensor | None] = field(default_factory=list, init=False)
@@ -230,7 +235,7 @@ class Replicated(Parallel):
             self._reduced = []
         elif not self._sync.overlaps:
             self._fill()
-            self._sum([p for p, flag in zip(self.parameters, used, strict=True) if flag])
+            self._sum([*compress(self.parameters, used)])
         drop_unused(self.parameters, used)
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -271,7 +276,11 @@ class Replicated(Parallel):
 
     def gradients(self) -> list[Tensor]:
         """See the base class."""
-        return [*super().gradients(), *(g for g in self._reduced if g is not None)]
+        found = super().gradients()
+        for gradient in self._reduced:
+            if gradient is not None:
+                found.append(gradient)
+        return found
 
     def drop_gradients(self) -> None:
         """See the base class."""
@@ -305,10 +314,11 @@ class Replicated(Parallel):
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Compute the 2-norm of each tensor, in fp32 at least."""
-    norms = list[Tensor]()
+    norms, by_dtype = list[Tensor](), dict[torch.dtype, list[Tensor]]()
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     # The fast kernels take tensors of one dtype at a time.
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for dtype, same in by_dtype.items():
         norms += torch._foreach_norm(same, 2.0, dtype=torch.promote_types(dtype, torch.float32))
     return norms
 

@@ -81,12 +81,13 @@ class BlockOrder:
     def _check(self, mine: str) -> None:
         if self._known is None:
             each = self._world.collect(mine)
-            other = next((rank for rank, name in enumerate(each) if name != each[0]), None)
-            if other is not None:
-                _refuse(f"rank {other}", each[other], each[0], "rank 0")
+            for rank, name in enumerate(each):
+                if name != each[0]:
+                    _refuse(f"rank {rank}", name, each[0], "rank 0")
         else:
-            index = len(self._seen)
-            expected = self._known[index] if index < len(self._known) else END
+            index, expected = len(self._seen), END
+            if index < len(self._known):
+                expected = self._known[index]
             if mine != expected:
                 _refuse("a micro-batch", mine, expected, "the first")
         self._seen.append(mine)
@@ -101,7 +102,10 @@ def open_object(_: object, __: object, output: object) -> dict[str, object] | No
 
 def close_object(_: object, __: object, output: object) -> object:
     """Give the object back that `open_object` opened, a forward hook after FSDP2's."""
-    return output[OBJECT] if isinstance(output, dict) and OBJECT in output else None
+    if isinstance(output, dict) and OBJECT in output:
+        return output[OBJECT]
+    # PyTorch takes None from a hook for the output as it is.
+    return None
 
 
 def _refuse(who: str, mine: str, theirs: str, others: str) -> NoReturn:

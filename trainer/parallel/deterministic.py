@@ -26,7 +26,8 @@ from trainer.core.world import World
 from trainer.parallel.base import Parallel
 from trainer.parallel.sync import Reduction
 
-BITS = 32  # exponents of a bin; a digit has 31 more, so that 2^31 micro-batches can be added
+# Exponents of a bin; a digit has 31 more, so that 2^31 micro-batches can be added
+BITS = 32
 SMALLEST = -32  # the bin of zeros and subnormal numbers
 
 

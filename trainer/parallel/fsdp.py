@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -70,7 +71,9 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         # Autocast casts inputs where an operator asks for it, as it does without shards.
-        reduce_dtype = torch.float32 if wide or dtype is not None else None
+        reduce_dtype = None
+        if wide or dtype is not None:
+            reduce_dtype = torch.float32
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         for part in (*blocks, module):
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.
@@ -88,9 +91,12 @@ class Sharded(Parallel):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             fsdp_calls.reduce_unused(unit)
-        super().__init__(module, call, [p for p in self._shards.values() if p.requires_grad], world)
+        trained = [*filter(attrgetter("requires_grad"), self._shards.values())]
+        super().__init__(module, call, trained, world)
         self._sharing = mesh.get_group(mesh.ndim - 1)
-        self._copies = mesh.get_group(0) if mesh.ndim > 1 else None
+        self._copies: dist.ProcessGroup | None = None
+        if mesh.ndim > 1:
+            self._copies = mesh.get_group(0)
         self._order: BlockOrder | None = None
         assert isinstance(module, FSDPModule)  # which `fully_shard` made of it
         self._root: FSDPModule = module
@@ -112,7 +118,8 @@ class Sharded(Parallel):
                     fsdp_calls.add_in(unit, gradient_dtype(self._shards[names[0]]))
             self._order = BlockOrder(self.module, self.world)
         for whole in self._trained().values():
-            whole.grad_dtype = whole.dtype  # FSDP2 casts as it reduces, zeros as well
+            # FSDP2 casts as it reduces, zeros as well
+            whole.grad_dtype = whole.dtype
 
     def gather(self) -> None:
         """See the base class: one all-gather per block."""
@@ -166,10 +173,13 @@ class Sharded(Parallel):
         """
         if self._in_lockstep:
             return
-        shards = [
-            sum(prod(self._shape(n)) * gradient_dtype(self._shards[n]).itemsize for n in names)
-            for names in self._groups.values()
-        ]
+        shards = list[int]()
+        for names in self._groups.values():
+            num_bytes = 0
+            for name in names:
+                itemsize = gradient_dtype(self._shards[name]).itemsize
+                num_bytes += prod(self._shape(name)) * itemsize
+            shards.append(num_bytes)
         sizes = (max(shards) * self._sharing.size(), sum(shards))
         room = [torch.empty(n, dtype=torch.uint8, device=self.world.device) for n in sizes]
         del room
@@ -262,7 +272,11 @@ def _groups_of(module: nn.Module, shards: dict[str, nn.Parameter]) -> dict[FSDPM
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        mine = dict.fromkeys(names[id(p)] for p in _own(unit) if p.requires_grad)
+        mine: dict[str, None] = {}
+        # By name once each: a tied parameter is met where each of its owners is.
+        for parameter in _own(unit):
+            if parameter.requires_grad:
+                mine[names[id(parameter)]] = None
         types = {shards[name].dtype: name for name in reversed(mine)}
         if len(types) > 1:  # which FSDP2 would refuse in the first step
             listed = ", ".join(f"{name} {dtype}" for dtype, name in types.items())
@@ -303,8 +317,10 @@ def _give_memory(module: nn.Module, device: torch.device, weights: FirstWeights 
             fill(shard, weights[name])
         real[id(meta)] = nn.Parameter(shard, meta.requires_grad)
     # Assigned under all of their names, so that tied ones stay tied.
-    named = module.named_parameters(remove_duplicate=False)
-    state = {name: real[id(meta)] for name, meta in named if id(meta) in real}
+    state = dict[str, nn.Parameter]()
+    for name, meta in module.named_parameters(remove_duplicate=False):
+        if id(meta) in real:
+            state[name] = real[id(meta)]
     if state:
         module.load_state_dict(state, strict=False, assign=True)
 
@@ -346,12 +362,13 @@ def fake_mesh(size: int, replicas: int, device_type: str = "cpu") -> Iterator[De
     try:
         # Caches inside of DTensor take meshes of the same names for one and the same, and would go
         # on with this one's groups when they are gone.
-        yield DeviceMesh.from_group(
-            groups[0] if start else groups,
-            device_type,
-            mesh=ranks[0] if start else ranks,
-            mesh_dim_names=names[start:],
-        )
+        group, mesh = groups, ranks
+        if replicas == 1:
+            group, mesh = groups[0], ranks[0]
+        yield DeviceMesh.from_group(group, device_type, mesh=mesh, mesh_dim_names=names[start:])
     finally:
-        for group in (None,) if no_process_group else groups:
-            dist.destroy_process_group(group)
+        # Without a group all of them are destroyed.
+        if no_process_group:
+            groups = [None]
+        for each in groups:
+            dist.destroy_process_group(each)

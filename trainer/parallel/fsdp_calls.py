@@ -63,7 +63,9 @@ def _groups(state: Any) -> list[Any]:  # noqa: ANN401 - FSDP2's own types differ
     """List the parameter groups of a block: 2.11 has at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
-    return [group for group in [state._fsdp_param_group] if group is not None]
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def _reset_group(group: Any) -> None:  # noqa: ANN401 - likewise

@@ -34,16 +34,17 @@ class Overlap:
     ) -> None:
         self._world, self._parameters, self._buckets = world, parameters, buckets
         self._flats = list[Tensor]()
-        self._views: dict[nn.Parameter, Tensor] = {}
-        for bucket in buckets:
+        self._views, self._place = dict[nn.Parameter, Tensor](), dict[nn.Parameter, int]()
+        for place, bucket in enumerate(buckets):
             sizes, dtype = [p.numel() for p in bucket], gradient_dtype(bucket[0])
             flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
             self._flats.append(flat)
             for parameter, piece in zip(bucket, torch.split(flat, sizes), strict=True):
                 self._views[parameter] = piece.view(parameter.shape)
-        self._place = {p: place for place, bucket in enumerate(buckets) for p in bucket}
+                self._place[parameter] = place
         self._has_gradient = set[nn.Parameter]()
-        self._left = list[set[nn.Parameter]]()  # of each bucket, what backward is yet to reach
+        # Of each bucket, what backward is yet to reach
+        self._left = list[set[nn.Parameter]]()
         self._waits = list[Callable[[], Any]]()  # one for each bucket that was sent
         self.is_open = False  # between the beginning of a step and its last bucket
         self.is_last = False  # in the last micro-batch of this rank

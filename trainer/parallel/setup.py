@@ -50,13 +50,19 @@ class ParallelSetup(Described):
     sync: SyncPolicy
     mesh: DeviceMesh | None = None  # of real ranks; None where no rank holds shards
     dtype: torch.dtype | None = None  # that shards are gathered in; None as they are
-    sizes: ModelBytes | None = None  # what sync policies move; None without a choice of them
-    is_ordered: bool = False  # `deterministic=layout`: sums in the same bits for every layout
+    # What sync policies move; None without a choice of them
+    sizes: ModelBytes | None = None
+    # `deterministic=layout`: sums in the same bits for every layout
+    is_ordered: bool = False
     is_open: bool = False  # `sync=auto`
-    is_begun: bool = False  # the policy that `sync=auto` is, is the one that the run began with
-    rows: tuple[Traffic, ...] = ()  # of the table of policies; none before there is a plan
-    why: str | None = None  # a line that says what `sync=auto` is; None where it was not asked
-    why_mode: str | None = None  # a line that says what `parallel=auto` weighed; likewise
+    # The policy that `sync=auto` is, is the one that the run began with
+    is_begun: bool = False
+    # Of the table of policies; none before there is a plan
+    rows: tuple[Traffic, ...] = ()
+    # A line that says what `sync=auto` is; None where it was not asked
+    why: str | None = None
+    # A line that says what `parallel=auto` weighed; likewise
+    why_mode: str | None = None
 
     def describe(self, facts: RunFacts) -> Sequence[Row]:
         """See the base class."""
@@ -75,20 +81,19 @@ class ParallelSetup(Described):
         if self.sizes is None:
             return self
         policies = {policy.name: policy for policy in (*POLICIES, self.sync)}
-        rows = tuple(
-            self._row(policy, micro_batches)
-            for policy in policies.values()
-            if sync_fault(policy, self.mode) is None
-        )
+        rows = list[Traffic]()
+        for policy in policies.values():
+            if sync_fault(policy, self.mode) is None:
+                rows.append(self._row(policy, micro_batches))
         if not self.is_open:
-            return replace(self, rows=rows)
+            return replace(self, rows=tuple(rows))
         words = list[str]()
         for each in sorted(rows, key=lambda row: row.policy != self.sync.name):
             words.append(f"{each.policy} sends {size(each.sent)} per step")
             if not each.fits:
                 words[-1] += f", and its {size(each.unsharded_bytes)} of gradients do not fit"
         why = f"sync=auto takes {self.sync.name}{' as before' * self.is_begun}: {'; '.join(words)}"
-        return replace(self, rows=rows, why=why)
+        return replace(self, rows=tuple(rows), why=why)
 
     def _row(self, policy: SyncPolicy, micro_batches: float = 1) -> Traffic:
         """Count what a policy sends; in lockstep blocks are gathered for forward and backward."""
@@ -115,9 +120,13 @@ class ParallelSetup(Described):
         collectives travel while the device computes the last backward.
         """
         known = {policy.name: policy for policy in POLICIES}
-        best: SyncPolicy = Overlapped() if overlaps and self.mode == "ddp" else Deferred()
-        if self.mode != "ddp" and not self.deferred_fits:
-            best = Hierarchical() if self.mode == "hsdp" else Immediate()
+        best: SyncPolicy = Deferred()
+        if self.mode == "ddp" and overlaps:
+            best = Overlapped()
+        elif self.mode == "hsdp" and not self.deferred_fits:
+            best = Hierarchical()
+        elif self.mode != "ddp" and not self.deferred_fits:
+            best = Immediate()
         if begun in known and (known[begun].lockstep or not best.lockstep):
             return replace(self, sync=known[begun], is_begun=True)
         return replace(self, sync=best)
@@ -136,10 +145,14 @@ class ParallelSetup(Described):
         meta device begin with.
         """
         mesh = mesh or self.mesh
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters = list[nn.Parameter]()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameters.append(parameter)
         if self.is_ordered:
             return Ordered(module, call, parameters, world)
-        if mesh is None:  # also where this process works out what several ranks would do
+        # Also where this process works out what several ranks would do
+        if mesh is None:
             bucket_bytes = BUCKET_BYTES[gpu.kind_of(world.device)]
             return Replicated(module, call, parameters, world, bucket_bytes)
         from trainer.parallel.fsdp import Sharded  # noqa: PLC0415 - half a second

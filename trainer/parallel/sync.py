@@ -30,7 +30,8 @@ class SyncPolicy(Described):
     # Whether the step's reduction is sent while the last backward of a rank goes on; of whole
     # copies alone (`parallel=ddp`). Ranks agree after it, so a step can be replayed.
     overlaps: bool = False
-    needs_copies: bool = False  # whether it is for several copies in shards alone (`parallel=hsdp`)
+    # Whether it is for several copies in shards alone (`parallel=hsdp`)
+    needs_copies: bool = False
 
     def reduction(self, index: int, *, is_last: bool) -> Reduction:
         """Say what to reduce in a micro-batch of a policy in lockstep, the same on every rank.
@@ -53,8 +54,10 @@ def reduction_of(policy: SyncPolicy, index: int, *, is_last: bool) -> Reduction:
             f"sync: `reduction` of {name} gives {answer!r:.40}: give "
             f"{', '.join(map(repr, get_args(Reduction)))}"
         )
+    if policy.lockstep and is_last:
+        return "across"
     if policy.lockstep:
-        return "across" if is_last else answer
+        return answer
     if answer != "none":
         raise ConfigError(
             f"sync: `reduction` of {name} gives {answer!r}, which every rank must reach as often: "
@@ -107,4 +110,6 @@ class Hierarchical(SyncPolicy):
 
     def reduction(self, index: int, *, is_last: bool) -> Reduction:
         """See the base class."""
-        return "across" if is_last else "within"
+        if is_last:
+            return "across"
+        return "within"

@@ -70,8 +70,9 @@ class Layout:
     @property
     def group_note(self) -> str:
         """Name the group of a sample that does not fit, for a message."""
-        size = self.group_size
-        return f", in a group of {size} which no cut divides," if size > 1 else ""
+        if self.group_size == 1:
+            return ""
+        return f", in a group of {self.group_size} which no cut divides,"
 
 
 @final
@@ -110,7 +111,9 @@ class Plan:
     def positions(self, rank: int, slot: int) -> int:
         """Computed positions of one micro-batch: samples times padded length."""
         length = self.padded_lengths[rank][slot]
-        return length if self.packed else len(self.ranks[rank][slot]) * length
+        if self.packed:
+            return length
+        return len(self.ranks[rank][slot]) * length
 
     def num_tokens(self, rank: int, slot: int) -> int:
         """Tokens of one micro-batch, padding left out."""
@@ -145,7 +148,9 @@ class Plan:
     def padding(self) -> float:
         """Share of computed positions that hold no token."""
         computed = self.num_positions
-        return 1.0 - float(self.lengths.sum()) / computed if computed else 0.0
+        if not computed:
+            return 0.0
+        return 1.0 - float(self.lengths.sum()) / computed
 
     def equation(self, whole: str | None = None) -> str:
         """Write the global batch, `whole` in words, as what it is cut into.
@@ -158,8 +163,12 @@ class Plan:
         if len(self.ranks) * self.accum_steps != len(counts):
             most = f"at most {self.accum_steps} each"
             right = f"{plural(len(counts), 'micro-batch')} over {ranks}, {most}"
-        each = f"{number(low)} to {number(high)} samples" if low < high else plural(low, "sample")
-        times = "x" if low == high and whole is None else "of"
+        each, times = plural(low, "sample"), "x"
+        if low < high:
+            each = f"{number(low)} to {number(high)} samples"
+        # A product, where it is one: of a batch in words no numbers are multiplied.
+        if low < high or whole is not None:
+            times = "of"
         return f"{whole or plural(sum(counts), 'sample')} = {right} {times} {each}"
 
     @property

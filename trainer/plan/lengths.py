@@ -50,7 +50,9 @@ class Lengths:
     @classmethod
     def of(cls, lengths: Lengths | npt.NDArray[Any]) -> Lengths:
         """Give the lengths that an array holds; lengths themselves as they are."""
-        return lengths if isinstance(lengths, Lengths) else cls(np.asarray(lengths))
+        if isinstance(lengths, Lengths):
+            return lengths
+        return cls(np.asarray(lengths))
 
     def part(self, ids_of: IdsOf | None, count: int) -> Lengths:
         """Give the lengths of some of the samples."""
@@ -69,7 +71,9 @@ class Lengths:
         places = np.atleast_1d(where)
         found = self._values[places if self._ids_of is None else self._ids_of(places)]
         lengths = np.asarray(found, dtype=np.int64)
-        return lengths if np.ndim(where) else lengths[0]
+        if np.ndim(where):
+            return lengths
+        return lengths[0]
 
     def min(self) -> int:
         """Give the shortest length."""
@@ -128,9 +132,11 @@ class Lengths:
     @cached_property
     def _totals(self) -> tuple[tuple[int, int], tuple[int, int], int]:
         """Find the shortest length and its first sample, likewise the longest, negated; the sum."""
-        # Without samples, or of one number that is repeated in no memory.
-        if not self._count or self._values.strides == (0,):
-            length = int(self._values[0]) if self._count else 0
+        if not self._count:
+            return (0, 0), (0, 0), 0
+        # One number that is repeated in no memory.
+        if self._values.strides == (0,):
+            length = int(self._values[0])
             return (length, 0), (-length, 0), self._count * length
         low, high, tokens = (1 << 62, 0), (0, 0), 0
         for start, lengths in self._chunks():

@@ -91,12 +91,17 @@ class Order:
             raise DataError("data: the training split holds no samples")
         self.size_of(self.start)  # refuses a first size out of range before anything is read
         self.keeps_tail = tail == "keep"
-        self._tokens = None if lengths is None else Lengths.of(lengths)
-        self._lengths = self._tokens if unit == "tokens" else None
+        self._tokens, self._lengths = None, None
+        if lengths is not None:
+            self._tokens = Lengths.of(lengths)
+        if unit == "tokens":
+            self._lengths = self._tokens
         # The epoch that is open: its number, and its permutation, drawn or not.
         self._epoch: tuple[int, IntArray | Bijection] | None = None
         if not self.keeps_tail:
-            total = num_samples if self._lengths is None else self._lengths.sum()
+            total = num_samples
+            if self._lengths is not None:
+                total = self._lengths.sum()
             if total < sizes.largest:
                 text = f"an epoch holds {total} {unit}, fewer than batch.global={sizes.largest}"
                 remedy = "use batch.tail=keep or a smaller batch.global"

@@ -302,9 +302,14 @@ def layout_for(
     """
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
-    multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
+    multiple = 1
+    if device_type != "cpu" and longest > 1:
+        multiple = GPU_MULTIPLE
     shapes: tuple[int, ...] = ()
-    if most_shapes is not None and not packed:
+    max_shapes = None
+    if packed:
+        max_shapes = most_shapes
+    elif most_shapes is not None:
         padded = pad_lengths(lengths, Layout(pad_multiple=multiple, longest=longest))
         shapes = ladder(padded, most_shapes, Cost())
     return Layout(
@@ -312,6 +317,6 @@ def layout_for(
         pad_multiple=multiple,
         longest=longest,
         packed=packed,
-        max_shapes=most_shapes if packed else None,
+        max_shapes=max_shapes,
         shapes=shapes,
     )

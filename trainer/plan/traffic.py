@@ -59,14 +59,19 @@ def traffic_of(
 ) -> Traffic:
     """Work out what one policy costs."""
     shard, size = sizes.shard, sizes.model_bytes
-    weights = size if sizes.gathered_bytes is None else sizes.gathered_bytes
+    weights = size
+    if sizes.gathered_bytes is not None:
+        weights = sizes.gathered_bytes
     ring = (shard - 1) / shard
     scattered = collectives.reductions * size
     if sizes.scatters_whole:
         scattered *= 2
     unsharded = weights + size  # whole parameters and gradients
-    if lockstep:  # under ddp what is reduced already waits aside, a second gradient
-        unsharded = unsharded + size if sizes.mode == "ddp" else 0
+    if lockstep and sizes.mode == "ddp":
+        # What is reduced already waits aside, a second gradient.
+        unsharded += size
+    elif lockstep:
+        unsharded = 0
     return Traffic(
         policy=policy,
         within=ring * (collectives.gathers * weights + scattered),

@@ -66,7 +66,7 @@ class Screen:
         if isinstance(self._console.file, TextIOWrapper):
             # A path may hold what the terminal's encoding does not.
             self._console.file.reconfigure(errors="backslashreplace")
-        # And the log, while it is open
+        # The log follows, while it is open.
         self._consoles = [self._console]
         if folder is not None:
             with as_save_error(folder / RunFolder.LOG):

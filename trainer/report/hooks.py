@@ -58,7 +58,7 @@ class Hooks:
             self._ours |= values.keys()
         for name, method, takes_model in calls:
             try:
-                # Of the host; what hooks draw moves none
+                # What hooks draw moves no generator of the host.
                 with preserve_generators():
                     returned = method(dict(values), *[self._module] * takes_model)
                 if isinstance(returned, Mapping):

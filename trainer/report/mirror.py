@@ -111,7 +111,7 @@ class Mirror:
     def _follow(self, exits: tuple[Any, Any]) -> None:
         """Hand on what the file holds and gets, from where the tracker has it."""
         tracker, own = self._tracker, self._folder / self._name
-        # A step: what came before it has arrived
+        # `logged` holds a step: what came before it has arrived.
         run_id, logged = id_in(own), own / "logged"
         after = -1
         if self._resumed_step is not None and logged.exists():
@@ -128,7 +128,7 @@ class Mirror:
             **self._facts,
         )
         begin = tracker.start(run)
-        # Wandb replaces both
+        # wandb replaces both.
         sys.exit, sys.excepthook = exits
         if begin is None:
             begin = run.after

@@ -49,11 +49,11 @@ class RunReporter:
         self._folder, self._screen, self._log_every = folder, screen, log_every
         self._hooks = hooks or Hooks({}, screen.warn)
         self._steps, self._noted_step, self._resumed_step = 0, resumed_step or 0, resumed_step
-        # That were over behind the step shown last
+        # How many were over after the step shown last
         self._epochs = 0.0
         self._plan: PlanRecord = {}
         self._remarks: Sequence[Remark] = ()
-        # Of steps that are yet to be shown
+        # Samples of steps that are yet to be shown
         self._ids = dict[int, Ids]()
         # Of the last step, where sizes change
         self._batch_size: int | None = None
@@ -151,7 +151,7 @@ class RunReporter:
         self._screen.end_progress()
         try:
             self._show(self._metrics.sync())
-            # Here, since trackers show the page, too
+            # Before the mirrors end, since trackers show the page, too.
             if self._summary is not None:
                 RunFolder(self._folder).write_status("completed", self._summary["step"], 0)
                 write_views(self._folder)
@@ -163,7 +163,7 @@ class RunReporter:
         """Let status.json say how far the run is."""
         if step > self._noted_step:
             self._noted_step = step
-            # A full disk is the checkpoints' matter
+            # A full disk is the checkpoints' matter.
             with suppress(SaveError):
                 RunFolder(self._folder).write_status("running", step)
 

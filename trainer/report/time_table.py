@@ -22,7 +22,7 @@ TOO_MUCH = 0.1
 # Of a whole run; nobody changes a setting for less
 LEAST_S = 0.5
 
-# Of a phase that was never entered
+# What stands for a phase that was never entered
 NEVER = {"seconds": 0.0, "times": 0, "least": 0.0}
 
 TimeSplit = dict[str, float]
@@ -52,7 +52,7 @@ def split_times(spendings: Sequence[Mapping[str, Any]]) -> list[TimeSplit]:
             "rest": spent["report"],
             "late": late,
         }
-        # Nobody to meet, nowhere to send to
+        # One rank has nobody to meet and nowhere to send to.
         if len(spendings) == 1:
             parts["rest"] += spent["normalizer"] + spent["agree"] + sent
             parts |= dict.fromkeys(("sync", "waiting", "late"), 0.0)

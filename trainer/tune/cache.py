@@ -47,7 +47,13 @@ def _by_shape(rows: Any) -> dict[Shape, Any]:  # noqa: ANN401 - of a file that a
 _ByShape = BeforeValidator(_by_shape)
 _InRows = PlainSerializer(lambda known: [(*shape, value) for shape, value in known.items()])
 _Duration = Annotated[float, Field(gt=0, le=1e6)]
-_OrInf = BeforeValidator(lambda value: math.inf if value is None else value)  # JSON has no infinity
+
+
+def _or_inf(value: Any) -> Any:  # noqa: ANN401 - as for `_by_shape`
+    # JSON has no infinity.
+    if value is None:
+        return math.inf
+    return value
 
 
 @final
@@ -60,7 +66,7 @@ class Measurements:
     # Of one forward and backward, the quickest that was ever seen
     seconds: Annotated[dict[Shape, _Duration], _ByShape, _InRows] = field(default_factory=dict)
     # Of the timings, the least of any run; see `Timings`
-    scatter: Annotated[float, Field(ge=0), _OrInf] = math.inf
+    scatter: Annotated[float, Field(ge=0), BeforeValidator(_or_inf)] = math.inf
     method: str = ""  # how peaks are predicted
     # Predicted peak of what ran out of memory when it was timed
     failed_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -125,8 +131,12 @@ def measurement_key(work: Workload, length: int, counts: ComputeCounts | None) -
         package = sys.modules.get(kind.__module__.partition(".")[0])
         version = getattr(package, "__version__", "")
         classes.append(f"{kind.__module__}.{kind.__qualname__} {version}")
-    groups = optimizer.param_groups
-    settings = [{k: v for k, v in group.items() if k not in RATES} for group in groups]
+    settings = list[dict[str, Any]]()
+    for group in optimizer.param_groups:
+        setting = dict(group)
+        for name in RATES:
+            setting.pop(name, None)
+        settings.append(setting)
     return {
         "classes": sorted(classes),
         "tensors": [f"{n} {t.dtype} {tuple(t.shape)} {t.requires_grad}" for n, t in tensors],

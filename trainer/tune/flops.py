@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from typing import Any, final
 
 import torch
@@ -76,16 +77,23 @@ def count_compute(
     """
     counter = Counter()
     module = work.model.module
-    layer = None if declares_logits(module) else candidate(module)
+    layer, is_last = None, None
+    # What says itself where its logits are is not watched.
+    if not declares_logits(module):
+        layer = candidate(module)
     try:
         micro_batch = fake_micro_batch(replace(work, fake_ranks=None), Shape(PAIR, length))
         with micro_batch as (theirs, fields, _):
             recompute_nothing(theirs.model.module)
-            fake = None if layer is None else candidate(theirs.model.module)
-            is_last = None if fake is None else watch_last(theirs.model.module, fake)
+            if layer is not None and (fake := candidate(theirs.model.module)) is not None:
+                is_last = watch_last(theirs.model.module, fake)
             limits = _watch_limits(theirs, fields)
             reads = _Reads({id(fields[name]): name for name in watched})
-            with sdpa_kernel(SDPBackend.MATH), counter, reads if watched else nullcontext():
+            with ExitStack() as modes:
+                modes.enter_context(sdpa_kernel(SDPBackend.MATH))
+                modes.enter_context(counter)
+                if watched:
+                    modes.enter_context(reads)
                 theirs.backward(fields)
     except CannotRunFake:
         return None
@@ -98,7 +106,7 @@ def count_compute(
         pairs=counter.pairs / (PAIR * length**2),
         limits=limits,
         gives_logits=gives_logits,
-        unread=tuple(name for name in watched if name not in reads.seen),
+        unread=tuple(filterfalse(reads.seen.__contains__, watched)),
     )
 
 
@@ -120,9 +128,12 @@ def _watch_limits(work: Workload, fields: Fields) -> dict[str, int]:
             limits[INPUT_IDS] = min(table.num_embeddings, limits.get(INPUT_IDS, sys.maxsize))
 
     def note_classes(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401
-        logits = output if isinstance(output, Tensor) else output_part(output, "logits")
+        logits = output
+        if not isinstance(output, Tensor):
+            logits = output_part(output, "logits")
         if axis is not None and layer is not None:
-            limits[LABELS] = len(layer.weight)  # the objective may ask for no logits
+            # The objective may ask for no logits.
+            limits[LABELS] = len(layer.weight)
         elif axis is not None and isinstance(logits, Tensor):
             limits[LABELS] = logits.shape[axis]
 
@@ -139,23 +150,31 @@ def card_cost(counts: ComputeCounts | None, card: Card | None, precision: str) -
     if counts is None or not counts.products:
         return Cost(fixed=USUAL_FIXED)
     per_token_s = counts.products / (PEAK_SHARE * usual.peak(precision))
+    seconds_per_token = None
+    # The ratios of a usual GPU serve for any, its seconds do not.
+    if card is not None:
+        seconds_per_token = per_token_s
     return Cost(
         fixed=counts.launches * LAUNCH_S / per_token_s,
         quadratic=counts.pairs / counts.products,
-        seconds_per_token=None if card is None else per_token_s,
+        seconds_per_token=seconds_per_token,
     )
 
 
 def card_at(device: torch.device) -> Card | None:
     """Give the card that a device is; None for a CPU, or a card that nobody entered."""
     name = gpu.name_of(device)
-    return None if name is None else reported_as(name)
+    if name is None:
+        return None
+    return reported_as(name)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
     card = card_at(device)
-    return None if card is None else card.peak(precision)
+    if card is None:
+        return None
+    return card.peak(precision)
 
 
 @final
@@ -213,5 +232,9 @@ def time_note(
             return None
         peak = card.peak(precision) / 1e12
         return f"estimated at {PEAK_SHARE:.0%} of the {peak:,.0f} TFLOP/s of {device}"
-    remedy = ": nothing can be timed for another machine; device=h100 estimates it"
-    return "unknown" + remedy * (not is_here) if is_tuned else None
+    if not is_tuned:
+        return None
+    note = "unknown"
+    if not is_here:
+        note += ": nothing can be timed for another machine; device=h100 estimates it"
+    return note

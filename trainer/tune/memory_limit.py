@@ -96,26 +96,32 @@ def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
             _, controllers, path = line.split(":", 2)
             if not controllers:  # version 2
                 mount = root / "sys/fs/cgroup"
-                names = "memory.max", "memory.current", "inactive_file"
+                of_limit, of_usage = "memory.max", "memory.current"
+                of_cached_pages = "inactive_file"
             elif "memory" in controllers.split(","):
                 mount = root / "sys/fs/cgroup/memory"
-                names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                of_limit, of_usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                of_cached_pages = "total_inactive_file"
             else:
                 continue
             # From the process's group up to the root; inside a container only that is visible.
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents)[: len(group.relative_to(mount).parts) + 1]:
                 with suppress(OSError, ValueError):  # absent, or "max": no limit at this level
-                    limit, used = (int((folder / name).read_text()) for name in names[:2])
+                    limit = int((folder / of_limit).read_text())
+                    used = int((folder / of_usage).read_text())
                     # Cached file pages are dropped under pressure, before anything is killed.
-                    used -= _entries(folder / "memory.stat").get(names[2], 0)
+                    used -= _entries(folder / "memory.stat").get(of_cached_pages, 0)
                     yield max(0, limit - used), "the cgroup's limit"
 
 
 def _entries(path: Path) -> dict[str, int]:
     """Read lines of a name and a number."""
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    entries = dict[str, int]()
+    # Absent where the system, or a version of cgroups, has no such file.
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) > 1 and words[1].isdigit():
+                entries[words[0]] = int(words[1])
+    return entries

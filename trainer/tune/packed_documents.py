@@ -90,7 +90,8 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     row = loader.load(Request(ids, 0, sum(lengths), packed=True))
     each = [loader.load(Request((i,), 0, n)) for i, n in zip(ids, lengths, strict=True)]
     unaware = unpacked(row)
-    call = call if facts_of(module).uses_flash else bind(module)
+    if not facts_of(module).uses_flash:
+        call = bind(module)
 
     def logits(fields: Fields) -> Tensor:
         return logits_from(call, to_device(fields, next(module.parameters()).device))[0].double()
@@ -103,7 +104,8 @@ def packing_fault(loader: Loader, module: nn.Module, call: ModelCall) -> str | N
     except Exception as fault:
         return clip(f"{name} cannot take packed documents: {type(fault).__name__}: {fault}")
     scale = float(separate.abs().max()) or 1.0
-    error, leak = (float((found - separate).abs().max()) / scale for found in (packed, mixed))
+    error = float((packed - separate).abs().max()) / scale
+    leak = float((mixed - separate).abs().max()) / scale
     if error <= min(_rounding(module), LEAK_SHARE * leak):
         return None
     return (
@@ -123,26 +125,32 @@ def needs_mask(loader: Loader, module: nn.Module, call: ModelCall) -> bool:
     if is_on_meta(module):  # a fake mask could not be read, and takes next to no memory
         return False
     ids, lengths = _tried(loader)
-    call = call if facts_of(module).uses_flash else bind(module)
+    if not facts_of(module).uses_flash:
+        call = bind(module)
+    gaps = list[float]()
     try:
         row = loader.load(Request(ids, 0, max(lengths)))
         fields = dict(to_device(row, next(module.parameters()).device))
         real = fields.pop(ATTENTION_MASK)
         early = real * (real.cumsum(1) * 2 <= real.sum(1, keepdim=True))
-        masks = early, real - early
         with restoring(module), torch.no_grad():
             module.eval()
             plain = logits_from(call, fields).double()
-            off = {m: logits_from(call, {**fields, ATTENTION_MASK: m}) - plain for m in masks}
-        error, leak = (float(gap[mask > 0].abs().max()) for mask, gap in off.items())
+            for mask in (early, real - early):
+                masked = logits_from(call, {**fields, ATTENTION_MASK: mask})
+                gaps.append(float((masked - plain)[mask > 0].abs().max()))
     except Exception:  # it takes no padding, or not without a mask
         return True
+    error, leak = gaps
     return not error < min(LEAK_SHARE * leak, _rounding(module) * float(plain.abs().max()))
 
 
 def unpacked(example: Fields) -> Fields:
     """Take from a packed row of one document what says that it is one."""
-    return {name: f for name, f in example.items() if name not in PACKING}
+    fields = dict(example)
+    for name in PACKING:
+        fields.pop(name, None)
+    return fields
 
 
 def _tried(loader: Loader) -> tuple[tuple[int, ...], list[int]]:
@@ -153,5 +161,12 @@ def _tried(loader: Loader) -> tuple[tuple[int, ...], list[int]]:
 
 def _rounding(module: nn.Module) -> float:
     weight = next(module.parameters())
-    eps = torch.finfo(torch.bfloat16 if facts_of(module).uses_flash else weight.dtype).eps
-    return math.sqrt(max(eps, TF32_EPS) if gpu.is_gpu(weight.device) else eps)
+    dtype = weight.dtype
+    # The kernel takes nothing wider than half precision.
+    if facts_of(module).uses_flash:
+        dtype = torch.bfloat16
+    eps = torch.finfo(dtype).eps
+    if gpu.is_gpu(weight.device):
+        eps = max(eps, TF32_EPS)
+    # Half of the digits of the precision.
+    return math.sqrt(eps)

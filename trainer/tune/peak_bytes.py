@@ -42,20 +42,29 @@ def memory_rows(
     predicted: MemoryEstimate | None, limit: int | None, world_size: int, *, is_here: bool
 ) -> list[Row]:
     """Set the predicted need beside the limit, of one rank; either may be unknown."""
-    text, parts, peak = None, dict[str, int](), None
+    text, shown, parts, peak = None, None, dict[str, int](), None
     if limit:
         text = f"limit {size(limit)}, usage not predicted"
     if predicted is not None:
         parts = {name.replace("_", " "): count for name, count in asdict(predicted).items()}
         peak = parts.pop("peak bytes")
-        share = f"{percent(peak / limit)} of {size(limit)}" if limit else "limit unknown"
+        share = "limit unknown"
+        if limit:
+            share = f"{percent(peak / limit)} of {size(limit)}"
         text = f"{size(peak)} of tensors predicted, {share}"
-    note = None if is_here else "an estimate for a machine that is not here"
-    shown = join_parts(text + " per rank" * (world_size > 1), note) if text else None
-    terms = " + ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    note = None
+    if not is_here:
+        note = "an estimate for a machine that is not here"
+    if text:
+        shown = join_parts(text + " per rank" * (world_size > 1), note)
+    terms = list[str]()
+    for name, count in parts.items():
+        if count:
+            terms.append(f"{name} {size(count)}")
+    values = {"memory_parts": parts, "memory_note": note}
     return [
         row("memory", shown, predicted_peak_bytes=peak, memory_limit_bytes=limit),
-        row("peak", terms or None, in_plan=True, is_dim=True, memory_parts=parts, memory_note=note),
+        row("peak", " + ".join(terms) or None, in_plan=True, is_dim=True, **values),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import final
@@ -59,14 +59,18 @@ def fake_copy(work: Workload) -> Iterator[tuple[FakeTensorMode, Workload, LayOut
     module, device = work.model.module, work.model.device
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, object] = {id(tensor): _fake_of(tensor, mode, device) for tensor in tensors}
-    ranks = nullcontext(work.on_one_rank) if work.fake_ranks is None else work.fake_ranks()
+    ranks: AbstractContextManager[LayOut] = nullcontext(work.on_one_rank)
+    if work.fake_ranks is not None:
+        ranks = work.fake_ranks()
     log = logging.getLogger(FakeTensorMode.__module__)  # tells of every fault, which is an answer
     was_disabled, log.disabled = log.disabled, True
     try:
         with restoring(nn.Module()), ranks as lay_out:
-
-            def fake(tensor: Tensor) -> Tensor:  # among the attributes of the model
-                return _fake_of(tensor, mode, device if tensor.is_meta else tensor.device)
+            # Of tensors among the attributes of the model.
+            def fake(tensor: Tensor) -> Tensor:
+                if tensor.is_meta:
+                    return _fake_of(tensor, mode, device)
+                return _fake_of(tensor, mode, tensor.device)
 
             module, objective = duplicate((module, work.model.objective), memo, fake)
             for parameter in module.parameters():
@@ -187,9 +191,14 @@ def probe_peak(work: Workload, smallest: Shape, *, recompute: bool = False) -> P
     """
     length = min(smallest.length, max(PROBE_TOKENS, 2 * work.make_fields.shortest))
     lengths = dict.fromkeys((length, max(work.make_fields.shortest, length // 2)))
+    # Statistics over samples need two.
+    count = min(2, smallest.num_samples)
+    shapes = list[Shape]()
+    for each in lengths:
+        for factor in (1, 2, 4):
+            shapes.append(Shape(factor * count, each))
+    first, *more = shapes
     with work.live(recompute=recompute):
-        count = min(2, smallest.num_samples)  # statistics over samples need two
-        first, *more = [Shape(n * count, length) for length in lengths for n in (1, 2, 4)]
         measured = {first: _activations(work, first)}
         for shape in more:
             with AllocationGuard():  # a step may have fewer samples than a probe

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median_high
 from typing import final
@@ -49,7 +49,9 @@ def meter_for(device: torch.device) -> Clock:
     On a CPU it is the time that the calling thread computes: that does not move while another
     program has the core.
     """
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+    if device.type == "cpu":
+        return time.thread_time
+    return time.perf_counter
 
 
 def positions(shape: Shape) -> int:
@@ -65,7 +67,9 @@ def rehearsal(work: Workload, *, recompute: bool) -> Iterator[PrepareShape]:
     for the device.
     """
     known, module = set[Shape](), work.model.module
-    compilation = with_compilation(module, COMPILED_SHAPES) if work.compiled else nullcontext()
+    compilation: AbstractContextManager[object] = nullcontext()
+    if work.compiled:
+        compilation = with_compilation(module, COMPILED_SHAPES)
 
     def prepare(shape: Shape) -> Callable[[], None]:
         fields = work.fields(*shape)
@@ -121,8 +125,11 @@ class Timings:
     @property
     def rates(self) -> dict[Shape, float]:
         """Seconds per position of the sizes, ascending in size."""
-        seconds = self.seconds
-        return {size: seconds[size] / positions(size) for size in self.sizes if size in seconds}
+        seconds, rates = self.seconds, dict[Shape, float]()
+        for size in self.sizes:
+            if size in seconds:
+                rates[size] = seconds[size] / positions(size)
+        return rates
 
     @property
     def scatter(self) -> float:
@@ -130,7 +137,10 @@ class Timings:
 
         Infinite where no two sizes were run often enough to be compared.
         """
-        gaps = {shape: gap(runs) for shape, runs in self.taken.items() if len(runs) >= FEWEST}
+        gaps = dict[Shape, float]()
+        for shape, runs in self.taken.items():
+            if len(runs) >= FEWEST:
+                gaps[shape] = gap(runs)
         compared = gaps.keys() & set(self.sizes)
         if not gaps or len(compared) < min(2, len(self.sizes)):
             return math.inf
@@ -158,8 +168,10 @@ class Timings:
 
 def gap(runs: Sequence[float]) -> float:
     """Say how far the second-quickest run lies above the quickest; infinite where few are."""
-    ascending = sorted(runs)
-    return math.inf if len(runs) < FEWEST else ascending[1] / ascending[0] - 1.0
+    if len(runs) < FEWEST:
+        return math.inf
+    quickest, second, *_ = sorted(runs)
+    return second / quickest - 1.0
 
 
 def measure(
@@ -190,7 +202,9 @@ def measure(
             return timings
         # The very first run sets libraries up, and counts only where no second one follows.
         timings.taken[shape] = timings.taken[shape][-1:]
-    for _ in range(MOST if len(timings.rates) > 1 else 0):
+    if len(timings.rates) <= 1:
+        return timings
+    for _ in range(MOST):
         for shape in timings.undecided():
             budget_s = budget(min(timings.rates.values()))
             if timings.spent_s + timings.seconds[shape] <= budget_s:
@@ -243,11 +257,11 @@ def fit_speed(sizes: Mapping[Shape, float], others: Mapping[Shape, float]) -> Sp
     """
     rates = {shape: seconds / positions(shape) for shape, seconds in sizes.items()}
     fastest = min(rates, key=lambda shape: rates[shape])
-    on_line = {
-        shape: seconds
-        for shape, seconds in sizes.items()
-        if positions(shape) <= positions(fastest) or rates[shape] <= LEFT_LINE * rates[fastest]
-    }
+    on_line = dict[Shape, float]()
+    for shape, seconds in sizes.items():
+        is_larger = positions(shape) > positions(fastest)
+        if not is_larger or rates[shape] <= LEFT_LINE * rates[fastest]:
+            on_line[shape] = seconds
     coefficients = fit_shapes({**on_line, **others})
     # Where a constant explains everything, a token still takes time: nothing divides by zero.
     coefficients[0] = max(coefficients[0], 0.01 * rates[fastest])

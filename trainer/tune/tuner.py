@@ -10,7 +10,8 @@ import time
 from bisect import bisect, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import filterfalse
+from operator import attrgetter
 from statistics import fmean
 from typing import NoReturn, final
 
@@ -63,7 +64,7 @@ def tune(
         if not variants or _may_gain_by_recomputing(variants[0]):
             variants.append(MemoryVariant(request, cache.facts[recompute], clock, meter, recompute))
             variants[-1].explore()
-    while found := [variant for variant in variants if variant.rows]:
+    while found := [*filter(attrgetter("rows"), variants)]:
         best, row = _best(found)
         predicted = best.peak_of(request.plans_under(row.max_tokens, best.cost))
         if best.fits(predicted):
@@ -73,6 +74,10 @@ def tune(
         _refuse(variants[-1])
     cache.save()
     fastest_s = min(min(variant.times.values()) for variant in found)
+    candidates = list[Candidate]()
+    for variant in variants:
+        for each in variant.rows:
+            candidates.append(replace(each, chosen=each is row))
     return Tuning(
         max_tokens=row.max_tokens,
         single_sample_cap=request.single_sample_cap,
@@ -81,10 +86,7 @@ def tune(
         predicted=predicted,
         limit_bytes=best.limit_bytes,
         method=_describe_choice(best, row, fastest_s),
-        candidates=tuple(
-            replace(each, chosen=each is row)
-            for each in chain.from_iterable(variant.rows for variant in variants)
-        ),
+        candidates=tuple(candidates),
     )
 
 
@@ -93,14 +95,14 @@ def predict_stated(
 ) -> MemoryEstimate:
     """Predict the peak of steps with such micro-batches, which nothing tunes."""
     peaks = cache.facts[recompute].peaks
-    if unknown := [shape for shape in shapes if shape not in peaks]:
+    if unknown := [*filterfalse(peaks.__contains__, shapes)]:
         # One that the run has, not one sample alone: statistics over samples need two.
         smallest = min(shapes, key=lambda shape: shape.num_samples)
         with restoring(work.model.module, work.model.objective):
             predictor = Predictor(work, smallest, recompute=recompute)
             peaks.update({shape: predictor(shape) for shape in unknown})
         cache.save()
-    return max((peaks[shape] for shape in shapes), key=lambda peak: peak.peak_bytes)
+    return max(map(peaks.__getitem__, shapes), key=lambda peak: peak.peak_bytes)
 
 
 def _may_gain_by_recomputing(plain: MemoryVariant) -> bool:
@@ -119,16 +121,23 @@ def _best(variants: Sequence[MemoryVariant]) -> tuple[MemoryVariant, Candidate]:
     usual = usual_cap(request.work.model.device)
     pool = list[tuple[float, MemoryVariant, Candidate]]()
     for variant in variants:
+        rows = variant.rows
         # Where nothing is timed, only the largest cap may be chosen.
-        for row in variant.rows if request.timed else variant.rows[-1:]:
+        if not request.timed:
+            rows = rows[-1:]
+        for row in rows:
             pool.append((variant.times[row.max_tokens], variant, row))
     scatter = max(NEAR_BEST, *(variant.scatter for variant in variants))
     enough = (1.0 + scatter) * min(time for time, *_ in pool)
-    _, variant, row = min(
-        (each for each in pool if each[0] <= enough),
-        key=lambda each: (each[1].recompute, abs(math.log2(each[2].max_tokens / usual))),
+    near_best = list[tuple[MemoryVariant, Candidate]]()
+    for seconds, variant, row in pool:
+        if seconds <= enough:
+            near_best.append((variant, row))
+    return min(
+        near_best,
+        # In octaves: half of the usual cap is as far from it as twice that.
+        key=lambda each: (each[0].recompute, abs(math.log2(each[1].max_tokens / usual))),
     )
-    return variant, row
 
 
 @final
@@ -151,13 +160,16 @@ class MemoryVariant:
     @property
     def cost(self) -> Cost:
         """The time model of the cuts."""
-        return self.speed.cost if self.request.timed else self.request.layout.cost
+        if self.request.timed:
+            return self.speed.cost
+        return self.request.layout.cost
 
     @property
     def limit_bytes(self) -> int:
         """What tensors may take: less than where memory ran out for real."""
-        limit, failed = self.request.limit.bytes, self.facts.failed_bytes
-        return limit if failed is None else min(limit, failed - 1)
+        if self.facts.failed_bytes is None:
+            return self.request.limit.bytes
+        return min(self.request.limit.bytes, self.facts.failed_bytes - 1)
 
     def fits(self, peak: MemoryEstimate) -> bool:
         """Tell whether there is memory for a peak and what allocating it costs."""
@@ -182,16 +194,26 @@ class MemoryVariant:
         request, lockstep = self.request, self.request.layout.lockstep
         plans = request.plans_under(cap, self.cost)
         # Where nothing is timed, recomputing costs what arithmetic says.
-        factor = RECOMPUTED if self.recompute and not request.timed else 1.0
+        factor = 1.0
+        if self.recompute and not request.timed:
+            factor = RECOMPUTED
         seconds = factor * fmean(self.speed.step_seconds(plan, lockstep=lockstep) for plan in plans)
         self.times[cap] = seconds
-        computed = sum(plan.num_positions for plan in plans)
-        tokens = sum(int(plan.lengths.sum()) for plan in plans)
+        computed, tokens, padding = 0, 0, 0.0
+        for plan in plans:
+            computed += plan.num_positions
+            tokens += int(plan.lengths.sum())
+        if computed:
+            padding = 1.0 - tokens / computed
+        seconds_per_step: float | None = seconds
+        # Without a scale to seconds the model counts in tokens.
+        if self.cost.seconds_per_token is None:
+            seconds_per_step = None
         return Candidate(
             max_tokens=cap,
             predicted_bytes=self.estimate(cap).peak_bytes,
-            seconds_per_step=None if self.cost.seconds_per_token is None else seconds,
-            padding=1.0 - tokens / computed if computed else 0.0,
+            seconds_per_step=seconds_per_step,
+            padding=padding,
             micro_batches=fmean(plan.num_micro_batches for plan in plans),
             activation_checkpointing=self.recompute,
         )
@@ -217,13 +239,16 @@ class MemoryVariant:
         for shape in known:
             self.peak(shape)
         while True:
-            fitting = [cap for cap in caps if self.fits(self.estimate(cap))]
-            cap = fitting[-1] if fitting else caps[0]
-            shape = request.fullest(cap)
+            largest: int | None = None
+            for cap in caps:
+                if self.fits(self.estimate(cap)):
+                    largest = cap
+            tried = largest or caps[0]
+            shape = request.fullest(tried)
             believed = BELIEVED_SHARE * self.limit_bytes
-            is_far = cap == request.top and self.estimate(cap).peak_bytes < believed
-            if shape in self.facts.peaks or (fitting and is_far):
-                return cap if fitting else None
+            is_far = largest == request.top and self.estimate(tried).peak_bytes < believed
+            if shape in self.facts.peaks or is_far:
+                return largest
             self.peak(shape)
 
     def estimate(self, cap: int) -> MemoryEstimate:
@@ -231,13 +256,19 @@ class MemoryVariant:
         shape, peaks = self.request.fullest(cap), self.facts.peaks
         if shape in peaks:
             return peaks[shape]
-        counts = sorted(count for count, length in peaks if length == shape.length)
+        counts = list[int]()
+        for count, length in peaks:
+            if length == shape.length:
+                counts.append(count)
+        counts.sort()
+        # The two known peaks around it or, beyond them all, the nearest two.
         place = min(max(bisect(counts, shape.num_samples), 1), len(counts) - 1)
-        low, high = (peaks[Shape(count, shape.length)] for count in counts[place - 1 : place + 1])
+        low = peaks[Shape(counts[place - 1], shape.length)]
+        high = peaks[Shape(counts[place], shape.length)]
         slope = (high.peak_bytes - low.peak_bytes) / (counts[place] - counts[place - 1])
         more = max(-high.activations, int(slope * (shape.num_samples - counts[place])))
-        activations = high.activations + more
-        return replace(high, peak_bytes=high.peak_bytes + more, activations=activations)
+        peak_bytes, activations = high.peak_bytes + more, high.activations + more
+        return replace(high, peak_bytes=peak_bytes, activations=activations)
 
     def peak_of(self, plans: Sequence[Plan]) -> MemoryEstimate:
         """Predict the highest peak of steps that are cut so."""
@@ -262,10 +293,10 @@ class MemoryVariant:
 
     def timed_speed(self, fits: int) -> SpeedModel:
         """Time what is not known yet."""
-        facts, known = self.facts, self.facts.seconds
+        facts = self.facts
         sizes, others = self._shapes_to_time(fits)
         self.how = "timed in an earlier run"
-        if facts.scatter > SCATTERED or known.keys().isdisjoint(sizes):
+        if facts.scatter > SCATTERED or facts.seconds.keys().isdisjoint(sizes):
             started = self.clock()
             work = self.request.work
             with work.filled(), rehearsal(work, recompute=self.recompute) as prepare:
@@ -273,13 +304,22 @@ class MemoryVariant:
             facts.add_timings(timings.seconds, timings.scatter)
             if timings.failed is not None:
                 facts.failed_bytes = self.peak(timings.failed).peak_bytes
-            taken_s = self.clock() - started
-            self.how = f"timed {plural(len(timings.seconds), 'shape')} in {taken_s:.1f} s"
-        of_sizes = {shape: known[shape] for shape in sizes if shape in known}
-        if not of_sizes:  # memory ran out for the smallest
+            shapes = plural(len(timings.seconds), "shape")
+            self.how = f"timed {shapes} in {self.clock() - started:.1f} s"
+        of_sizes = self._known_seconds(sizes)
+        # Memory ran out for the smallest.
+        if not of_sizes:
             _refuse(self)
         self.scatter = facts.scatter
-        return fit_speed(of_sizes, {shape: known[shape] for shape in others if shape in known})
+        return fit_speed(of_sizes, self._known_seconds(others))
+
+    def _known_seconds(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        """Give the seconds of those shapes that were timed: of others there was no time left."""
+        found = dict[Shape, float]()
+        for shape in shapes:
+            if shape in self.facts.seconds:
+                found[shape] = self.facts.seconds[shape]
+        return found
 
     def budget_s(self, rate: float) -> float:
         """Give the seconds that timing may take, by those that a position takes."""
@@ -309,7 +349,10 @@ class MemoryVariant:
 def _describe_choice(best: MemoryVariant, row: Candidate, fastest_s: float) -> str:
     """Say how the choice is known, for a person to read; `fastest_s` is the best of all steps."""
     request, slower = best.request, best.times[row.max_tokens] / fastest_s - 1.0
-    how = best.how if request.fixed_cap is None else "not timed: deterministic"
+    how = best.how
+    # Under `deterministic` the cap may not depend on timings.
+    if request.fixed_cap is not None:
+        how = "not timed: deterministic"
     if math.isinf(best.scatter) and len(best.rows) > 1:
         how += ", too slow to compare sizes: the most usual one is taken"
     elif slower > NEAR_BEST:
@@ -340,7 +383,9 @@ def _refuse(variant: MemoryVariant) -> NoReturn:
         remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
     if request.recompute is False:
         remedies.append("try activation_checkpointing=true")
-    inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
+    inputs = ""
+    if limit.inputs:
+        inputs = f", {size(limit.inputs)} for inputs"
     sample = f"sample {request.longest_id} of {request.longest} tokens"
     what = f"{sample} does not fit, even alone: a step with it"
     if count > 1:

@@ -6,8 +6,8 @@ sequence, or have a length of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -57,10 +57,13 @@ class Workload:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the model's own tensors that are in memory already."""
-        module = self.model.module
-        tensors = [*module.parameters(), *module.buffers()]
-        storages = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
-        return sum({id(storage): storage.nbytes() for storage in storages}.values())
+        module, sizes = self.model.module, dict[int, int]()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                # Tied weights and views share a storage, which counts once.
+                storage = tensor.untyped_storage()
+                sizes[id(storage)] = storage.nbytes()
+        return sum(sizes.values())
 
     def fields(self, num_samples: int, length: int) -> Fields:
         """Make a micro-batch where the model computes."""
@@ -80,7 +83,10 @@ class Workload:
 
     def on_one_rank(self, module: nn.Module) -> Parallel:
         """Lay a copy of the model out on one rank."""
-        trained = [p for p in module.parameters() if p.requires_grad]
+        trained = list[nn.Parameter]()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                trained.append(parameter)
         return Replicated(module, self.model.bind(module), trained, World(device=self.model.device))
 
     @contextmanager
@@ -92,7 +98,10 @@ class Workload:
     @contextmanager
     def variant(self, *, recompute: bool) -> Iterator[None]:
         """Compute with or without activation checkpointing inside the block."""
-        with with_checkpointing(self.model.module) if recompute else nullcontext():
+        checkpointing: AbstractContextManager[object] = nullcontext()
+        if recompute:
+            checkpointing = with_checkpointing(self.model.module)
+        with checkpointing:
             self.model.module.train()
             yield
 
@@ -140,7 +149,13 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     fake tensors or copies, laid out. Without `fields` it updates alone.
     """
     module = model.module
-    sync = (ONE_RANK if work.fake_ranks is None else work.model.setup).sync
+    sync = ONE_RANK.sync
+    if work.fake_ranks is not None:
+        sync = work.model.setup.sync
+    # Where backward sends gradients, a step without one would have none for the optimizer.
+    first_fields = None
+    if sync.lockstep or sync.overlaps:
+        first_fields = fields
     work, peak = replace(work, model=replace(work.model, module=module)), PeakBytes()
     with peak:
         optimizer, snapshot = work.model.spec.build(module), Snapshot(module)
@@ -149,15 +164,14 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
             peak.assign("optimizer_state", group["params"])
         work.count(peak, fields or {})
         peak.follow_average(work.ema_decay, module, optimizer)
-        for given in (fields if sync.lockstep or sync.overlaps else None, fields):
+        for given in (first_fields, fields):
             peak.reset()
             snapshot.take()
             model.begin(sync)
             peak.assign("parameters", module.parameters())
             peak.assign("buffers", model.staging.values())
-            for parameter in [] if sync.lockstep else module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            if not sync.lockstep:
+                _add_zero_gradients(module)
             peak.assign("gradients", gradients(module))
             if given is not None:
                 _accumulate(work, model, given, peak, in_lockstep=sync.lockstep)
@@ -178,16 +192,32 @@ def _accumulate(
     work: Workload, model: Parallel, fields: Fields, peak: PeakBytes, *, in_lockstep: bool
 ) -> None:
     """Add up the gradients of the micro-batches that a step has at its peak."""
-    for is_last in (False, True) if in_lockstep else (True,):
-        casts = nullcontext() if in_lockstep else Casts(model.module).once(work.model.device.type)
-        with casts, model.micro_batch(is_last=is_last):
+    are_last = [True]
+    if in_lockstep:
+        are_last = [False, True]
+    for is_last in are_last:
+        with ExitStack() as modes:
+            # In lockstep a block's weights may leave once they are used; their casts would stay.
+            if not in_lockstep:
+                modes.enter_context(Casts(model.module).once(work.model.device.type))
+            modes.enter_context(model.micro_batch(is_last=is_last))
             work.backward(fields)
         peak.assign("gradients", [*gradients(model.module), *model.gradients()])
 
 
+def _add_zero_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     """List the gradients a model holds."""
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    found = list[Tensor]()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            found.append(parameter.grad)
+    return found
 
 
 @final
@@ -210,20 +240,36 @@ def measured_dims(lengths: IntArray, load: Callable[[int], Fields | None]) -> Di
     """
     ascending = lengths.argsort(kind="stable")
     places = np.unique(np.linspace(0, len(ascending) - 1, SAMPLES).round().astype(np.int64))
-    loaded = [(int(lengths[i]), load(i)) for i in ascending[places].tolist()]
-    seen = [(length, fields) for length, fields in loaded if fields is not None]
+    seen = list[tuple[int, Fields]]()
+    for place in ascending[places].tolist():
+        fields = load(place)
+        if fields is not None:
+            seen.append((int(lengths[place]), fields))
+    return _dims_of(seen)
+
+
+def _dims_of(seen: Sequence[tuple[int, Fields]]) -> Dims:
+    """Tell the dimensions apart by samples, each with its length."""
     tokens = tuple(length for length, _ in seen)
-    sequence, own = list[Dim](), dict[Dim, int]()
-    names = set.intersection(*(set(fields) for _, fields in seen)) if seen else set[str]()
-    for name in sorted(names):  # the tuning cache goes by what this prints as
+    sequence, own, samples = list[Dim](), dict[Dim, int](), dict[int, Fields]()
+    names = set[str]()
+    if seen:
+        names = set.intersection(*(set(fields) for _, fields in seen))
+    # In order, since the tuning cache goes by what this prints as.
+    for name in sorted(names):
         shapes = [tuple(fields[name].shape) for _, fields in seen]
         for dim, sizes in enumerate(zip(*shapes, strict=False)):
             if dim and sizes == tokens:
                 sequence.append((name, dim))
             elif dim and len(set(sizes)) > 1:
                 own[name, dim] = max(sizes)
-    samples = {length: fields for length, fields in seen if fields.keys() == names}
-    return Dims(tuple(sequence) if len(set(tokens)) > 1 else None, own, samples)
+    for length, fields in seen:
+        if fields.keys() == names:
+            samples[length] = fields
+    # In samples of one length every dimension of that many entries would look like the tokens.
+    if len(set(tokens)) <= 1:
+        return Dims(None, own, samples)
+    return Dims(tuple(sequence), own, samples)
 
 
 @final
@@ -249,35 +295,45 @@ class Tiled:
     @property
     def shortest(self) -> int:
         """Tokens of the shortest sample that is whole; of packed documents any part is one."""
-        return 1 if "cu_seqlens" in self.example else min(self.dims.samples, default=1)
+        if "cu_seqlens" in self.example:
+            return 1
+        return min(self.dims.samples, default=1)
 
     def __call__(self, num_samples: int, length: int) -> Fields:
         """Give collated fields of `num_samples` samples, each padded to `length` tokens."""
         if "cu_seqlens" not in self.example:
             known = {**self.dims.samples, self.length: self.example}
-            size = max((n for n in known if n <= length), default=min(known))
+            size = min(known)
+            for each in known:
+                if size < each <= length:
+                    size = each
             sample = known[size]
             return {name: self._tiled(sample, size, name, num_samples, length) for name in sample}
         # Documents of `length` tokens, end to end in one row.
         ends = torch.arange(num_samples + 1, dtype=torch.int32) * length
         index = torch.arange(length).repeat(num_samples)
-        row = {
-            name: field.index_select(1, index % self.length)
-            for name, field in self.example.items()
-            if name not in PACKING
-        }
+        row = dict[str, Tensor]()
+        for name, values in self.example.items():
+            if name not in PACKING:
+                row[name] = values.index_select(1, index % self.length)
         packing = {"position_ids": index[None], "cu_seqlens": ends}
         return {**row, **packing, "max_seqlen": torch.empty(length, 0)}
 
     def _tiled(self, sample: Fields, size: int, name: str, num_samples: int, length: int) -> Tensor:
         field = sample[name]
         for dim, entries in enumerate(field.shape):
-            wanted = self._entries(name, dim, entries, size, length) if dim else num_samples
+            wanted = num_samples
+            if dim:
+                wanted = self._entries(name, dim, entries, size, length)
             if not entries and wanted:
                 field = field.new_zeros([*field.shape[:dim], wanted, *field.shape[dim + 1 :]])
             elif wanted != entries:
+                # Samples come again from the first; of a sequence the last entry comes again.
                 index = torch.arange(wanted)
-                index = index.clamp(max=entries - 1) if dim else index % entries
+                if dim:
+                    index = index.clamp(max=entries - 1)
+                else:
+                    index %= entries
                 field = field.index_select(dim, index)
         return field
 
@@ -286,5 +342,9 @@ class Tiled:
         sequence = self.dims.sequence
         if (name, dim) in self.dims.own:
             return self.dims.own[name, dim]
-        follows = entries == size > 1 if sequence is None else (name, dim) in sequence
-        return length if follows else entries
+        follows = entries == size > 1
+        if sequence is not None:
+            follows = (name, dim) in sequence
+        if follows:
+            return length
+        return entries

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, final
 
 import numpy as np
@@ -48,13 +49,24 @@ CONSTANTS = dict.fromkeys(HALVES, 0.5) | {"bernoulli": 1.0, "bernoulli_": 1.0}
 
 
 def _first(pool: Any, size: Any = None, **_: Any) -> Any:  # noqa: ANN401 - as NumPy has it
-    values = np.arange(pool) if np.ndim(pool) == 0 else np.asarray(pool)
-    return values[0] if size is None else np.resize(values, size)
+    values = np.asarray(pool)
+    # A number stands for the integers below it.
+    if values.ndim == 0:
+        values = np.arange(pool)
+    if size is None:
+        return values[0]
+    return np.resize(values, size)
+
+
+def _halves(size: Any = None) -> Any:  # noqa: ANN401 - as NumPy has it
+    if size is None:
+        return np.float64(0.5)
+    return np.full(size, 0.5)[()]
 
 
 NUMPY_CONSTANTS = {
     "rand": lambda *shape: np.full(shape, 0.5)[()],
-    "random": lambda size=(): np.full(() if size is None else size, 0.5)[()],
+    "random": _halves,
     "choice": _first,
 }
 """What functions of `np.random` give then, by name: SpecAugment masks the first spans."""
@@ -87,7 +99,9 @@ class Widened(TorchFunctionMode):
         if not isinstance(value, torch.dtype) or not (value.is_floating_point or value.is_complex):
             return value
         self._undone.add(value)
-        return torch.complex128 if value.is_complex else torch.float64
+        if value.is_complex:
+            return torch.complex128
+        return torch.float64
 
 
 @final
@@ -97,16 +111,23 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run one operator, below autograd."""
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if name == "native_dropout":  # on GPUs; backward still scales, as for every sample
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        # On GPUs. Its backward still scales, as for every sample.
+        if name == "native_dropout":
             return func(given["input"], given["p"], False)
-        if "dropout_p" in given:  # of fused attention, forward and backward
+        # Of fused attention, forward and backward.
+        if "dropout_p" in given:
             return func(**given | {"dropout_p": 0.0})
         if name not in CONSTANTS or given.get("generator") is not None:
             return func(*args, **kwargs)
-        options = {key: kwargs.get(key) for key in ("dtype", "device")}
-        drawn = given["self"] if "self" in given else torch.empty(given["size"], **options)
-        drawn = drawn if name.endswith("_") else torch.empty_like(drawn, **options)
+        options = {"dtype": kwargs.get("dtype"), "device": kwargs.get("device")}
+        if name.endswith("_"):
+            drawn = given["self"]
+        elif "self" in given:
+            drawn = torch.empty_like(given["self"], **options)
+        else:
+            drawn = torch.empty(given["size"], **options)
         return drawn.fill_(CONSTANTS[name])
 
 
@@ -126,7 +147,9 @@ def _in_precision(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Convert what has a precision; `nn.Module.to` would drop imaginary parts."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype)
+    if tensor.is_complex():
+        dtype = dtype.to_complex()
+    return tensor.to(dtype)
 
 
 def copied(
@@ -142,7 +165,10 @@ def copied(
     with suppress(Exception):  # one that holds a lock, say, is shared
         objective = duplicate(objective, memo)
     module._apply(lambda tensor: _in_precision(tensor, dtype))  # type: ignore[no-untyped-call] # untyped in torch
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = list[nn.Parameter]()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameters.append(parameter)
     world = World(device=context.world.device)
     model = replace(context.model, module=module, objective=objective, precision="fp32")
     parallel = Replicated(module, model.call, parameters, world)
@@ -164,7 +190,8 @@ class Case:
     size: int = 0  # samples per group of the reference, once it is chosen
     # Whether every micro-batch draws the same numbers, where that is possible
     holds_draws: bool = False
-    undone: set[torch.dtype] = field(default_factory=set)  # what hand-written casts asked for
+    # What hand-written casts asked for
+    undone: set[torch.dtype] = field(default_factory=set)
     # Names of tensors in plain attributes of modules after a pass
     plain: set[str] = field(default_factory=set)
 
@@ -186,7 +213,7 @@ class Case:
     @property
     def positions(self) -> IntArray:
         """Positions in the global batch, `(samples,)`, in the order of the plan."""
-        return np.concatenate([slot for rank in self.batch.plan.ranks for slot in rank])
+        return np.concatenate([*chain.from_iterable(self.batch.plan.ranks)])
 
     @property
     def num_samples(self) -> int:
@@ -198,7 +225,9 @@ class Case:
         """What the planned step is compared with, in words."""
         if self.size >= self.num_samples:
             return "whole batch"
-        return "sample by sample, summed" if self.size == 1 else f"groups of {self.size}, summed"
+        if self.size == 1:
+            return "sample by sample, summed"
+        return f"groups of {self.size}, summed"
 
     def units(self) -> list[IntArray]:
         """Positions of what no cut divides, in sample order: samples, or groups of one size.
@@ -207,7 +236,9 @@ class Case:
         """
         positions, size = np.sort(self.positions), self.batch.plan.group_size
         whole = len(positions) // size
-        return list(positions[: whole * size].reshape(whole, size)) if whole else [positions]
+        if not whole:
+            return [positions]
+        return list(positions[: whole * size].reshape(whole, size))
 
     def load(self, positions: IntArray, *, pad_to: int | None = None) -> MicroBatch:
         """Load the samples at positions in the global batch as one micro-batch.
@@ -216,8 +247,12 @@ class Case:
         """
         samples, plan = self.batch.samples, self.batch.plan
         lengths = plan.lengths[positions]
-        length = int(lengths.sum()) if plan.packed else pad_to or int(lengths.max())
         ids = tuple(map(int, samples.ids[positions]))
+        if plan.packed:
+            length = num_positions = int(lengths.sum())
+        else:
+            length = pad_to or int(lengths.max())
+            num_positions = length * len(ids)
         fields = self.feed.data.loader.load(Request(ids, samples.epoch, length, plan.packed))
         return MicroBatch(
             fields=fields,
@@ -225,8 +260,9 @@ class Case:
             positions=tuple(positions.tolist()),
             weights=weights_of(self.context.model.objective, fields),
             num_tokens=int(lengths.sum()),
-            num_positions=length if plan.packed else length * len(ids),
-            rng_key=self.batch.micro_batches[0].rng_key,  # draws as the step's first does
+            num_positions=num_positions,
+            # It draws as the step's first micro-batch does.
+            rng_key=self.batch.micro_batches[0].rng_key,
         )
 
     def expected(self) -> Gradient:
@@ -242,8 +278,9 @@ class Case:
         mixed = np.concatenate([mixed, positions[len(mixed) :]])
         groups = np.split(mixed, range(self.size, len(mixed), self.size))
         # A whole batch in one piece needs no second pass.
-        is_batch = self.context.model.objective.coupling.kind == "batch"
-        strategy = Sum() if is_batch and len(groups) == 1 else None
+        strategy: GradientStrategy | None = None
+        if self.context.model.objective.coupling.kind == "batch" and len(groups) == 1:
+            strategy = Sum()
         kind = reference_kind(self.context.model.normalizer)
         return self.gradient([self.load(group) for group in groups], kind, strategy)
 
@@ -258,23 +295,28 @@ class Case:
         context = copied(
             self.context, self.dtype, own_generators(self.module, self.context.model.objective)
         )
-        default, is_wide = torch.get_default_dtype(), self.dtype == torch.float64
-        widened = Widened(self.undone) if is_wide else nullcontext()
-        constant = _constant_draws() if self.holds_draws else nullcontext()
-        # cuDNN's recurrent layers draw their dropout out of sight.
-        with torch.backends.cudnn.flags(enabled=False), widened, constant:
-            try:
-                torch.set_default_dtype(torch.float64 if is_wide else default)
-                yield replace(self, context=context)
-            finally:
-                torch.set_default_dtype(default)
+        default = torch.get_default_dtype()
+        with ExitStack() as modes:
+            # cuDNN's recurrent layers draw their dropout out of sight.
+            modes.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if self.dtype == torch.float64:
+                modes.enter_context(Widened(self.undone))
+            if self.holds_draws:
+                modes.enter_context(_constant_draws())
+            # What a forward makes without a dtype is as wide as the rest.
+            modes.callback(torch.set_default_dtype, default)
+            if self.dtype == torch.float64:
+                torch.set_default_dtype(torch.float64)
+            yield replace(self, context=context)
 
     def cast(self, micro_batch: MicroBatch) -> MicroBatch:
         """Put a micro-batch onto the copy's device, in its precision."""
         fields: Fields = {n: _in_precision(f, self.dtype) for n, f in micro_batch.fields.items()}
         weights = weights_of(self.context.model.objective, fields)
         fields = to_device(fields, self.context.world.device)
-        key = self.batch.micro_batches[0].rng_key if self.holds_draws else micro_batch.rng_key
+        key = micro_batch.rng_key
+        if self.holds_draws:
+            key = self.batch.micro_batches[0].rng_key
         return replace(micro_batch, fields=fields, weights=weights, rng_key=key)
 
     def gradient(
@@ -294,7 +336,7 @@ class Case:
                 change(run.module)
             context, module = run.context, run.module
             cast = [run.cast(m) for m in micro_batches or self.batch.micro_batches]
-            num_samples = len({i for m in cast for i in m.positions})
+            num_samples = len(set(chain.from_iterable(m.positions for m in cast)))
             found = divisors(kind or context.model.normalizer, context.terms, cast, context.world)
             walk(context, strategy or context.model.strategy, cast, found, num_samples)
             # Tensors that modules hold and have not registered, but for computed ones.
@@ -302,8 +344,10 @@ class Case:
                 for key, value in vars(part).items():
                     if isinstance(value, Tensor) and value.is_leaf:
                         self.plain.add(f"{name}.{key}".lstrip("."))
-            named = module.named_parameters()
-            gradient = {name: p.grad.detach() for name, p in named if p.grad is not None}
+            gradient = dict[str, Tensor]()
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    gradient[name] = parameter.grad.detach()
             if change is not None:
                 # A flag becomes a number, whose distance to another can be measured.
                 gradient |= {name: 1 * each for name, each in module.named_buffers()}

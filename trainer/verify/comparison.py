@@ -41,7 +41,8 @@ class Errors:
     # Max absolute difference over max absolute reference; infinite where it is not finite
     by_name: Mapping[str, float]
     limit: float  # largest that is rounding
-    cancelled: tuple[str, ...] = ()  # parameters whose error is relative to the largest gradient
+    # Parameters whose error is relative to the largest gradient
+    cancelled: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
@@ -66,7 +67,7 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
     that cancel explains, the largest gradient of all is the measure.
     """
     sizes = {name: _largest(gradient) for name, gradient in expected.items()}
-    largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    largest = max(filter(math.isfinite, sizes.values()), default=0.0)
     lost = LOST[dtype] * largest
     by_name, cancelled = dict[str, float](), list[str]()
     for name in sorted(found.keys() | expected.keys()):
@@ -74,12 +75,16 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
         if ours is not None and theirs is not None:
             wide = torch.promote_types(theirs.dtype, torch.float64)
             distance = _largest(ours.to(wide) - theirs.to(wide))
-        else:  # what only one side has is compared with zeros
-            distance = size if ours is None else _largest(ours)
+        elif ours is not None:  # what only one side has is compared with zeros
+            distance = _largest(ours)
+        else:
+            distance = size
         by_name[name] = _ratio(distance, size)
         if by_name[name] <= EXACT[dtype]:
             continue
-        bound = distance if dtype == torch.float64 else max(distance, size)
+        bound = distance
+        if dtype != torch.float64:
+            bound = max(distance, size)
         if bound <= lost:
             by_name[name] = _ratio(distance, largest)
             cancelled.append(name)
@@ -89,12 +94,19 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
 
 
 def _ratio(distance: float, size: float) -> float:
+    if not distance and not size:
+        return 0.0
     if not size:
-        return math.inf if distance else 0.0
+        return math.inf
     error = distance / size
-    return error if math.isfinite(error) else math.inf
+    # Not a number would be no larger than any limit.
+    if not math.isfinite(error):
+        return math.inf
+    return error
 
 
 def _largest(values: Tensor) -> float:
     """Give the largest absolute value; not a number where there is one that is not."""
-    return float(values.abs().max()) if values.numel() else 0.0
+    if not values.numel():
+        return 0.0
+    return float(values.abs().max())

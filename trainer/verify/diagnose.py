@@ -5,6 +5,8 @@ So every culprit is named, and none for another's fault.
 
 from __future__ import annotations
 
+from itertools import filterfalse
+
 import numpy as np
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from trainer.accumulate.sum import Sum
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.tensors import bits_of, dtype_name, gradient_dtype
 from trainer.models.recompute import recompute_nothing, recomputes
+from trainer.plan.cut import IntArray
 from trainer.training.context import StepContext
 from trainer.verify.case import Case
 from trainer.verify.comparison import Errors, Gradient
@@ -21,7 +24,8 @@ from trainer.verify.find_module import Found, NamedReasons, Reason, find_modules
 from trainer.verify.report import Verdict
 from trainer.verify.trace import OUTSIDE
 
-LOW = (torch.bfloat16, torch.float16)  # in which adding up micro-batches loses bits
+# In which adding up micro-batches loses bits
+LOW = (torch.bfloat16, torch.float16)
 LOUD = (
     ", in evaluation mode too or by means that cannot be made constant, so that the rest of the "
     "step cannot be checked without it; draw with PyTorch where `self.training` is true, or switch "
@@ -38,9 +42,14 @@ RUNS_AGAIN = Reason(
 
 def low_precision(module: nn.Module) -> str | None:
     """Name the dtype of trained parameters that accumulate in fewer bits than fp32, if any."""
-    dtypes = {gradient_dtype(p) for p in module.parameters() if p.requires_grad}
-    low = [dtype_name(dtype) for dtype in LOW if dtype in dtypes]
-    return low[0] if low else None
+    dtypes = set[torch.dtype]()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            dtypes.add(gradient_dtype(parameter))
+    for dtype in LOW:
+        if dtype in dtypes:
+            return dtype_name(dtype)
+    return None
 
 
 def diagnose(
@@ -88,29 +97,33 @@ def diagnose(
             text = f"{name} does not sum the micro-batches' gradients; their sum would be exact"
             return [*culprits, ("accum.gradient", Reason(text)), *drawing], errors
         named = _search_step(case, errors, traces_whole=traces_whole)
-    causes = [*culprits, *(culprit for culprit in named if culprit not in culprits)]
-    return [*causes, *(culprit for culprit in drawing if culprit not in causes)], errors
+    causes = [*culprits]
+    for group in (named, drawing):
+        causes += [*filterfalse(causes.__contains__, group)]
+    return causes, errors
 
 
 def _drawing(case: Case, found: Found, errors: Errors) -> NamedReasons:
     """Name what draws at random; `errors` are with the draws held."""
     draws = "draws at random anew for every micro-batch"
+    verdict: Verdict = "not_proven"
     outcome = f"; with it off the step still differs (error {errors.largest:.0e}), see above"
     if errors.is_exact:
+        verdict = "exact_without_dropout"
         off = f"exact with it off (error {errors.largest:.0e})"
         outcome = f", so it depends on the micro-batches: the step is {off}; set its rate to 0, or "
         outcome += "accept it"
-    verdict: Verdict = "exact_without_dropout" if errors.is_exact else "not_proven"
     reasons = dict.fromkeys(found.loud, Reason(f"{draws}{LOUD}", "not_proven"))
     reasons |= dict.fromkeys(found.quiet, Reason(f"{draws}{outcome}", verdict))
-    outside = reasons.pop(OUTSIDE, None)
-    first = [(case.objective_name, outside)] if outside else []
-    return [*first, *name_reasons(dict(case.module.named_modules()), reasons)]
+    named = NamedReasons()
+    if outside := reasons.pop(OUTSIDE, None):
+        named.append((case.objective_name, outside))
+    return [*named, *name_reasons(dict(case.module.named_modules()), reasons)]
 
 
 def _unproven(case: Case, errors: Errors, *gradients: Gradient) -> NamedReasons:
     """Tell whether no gradient is finite, or the error may be due to rounding alone."""
-    if not any(all(bool(g.isfinite().all()) for g in each.values()) for each in gradients):
+    if not any(map(_is_finite, gradients)):
         text = "the loss or its gradient is not finite (nan or inf), however the step is cut"
         return [("gradient", Reason(text, "not_proven"))]
     most = AMPLIFIED[case.limit_dtype]
@@ -125,13 +138,20 @@ def _unproven(case: Case, errors: Errors, *gradients: Gradient) -> NamedReasons:
     return [("rounding", reason)]
 
 
+def _is_finite(gradient: Gradient) -> bool:
+    return all(bool(values.isfinite().all()) for values in gradient.values())
+
+
 def _search_step(case: Case, errors: Errors, *, traces_whole: bool) -> NamedReasons:
     """Take the step's own micro-batches apart: a few samples may be too few to show a coupling."""
-    ends = np.cumsum([len(m.ids) for m in case.batch.micro_batches if m.ids])
-    slots, size = np.split(case.positions, ends[:-1]), case.batch.plan.group_size
-    pieces = [(slot, np.split(slot, range(size, len(slot), size))) for slot in slots[:MAX_TRACED]]
+    # Ranks may have a last micro-batch without a sample.
+    counts = [*filter(None, (len(m.ids) for m in case.batch.micro_batches))]
+    slots, size = np.split(case.positions, np.cumsum(counts)[:-1]), case.batch.plan.group_size
+    pieces = list[tuple[IntArray, list[IntArray]]]()
     if traces_whole:
-        pieces = [(case.positions, slots), *pieces]
+        pieces.append((case.positions, slots))
+    for slot in slots[:MAX_TRACED]:
+        pieces.append((slot, np.split(slot, range(size, len(slot), size))))
     for positions, parts in pieces:
         with AllocationGuard():  # what does not fit is passed over
             ways = {"its micro-batch": [case.load(part) for part in parts]}
@@ -162,11 +182,15 @@ def check_recomputed(
     # What differs from run to run, such as ungoverned draws, is not due to recomputation.
     if found.is_exact or not _errors(case, case.gradient(change=recompute_nothing), plain).is_exact:
         return errors, rest, []
-    wrong = [n for n, error in found.by_name.items() if error > found.limit]
-    names = [n for n, _ in case.module.named_buffers() if n in wrong]
-    if not names:  # the last module with another gradient: backward begins there
-        names = [n for n, _ in case.module.named_parameters() if n in wrong][-1:]
-    owners = dict.fromkeys(n.rpartition(".")[0] or n for n in names)
+    wrong = set[str]()
+    for name, error in found.by_name.items():
+        if error > found.limit:
+            wrong.add(name)
+    names = [*filter(wrong.__contains__, dict(case.module.named_buffers()))]
+    if not names:
+        # The last module with another gradient: backward begins there.
+        names = [*filter(wrong.__contains__, dict(case.module.named_parameters()))][-1:]
+    owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
     return found, found, [(owner, RUNS_AGAIN) for owner in owners]
 
 

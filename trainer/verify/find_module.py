@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import filterfalse
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, release_memory
 from trainer.models.norms import NORMALISES, has_running_statistics, normalizes_batch
+from trainer.plan.cut import IntArray
 from trainer.verify.case import Case
 from trainer.verify.report import Verdict
 from trainer.verify.trace import Losses, Trace, compare, record_trace, repeat, shares
@@ -87,11 +89,14 @@ class Found(NamedTuple):
     # Those that couple samples, heed padding, keep state or cannot be repeated; fields of the data
     # that change with a sample's neighbours
     modules: NamedReasons
-    sums: NamedReasons  # loss terms and weights of the objective that do not add up
+    # Loss terms and weights of the objective that do not add up
+    sums: NamedReasons
     # Modules that draw at random in training mode only, and can be held
     quiet: Collection[str] = ()
-    loud: Collection[str] = ()  # the others that draw; `trace.OUTSIDE` is the objective.
-    was_checked: bool = True  # whether two samples fit into memory, or all of this is empty
+    # The others that draw; `trace.OUTSIDE` is the objective.
+    loud: Collection[str] = ()
+    # Whether two samples fit into memory, or all of this is empty
+    was_checked: bool = True
 
 
 def examine(case: Case) -> tuple[Case, Found]:
@@ -105,9 +110,11 @@ def examine(case: Case) -> tuple[Case, Found]:
                 always = record_trace(case, whole, off=drawn).drawn
                 together = record_trace(constant, whole).drawn
                 apart = record_trace(constant, ways[NEIGHBOURS][0]).drawn
-                # Draws left over are equal too where generators end equally: for every size.
-                loud = [n for n in drawn if n in always or together.get(n) != apart.get(n)]
-            quiet = [name for name in drawn if name not in loud]
+                for name in drawn:
+                    # Draws left over are equal too where generators end equally: for every size.
+                    if name in always or together.get(name) != apart.get(name):
+                        loud.append(name)
+            quiet = [*filterfalse(loud.__contains__, drawn)]
             found = find_modules(constant, whole, ways, excused=loud)
             return constant, found._replace(quiet=quiet, loud=loud)
         release_memory()
@@ -118,13 +125,19 @@ def _pick(case: Case, most: int) -> tuple[MicroBatch, Ways]:
     """Load a few samples, or groups that stay together, of different length together and apart."""
     units = case.units()
     lengths = np.array([case.batch.plan.lengths[unit].max() for unit in units])
-    by_length = [units[i] for i in lengths.argsort(kind="stable")]
+    by_length = lengths.argsort(kind="stable")
     count, longest = min(most, len(units)), int(lengths.max())
-    chosen = [by_length[len(units) - 1 - i * len(units) // count] for i in range(count)]
+    chosen = list[IntArray]()
+    # From the longest down, in equal steps of rank.
+    for i in range(count):
+        place = len(units) - 1 - i * len(units) // count
+        chosen.append(units[by_length[place]])
     whole, start, padded = case.load(np.concatenate(chosen)), 0, []
     for unit in chosen:
         part = case.load(unit, pad_to=longest)
-        padded.append(part if case.batch.plan.packed else _padded_like(whole, start, part))
+        if not case.batch.plan.packed:
+            part = _padded_like(whole, start, part)
+        padded.append(part)
         start += len(unit)
     return whole, {NEIGHBOURS: padded, PADDING: [case.load(unit) for unit in chosen]}
 
@@ -158,7 +171,11 @@ def find_modules(
         is_live = has_running_statistics(module) and (name, 0) in trace.calls
         if is_live and (normalizes_batch(module) or name in reasons):
             reasons[name] = Reason(NORMALISES)
-    charged = {n: r for n, r in reasons.items() if n in modules and n not in excused}
+    charged = dict[str, Reason]()
+    for name, reason in reasons.items():
+        # What stands outside of all modules is the objective, whose sums are judged below.
+        if name in modules and name not in excused:
+            charged[name] = reason
     data = [(f"data field {name}", FIELD) for name in sorted(fields)]
     faults = NamedReasons()
     if case.context.model.objective.coupling.kind != "batch":
@@ -179,15 +196,18 @@ def _compare_ways(
     failures, fields, losses = dict[str, str](), set[str](), dict[str, list[Losses]]()
     for changes, parts in ways.items():
         places = shares(trace.micro_batch, parts, packed=case.batch.plan.packed)
-        passes = [compare(case, trace, m, share) for m, share in zip(parts, places, strict=True)]
         text = f"changes the output of a sample when {changes} changes{CAUSES.get(changes, '')}"
-        for found in passes:
+        complete = list[Losses]()
+        for part, share in zip(parts, places, strict=True):
+            found = compare(case, trace, part, share)
             for name in found.blamed:
                 reasons.setdefault(name, Reason(text))
             fields.update(found.fields)
             failures |= found.failure
-        complete = [found.losses for found in passes if found.losses is not None]
-        if len(complete) == len(passes):
+            if found.losses is not None:
+                complete.append(found.losses)
+        # Sums of some of the parts say nothing of the whole.
+        if len(complete) == len(parts):
             losses[changes] = complete
     for name, failure in failures.items():
         reasons.setdefault(name, Reason(failure))
@@ -202,16 +222,20 @@ def name_reasons(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]
         groups.setdefault((re.sub(r"\d+", "*", name), kind, reason), []).append(name)
     culprits = NamedReasons()
     for (pattern, kind, reason), names in groups.items():
-        count = f"{len(names)} x " if len(names) > 1 else ""
-        name = pattern if count else names[0] or f"{kind} (in its own forward)"
-        culprits.append((name, Reason(f"{count}{kind} {reason.text}", reason.verdict)))
+        # The name of the model itself, among its modules, is empty.
+        name, what = names[0] or f"{kind} (in its own forward)", kind
+        if len(names) > 1:
+            name, what = pattern, f"{len(names)} x {kind}"
+        culprits.append((name, Reason(f"{what} {reason.text}", reason.verdict)))
     return culprits
 
 
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
     """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
     # It can be exact for one cut: a mean over micro-batches of one size, say.
-    remedy = REMEDY_OF_MODEL if case.context.model.objective.is_of_model else REMEDY
+    remedy = REMEDY
+    if case.context.model.objective.is_of_model:
+        remedy = REMEDY_OF_MODEL
     for term, loss in trace.losses.items():
         apart, wrong = dict[str, list[float]](), list[str]()
         for way, losses in ways.items():

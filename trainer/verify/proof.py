@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from trainer.config.messages import clip, first_of
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, TrainError
+from trainer.core.micro_batch import MicroBatch
 from trainer.core.out_of_memory import AllocationGuard, is_out_of_memory, no_replay, release_memory
 from trainer.core.tensors import dtype_name
 from trainer.optim.optimizers import hooked
@@ -43,12 +45,15 @@ def verify(
     the whole batch in one piece does not fit into memory, the reference is one sample a pass,
     summed, or the smallest groups that the model runs on. Random generators are put back.
     """
-    devices = [context.world.device] if gpu.is_gpu(context.world.device) else []
+    devices = list[torch.device]()
+    if gpu.is_gpu(context.world.device):
+        devices.append(context.world.device)
     with torch.random.fork_rng(devices=devices):
         try:
             return _verify(context, batch, feed, whole_fits=whole_fits)
         finally:
-            context.parallel.drop_gradients()  # of a copy that shares weights with it
+            # A copy that shares weights with it has left its gradients there.
+            context.parallel.drop_gradients()
 
 
 def _verify(
@@ -63,7 +68,9 @@ def _verify(
     if is_one_piece and case.size < case.num_samples:
         why = ["the plan is one micro-batch, so it is compared with smaller ones, a stronger check"]
     elif case.size < case.num_samples:
-        fault = "ran out of memory" if whole_fits else "is not sure to fit into memory"
+        fault = "is not sure to fit into memory"
+        if whole_fits:
+            fault = "ran out of memory"
         why = [f"the whole batch in one piece {fault} in {dtype_name(case.limit_dtype)}"]
     if low is not None:
         as_is = replace(case, context=copied(context, None), dtype=None)
@@ -85,10 +92,13 @@ def _verify(
     culprits = [*culprits, *uncopied]
     verdicts = {reason.verdict for _, reason in culprits}
     verdict: Verdict = next((v for v in WORST_FIRST if v in verdicts), "exact")
-    has_draws = verdict == "exact_without_dropout"  # `rest` are the errors without them
+    limit, error_without_draws = errors.limit, None
+    # `rest` are the errors without draws.
+    if verdict == "exact_without_dropout":
+        limit, error_without_draws = rest.limit, rest.largest
     return VerifyReport(
         verdict=verdict,
-        error_without_draws=rest.largest if has_draws else None,
+        error_without_draws=error_without_draws,
         max_relative_error=errors.largest,
         reference=case.reference,
         dtype=dtype_name(case.limit_dtype),
@@ -97,7 +107,7 @@ def _verify(
         num_parameters=len(planned.keys() | expected.keys()),
         micro_batches=case.batch.plan.num_micro_batches,
         global_batch=case.num_samples,
-        limit=rest.limit if has_draws else errors.limit,
+        limit=limit,
         notes=tuple(notes),
     )
 
@@ -122,7 +132,7 @@ def _plan(
                 f"the model does not run in float64 ({why}), so this proves what float32 can: no "
                 f"error beyond {EXACT[torch.float32]:g}"
             )
-    low = ", ".join(dtype_name(cast) for cast in LOW if cast in case.undone)
+    low = ", ".join(map(dtype_name, filter(case.undone.__contains__, LOW)))
     if low and low_precision(context.model.module) is None:
         notes.append(f"casts to {low} by hand in the model are undone in float64")
     asked, used = batch.plan.num_micro_batches, case.batch.plan.num_micro_batches
@@ -149,9 +159,11 @@ def _fit(case: Case) -> tuple[Case, Gradient]:
             )
         feed.use(cut)
         case = replace(case, batch=replace(batch, plan=cut.cut(batch.plan.lengths, feed.layout)))
-        slots = [slot for rank in case.batch.plan.ranks for slot in rank if len(slot)]
-        parts = tuple(map(case.load, slots))
-        case = replace(case, batch=replace(case.batch, micro_batches=parts))
+        parts = list[MicroBatch]()
+        for slot in chain.from_iterable(case.batch.plan.ranks):
+            if len(slot):
+                parts.append(case.load(slot))
+        case = replace(case, batch=replace(case.batch, micro_batches=tuple(parts)))
 
 
 def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
@@ -161,7 +173,11 @@ def _refer(case: Case, *, whole_first: bool) -> tuple[Case, Gradient]:
     while size < num_samples:
         sizes.append(size)
         size *= 2
-    for size in [num_samples, *sizes] if whole_first else [*sizes, num_samples]:
+    if whole_first:
+        sizes.insert(0, num_samples)
+    else:
+        sizes.append(num_samples)
+    for size in sizes:
         sized = replace(case, size=size)
         try:
             return sized, sized.expected()
@@ -193,7 +209,11 @@ def _uncopied(context: StepContext) -> Faults:
         )
         if named[name].requires_grad:
             yield name, Reason(text, "not_proven")
-    if reached := [name for name, parameter in named.items() if parameter.grad is not None]:
+    reached = list[str]()
+    for name, parameter in named.items():
+        if parameter.grad is not None:
+            reached.append(name)
+    if reached:
         text = (
             "got a gradient from verify's copy of the model, through a function or scripted module "
             "that cannot be copied, so nothing is proven: write it as a method of the module"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import final
 
 import numpy as np
@@ -27,7 +28,8 @@ from trainer.training.context import StepContext, StepState
 from trainer.verify.case import Case, copied, walk
 from trainer.verify.comparison import EXACT, Gradient
 
-UNITS = 12  # samples, or groups of them, that are taken of a step, two in a micro-batch
+# Samples, or groups of them, that are taken of a step, two in a micro-batch
+UNITS = 12
 
 LayOutCall = Callable[[nn.Module, ModelCall], Parallel]
 """Lays a module, and a call of it, out over the ranks as the run does."""
@@ -61,15 +63,19 @@ def compare_reduced(
         case = Case(context=copied(context, dtype), dtype=dtype, batch=batch, feed=feed)
         units = case.units()[:UNITS]
         pairs = [np.concatenate(units[i : i + 2]) for i in range(0, len(units), 2)]
-        micro_batches = [case.load(each) for each in pairs * (2 if len(pairs) == 1 else 1)]
-        if context.model.setup.sync.lockstep:  # all ranks have as many
+        # Two passes of one pair: a single micro-batch would show nothing of adding up.
+        if len(pairs) == 1:
+            pairs *= 2
+        micro_batches = [case.load(each) for each in pairs]
+        # Under lockstep all ranks have as many.
+        if context.model.setup.sync.lockstep:
             micro_batches = micro_batches[: len(micro_batches) // world.size * world.size]
         # These few samples are a step of their own.
-        taken = sorted({position for each in micro_batches for position in each.positions})
+        taken = sorted(set(chain.from_iterable(each.positions for each in micro_batches)))
         places = {position: place for place, position in enumerate(taken)}
-        micro_batches = [
-            replace(m, positions=tuple(places[i] for i in m.positions)) for m in micro_batches
-        ]
+        for index, each in enumerate(micro_batches):
+            positions = tuple(map(places.__getitem__, each.positions))
+            micro_batches[index] = replace(each, positions=positions)
         try:
             expected = case.gradient(micro_batches)
         except Exception as fault:  # a model that fixes its precision may raise anything
@@ -101,11 +107,14 @@ def _reduced(
         parts = divisors(context.model.normalizer, context.terms, cast, world)
         parallel.begin(context.model.setup.sync)
         walk(context, context.model.strategy, cast, parts, num_samples)
-        used = [count > 0 for count in world.sum_numbers([float(u) for u in parallel.used()])]
+        counts = world.sum_numbers([*map(float, parallel.used())])
         parallel.make_room()
-        parallel.reduce(used)
-        grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-        return {name: whole_of(grad).detach() for name, grad in grads.items()}
+        parallel.reduce([count > 0 for count in counts])
+        gradient = dict[str, Tensor]()
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                gradient[name] = whole_of(parameter.grad).detach()
+        return gradient
 
 
 def _project(gradient: Gradient) -> Tensor:

@@ -34,19 +34,22 @@ class VerifyReport:
     verdict: Verdict
     # Over parameters, of max absolute difference / max absolute reference
     max_relative_error: float
-    reference: str  # `whole batch`, or `sample by sample, summed` where the whole does not fit
+    # `whole batch`, or `sample by sample, summed` where the whole does not fit
+    reference: str
     dtype: str  # both were computed in, e.g. `float64`.
     num_parameters: int  # tensors compared
     micro_batches: int  # of the planned step
     global_batch: int  # samples of the step
-    limit: float  # largest error that is rounding: 1e-10 in float64, 1e-4 in float32
+    # Largest error that is rounding: 1e-10 in float64, 1e-4 in float32
+    limit: float
     # The same with random draws held, where that is what passes; else None
     error_without_draws: float | None = None
     # Parameters by name with their error, the largest first
     worst: tuple[tuple[str, float], ...] = ()
     # Modules by name, with the reason why they depend on the cut
     culprits: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()  # what a reader of the verdict must know, one line each
+    # What a reader of the verdict must know, one line each
+    notes: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -67,13 +70,19 @@ def verify_block(report: VerifyReport) -> RenderableType:
     is_exact, dtype = report.verdict in {"exact", "exact_without_dropout"}, report.dtype
     step = plural(report.micro_batches, "micro-batch")
     tensors = plural(report.num_parameters, "parameter tensor")
-    worst = f" ({report.worst[0][0]})" if report.worst else ""
+    worst = ""
+    if report.worst:
+        name, _ = report.worst[0]
+        worst = f" ({name})"
     largest = f"{report.max_relative_error:.2e}, the largest of any parameter{worst}, relative"
     limit = f"up to {report.limit:.0e} is rounding"
     if report.error_without_draws is not None:
         off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
         largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
-    verdict = Text(VERDICTS[report.verdict], "bold green" if is_exact else "bold red")
+    style = "bold red"
+    if is_exact:
+        style = "bold green"
+    verdict = Text(VERDICTS[report.verdict], style)
     rows: list[LabelledLine] = [
         ("verdict", verdict),
         ("error", f"{largest}; {limit}"),

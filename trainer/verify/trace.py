@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import filterfalse
 from types import SimpleNamespace
 from typing import Any, NamedTuple, final
 
@@ -30,7 +31,8 @@ from trainer.models.bind import ModelRun
 from trainer.objectives.base import ModelCall, Sums, sums_of
 from trainer.verify.case import Case
 
-OUTSIDE = "\x00outside"  # stands for code that runs in no module of the model: the objective's
+# Stands for code that runs in no module of the model: the objective's
+OUTSIDE = "\x00outside"
 
 DTYPE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference of activations that is rounding; coupling shows at 1e-3 and more."""
@@ -53,7 +55,10 @@ class SampleShare(NamedTuple):
 
 def shares(whole: MicroBatch, parts: Sequence[MicroBatch], *, packed: bool) -> list[SampleShare]:
     """Place micro-batches that hold, in order, the samples of a larger one."""
-    sizes = [m.num_positions if packed else len(m.ids) for m in parts]
+    # Packed samples have no rows of their own, so that their tokens are counted.
+    sizes = [len(m.ids) for m in parts]
+    if packed:
+        sizes = [m.num_positions for m in parts]
     total, start, places = sum(sizes), 0, list[SampleShare]()
     for size, part in zip(sizes, parts, strict=True):
         length, total_length = part.num_positions // max(1, size), whole.num_positions // total
@@ -95,8 +100,9 @@ def close(first: Tensor, second: Tensor, relevant: Tensor | None = None) -> bool
         first, second = first[relevant], second[relevant]
     if not second.is_floating_point() or first.dtype != second.dtype:
         return bool((first == second).all())
-    finite = second[torch.isfinite(second)]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    finite, scale = second[torch.isfinite(second)], 0.0
+    if finite.numel():
+        scale = float(finite.abs().max())
     limit = DTYPE_TOLERANCE.get(second.dtype, LOW_TOLERANCE) * scale
     return torch.allclose(first, second, rtol=0.0, atol=limit, equal_nan=True)
 
@@ -132,13 +138,14 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, tensors: Tensors) -> Seen:
         """Copy tensors, and ask for the gradients of those that have one."""
-        tracked = [path for path, tensor in tensors.items() if tensor.requires_grad]
-        values = {path: tensor.detach().clone() for path, tensor in tensors.items()}
-        seen = cls(values, dict.fromkeys(tracked))
-        for path in tracked:
-            # A hook on the tensor and not `retain_grad`: it means this version of the tensor,
-            # also where a later module works in place.
-            tensors[path].register_hook(partial(seen.gradients.__setitem__, path))  # type: ignore[no-untyped-call] # torch
+        seen = cls({}, {})
+        for path, tensor in tensors.items():
+            seen.values[path] = tensor.detach().clone()
+            if tensor.requires_grad:
+                seen.gradients[path] = None
+                # A hook on the tensor and not `retain_grad`: it means this version of the tensor,
+                # also where a later module works in place.
+                tensor.register_hook(partial(seen.gradients.__setitem__, path))  # type: ignore[no-untyped-call] # torch
         return seen
 
     def wrong(
@@ -153,10 +160,12 @@ class Seen(NamedTuple):
             pair = align(value, found[path], share)
             if pair is None or not (judges_all or path in self.gradients):
                 continue
-            if path in self.gradients:  # None: the loss depends on nothing of it
+            if path in self.gradients:
                 gradient = self.gradients[path]
-                matters = torch.zeros_like(value) if gradient is None else gradient
-                mask = align(matters != 0, found[path], share)
+                # None: the loss depends on nothing of it.
+                if gradient is None:
+                    gradient = torch.zeros_like(value)
+                mask = align(gradient != 0, found[path], share)
             if not close(pair[1], pair[0], mask and mask[0]):
                 yield pair
 
@@ -196,7 +205,8 @@ class Difference(NamedTuple):
 
     blamed: list[str]  # modules whose inputs agree and outputs do not, in order
     fields: list[str]  # of the data
-    losses: Losses | None  # once what was wrong was put right; None where the pass failed
+    # Once what was wrong was put right; None where the pass failed
+    losses: Losses | None
     failure: Mapping[str, str]  # what was raised, by the module that was running
 
 
@@ -239,10 +249,11 @@ def compare(case: Case, trace: Trace, part: MicroBatch, share: SampleShare) -> D
         except Exception as error:  # a model may raise anything on a group it was not made for
             if is_out_of_memory(error):
                 raise
-            samples = "one sample" if len(part.ids) == 1 else f"{len(part.ids)} samples"
+            samples = f"{len(part.ids)} samples"
+            if len(part.ids) == 1:
+                samples = "one sample"
             text = clip(f"cannot run on {samples}: {type(error).__name__}: {error}")
-            failure = {comparer.running[-1]: text}
-            return Difference(comparer.blamed, fields, None, failure)
+            return Difference(comparer.blamed, fields, None, {comparer.running[-1]: text})
     return Difference(comparer.blamed, fields, _detached(sums), {})
 
 
@@ -257,14 +268,16 @@ def repeat(case: Case, trace: Trace, other: MicroBatch) -> tuple[list[str], list
     unrepeatable = compare(case, trace, whole, share).blamed
     stateful: dict[str, None] = {}
     with case.running() as run, torch.no_grad():
-        with suppress(Exception):  # a model may raise anything on a group it was not made for
+        # A model may raise anything on a group it was not made for
+        with suppress(Exception):
             _forward(run, other, other.rng_key)
-        for _ in range(2):  # state may come back to where it was with every second pass
+        # State may come back to where it was with every second pass
+        for _ in range(2):
             comparer = _CallComparer(trace, share)
             with _watching(run.module, comparer):
                 _forward(run, whole, whole.rng_key)
             stateful |= dict.fromkeys(comparer.blamed)
-    return [name for name in stateful if name not in unrepeatable], unrepeatable
+    return [*filterfalse(unrepeatable.__contains__, stateful)], unrepeatable
 
 
 def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
@@ -272,8 +285,9 @@ def _forward(run: Case, micro_batch: MicroBatch, key: int) -> Sums:
     seed_draws(key, run.context.world.device)
     fields = run.cast(micro_batch).fields
     call = run.context.parallel.call
-    whole = _Whole(call.run, call.module) if isinstance(call, ModelRun) else call
-    return sums_of(run.context.model.objective, whole, fields, micro_batch.weights)
+    if isinstance(call, ModelRun):
+        call = _Whole(call.run, call.module)
+    return sums_of(run.context.model.objective, call, fields, micro_batch.weights)
 
 
 def _detached(sums: Sums) -> Losses:
@@ -292,7 +306,8 @@ def _watching(module: nn.Module, watcher: _CallRecorder | _CallComparer) -> Iter
         watcher.leave(tensors_of(output))
 
     for name, part in module.named_modules():
-        if not isinstance(part, torch.jit.ScriptModule):  # takes no hooks; counts to what calls it
+        # Takes no hooks; counts to what calls it
+        if not isinstance(part, torch.jit.ScriptModule):
             enter = partial(before, name)
             handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(part.register_forward_hook(after))
@@ -325,7 +340,10 @@ class _CallRecorder:
         """Charge what was drawn since the last event to the module that was running."""
         state = _generators()
         if self._state is not None and state != self._state:
-            self.drawn[self._stack[-1][0][0] if self._stack else OUTSIDE] = state
+            running = OUTSIDE
+            if self._stack:
+                (running, _), *_ = self._stack[-1]
+            self.drawn[running] = state
         self._state = state
 
     def enter(self, key: CallKey, taken: Tensors) -> None:
@@ -345,7 +363,8 @@ class _CallComparer:
     """Blames modules, and puts right what they gave; `running` ends with the one that runs."""
 
     def __init__(self, trace: Trace, share: SampleShare) -> None:
-        self._blamed: dict[str, bool] = {}  # and whether only where inputs were cut elsewhere
+        # And whether only where inputs were cut elsewhere
+        self._blamed: dict[str, bool] = {}
         self.running = [OUTSIDE]
         self._trace, self._share = trace, share
         self._agreeing: list[tuple[Call | None, bool]] = []
