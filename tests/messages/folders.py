@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.hf_toys import TEMPLATE, TEXTS, save_llama, save_tokenizer, write_lines
+from tests.lib.run_support import go
 
 
 def faulty_models(here: Path) -> None:
@@ -45,6 +46,11 @@ def llama_and_texts(here: Path) -> None:
     save_tokenizer(here / "llama", chat_template=TEMPLATE)
     write_lines(here / "corpus.jsonl", [{"text": text} for text in TEXTS])
     write_lines(here / "pairs.jsonl", [{"prompt": text, "completion": "so"} for text in TEXTS])
+
+
+def run_without_held_out(here: Path) -> None:
+    """A finished run of one step that held nothing out."""
+    go("steps=1 data.holdout=0").folder.rename(here / "run")
 
 
 def llama_and_tokens(here: Path) -> None:

@@ -71,7 +71,8 @@ def assemble(
     is_whole = batch.unit == "samples" and world.size == 1
     is_whole &= (config.accum.params.get("micro") or 0) >= sizes.largest
     if is_whole and model.coupling.fixes_cut:
-        cut = cut.in_order or cut  # a bound of the size of the step leaves that whole
+        # A bound of the size of the step leaves that whole.
+        cut = cut.in_order or cut
     return Run(
         config=config,
         world=world,
@@ -96,6 +97,7 @@ def assemble_on_all(config: RunConfig, world: World, saved: Saved) -> Run:
         built.append(assemble(config, world, saved))
     end_if_stopped(world, not built)
     (run,) = built
+    # Files that differ between machines would train another model on each, without a fault.
     check_consistency(world, run.data, run.model)
     return run
 
@@ -108,7 +110,9 @@ def assemble_resumed(
     Gives what that checkpoint says, too; what a resumption refuses is refused. `with_values` is as
     for `assemble`.
     """
-    loaded = None if config.resume is None else load_step(Path(config.resume), config.step)
+    loaded = None
+    if config.resume is not None:
+        loaded = load_step(Path(config.resume), config.step)
     # One process stands for all ranks.
     saved = Saved.read(config, loaded, World(device=world.device))
     run = assemble(config, world, saved, with_values=with_values)

@@ -60,7 +60,8 @@ def check_parts(run: Run) -> None:
         raise ConfigError(f"batch.normalizer=micro_batches: {text}: type batch.normalizer=tokens")
     _check_groups(run)
     _check_samples(run)
-    if cut.hard_cap is not None:  # refuses the longest of all samples now, and not in its step
+    # The longest of all samples is refused now, and not in its step.
+    if cut.hard_cap is not None:
         cut.cut(run.data.lengths[[run.data.lengths.argmax()]], run.layout)
     if coupling.kind not in cut.couplings:
         raise ConfigError(
@@ -88,6 +89,9 @@ def _unfit(part: object, kind: str) -> str:
 
 def _check_stages(run: Run) -> None:
     """Refuse a stage that leaves a rank, or a group of samples, without its share."""
+    # How many samples a step of so many tokens has is not known before it is filled.
+    if run.config.batch.unit != "samples":
+        return
     shares = {
         run.world.size: "ranks, each of which needs a sample",
         run.model.coupling.size: "samples of a group, which is normalised together",
@@ -95,7 +99,7 @@ def _check_stages(run: Run) -> None:
     objective = run.model.objective
     if isinstance(objective, CoupledObjective):
         shares[objective.min_samples] = f"samples that {type(objective).__name__} compares"
-    for stage in run.data.stages if run.config.batch.unit == "samples" else ():
+    for stage in run.data.stages:
         for least, of_what in shares.items():
             if stage.size < least:
                 text = f"a stage of {stage.size} samples is below the {least} {of_what}"
@@ -107,11 +111,11 @@ def _check_groups(run: Run) -> None:
     coupling, size = run.model.coupling, run.model.coupling.size
     micro = run.config.accum.params.get("micro")
     if not run.cut.chooses_sizes and micro and micro % size and coupling.why:
-        other = coupling.remedy.replace("=N", f"={micro}") if micro > 1 else ""
-        raise ConfigError(
-            f"accum.micro={micro}: {coupling.why}: type accum.micro={-(-micro // size) * size}"
-            f"{other and f', or {other}'}"
-        )
+        # Rounded up, to whole groups.
+        remedy = f"type accum.micro={-(-micro // size) * size}"
+        if micro > 1 and coupling.remedy:
+            remedy += f", or {coupling.remedy.replace('=N', f'={micro}')}"
+        raise ConfigError(f"accum.micro={micro}: {coupling.why}: {remedy}")
 
 
 def _check_samples(run: Run) -> None:
@@ -122,11 +126,16 @@ def _check_samples(run: Run) -> None:
     size, least = order.size_of(order.start), objective.min_samples
     if config.batch.unit == "samples" and min(size, order.num_samples) < least:
         raise ConfigError(too_few(objective, f"batch.global={size}: a step of 1 sample"))
+    steps = run.data.total_steps
     # Of steps of one size all but the last of an epoch have as many samples.
-    first = order.steps_per_epoch if order.sizes.is_constant else run.data.total_steps
-    for begin, end in pairwise(order.walk(min(first, run.data.total_steps))):
-        if (count := end.samples - begin.samples) < least:
-            key = "batch.tail=keep" if order.keeps_tail else "batch"
+    if order.sizes.is_constant:
+        steps = min(steps, order.steps_per_epoch)
+    for begin, end in pairwise(order.walk(steps)):
+        count = end.samples - begin.samples
+        if count < least:
+            key = "batch"
+            if order.keeps_tail:
+                key = "batch.tail=keep"
             what = f"{key}: step {begin.step + 1} has {plural(count, 'sample')}"
             text = "type batch.tail=drop, or a larger batch.global or stage"
             raise ConfigError(f"{too_few(objective, what)}: {text}")
@@ -145,14 +154,17 @@ def check_loss(run: Run) -> list[str]:
     is_sum = _declares_sum(objective) or objective.coupling.kind != "none"
     # `train verify` says more of sums: also what padding and other samples change.
     tries = not is_sum and run.config.command != "verify"
+    # Before values are lent, which may be those of a model in shards.
     if not (compares or tries):
-        return []  # before values are lent, which may be those of a model in shards
+        return []
     with run.model.trial_values(run.world):
         if is_on_meta(module):
             return []
         if compares:
             _compare_with_model(run)
-        return _check_sum(run) if tries else []
+        if tries:
+            return _check_sum(run)
+    return []
 
 
 def _declares_sum(objective: Objective) -> bool:
@@ -188,7 +200,8 @@ def _compare_with_model(run: Run) -> None:
                 f"{described(error)}; change what makes its {', '.join(given)} ({keys}), or the "
                 "model"
             ) from error
-        except Exception:  # what fails here fails again, in full, where it is needed
+        except Exception:
+            # What fails here fails again, in full, where it is needed.
             return
         ours = sum(float(loss) / weights[name] for name, loss in losses.items())
         with suppress(Exception):
@@ -220,9 +233,13 @@ def _check_sum(run: Run) -> list[str]:
         return []
     single, double = losses
     error = abs(double - 2 * single) / (abs(2 * single) or 1.0)
-    if not error > ROUNDING[run.model.precision]:  # nor where a loss is not a number
+    # Written so that an error that is not a number passes: the step itself reports such losses.
+    if not error > ROUNDING[run.model.precision]:
         return []
-    name = type(module if objective.is_of_model else objective).__name__
+    whose: object = objective
+    if objective.is_of_model:
+        whose = module
+    name = type(whose).__name__
     what = (
         f"objective: the loss of {name} is not a sum over samples ({single:.5g} for one, "
         f"{double:.5g} for the same twice), so the step depends on the micro-batches"

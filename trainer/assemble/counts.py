@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +44,11 @@ def count_run(
     loader, lengths = run.data.loader, run.data.lengths
     for each in [loader, *(part.loader for part in run.data.held_out.values())]:
         each.limit(counts.limits)
+    # The example was loaded without limits: the longest sample is held against them here.
     if counts.limits:
-        loader.load(Request((lengths.argmax(),), 0, lengths.max()))  # the example was without
-    if counts.gives_logits:  # the main rank's layer knows
+        loader.load(Request((lengths.argmax(),), 0, lengths.max()))
+    # On the main rank the count has marked the layer; the others take its answer over.
+    if counts.gives_logits:
         setattr(output_layer.candidate(run.model.module), output_layer.IS_LAST, True)
     return counts
 
@@ -78,10 +80,16 @@ def _counted(run: Run, work: Workload) -> ComputeCounts | None:
     if BOUNDARIES in example:
         # Documents side by side, whose attention has a formula, stand in for a packed row.
         work = replace(work, make_fields=Tiled(unpacked(example), longest))
-    with data.isolated_rng():
-        brought = example if data.facts.collate else data.read(0, seed=run.config.seed, epoch=0)
-    # `input_ids` are counted, also where nothing else reads them.
-    others = [n for n in brought if n in example and n != INPUT_IDS and SOURCE not in n]
+    # A data set that collates itself may name its fields otherwise than its samples do.
+    brought: Iterable[str] = example
+    if not data.facts.collate:
+        with data.isolated_rng():
+            brought = data.read(0, seed=run.config.seed, epoch=0)
+    others = list[str]()
+    for name in brought:
+        # `input_ids` are counted, also where nothing else reads them.
+        if name in example and name != INPUT_IDS and SOURCE not in name:
+            others.append(name)
     counts = count_compute(work, longest, unnamed_fields(run.model.module, others))
     if counts is None and is_on_meta(run.model.module) and run.model.weights is None:
         raise CannotRunFake("the model was built without weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,9 @@ class RunTokenizer:
         name = config.tokenizer.label
         path = config.tokenizer.params.get("path")
         if self.built is None and (name not in _ANY or path is not None):
-            typed = f"tokenizer.path={path}" if name in _ANY else f"tokenizer={name}"
+            typed = f"tokenizer={name}"
+            if name in _ANY:
+                typed = f"tokenizer.path={path}"
             text = "takes no tokenizer; type data=hf, or leave it out"
             raise ConfigError(f"{typed}: data={config.data.label} {text}")
 
@@ -68,7 +70,10 @@ def source_of_model(config: RunConfig) -> str | None:
     """Name what the model is loaded from, or configured by; None where it is neither."""
     params = config.model.params
     paths = (params.get("path"), params.get("config"), model_library().source_in(params))
-    return next((path for path in paths if isinstance(path, str)), None)
+    for path in paths:
+        if isinstance(path, str):
+            return path
+    return None
 
 
 def open_data(
@@ -109,9 +114,15 @@ def open_data(
         with _faults_under(key):
             # Classes that are words have the numbers that they have in training; or none are.
             facts = data.train.facts
-            labels = () if facts.num_classes and not facts.label_names else facts.label_names
+            labels = facts.label_names
+            if facts.num_classes and not labels:
+                labels = ()
             part = spec(key, component, holds_out=False, labels=labels).open_all(world).train
-            its_own = {n: v for n, v in component.params.items() if v != own.params.get(n)}
+            its_own = dict[str, Any]()
+            for setting, value in component.params.items():
+                # What it shares with the data was refused there, under its own key.
+                if value != own.params.get(setting):
+                    its_own[setting] = value
             refuse_unused(key, its_own, part.facts.unused)
             data = data.evaluating(name, part, key, world, compares=compares)
     return data
@@ -131,15 +142,15 @@ def _with_sources(
         text = "all of one data set is evaluated; type data=hf data.path=OTHER"
         raise ConfigError(f"data.holdout=all: {text}")
     taken = inspect.signature(look_up(data, "data", config.trust)).parameters
-    # Its own settings, and those of its sources; of these a default needs no taker.
-    own = {name: value for name, value in data.params.items() if name in {*taken, "holdout"}}
-    shared = {n: v for n, v in data.params.items() if n not in taken and v is not None}
-    spare = {n for n, v in shared.items() if v != data_sets.source_option().get(n)}
+    own, shared, spare = _parted(data.params, taken)
     opened, warnings, labels = dict[str, MixtureSource](), list[str](), None
     for key, (component, weight) in data_sets.source_components(data).items():
         target = look_up(component, key, config.trust)
         names = {*inspect.signature(target).parameters, "holdout"}
-        params = {name: value for name, value in shared.items() if name in names}
+        params = dict[str, Any]()
+        for name, value in shared.items():
+            if name in names:
+                params[name] = value
         whole = component.model_copy(update={"params": params | component.params})
         with _faults_under(key):
             found = spec(key, whole, labels=labels).open(world, compares=False)
@@ -157,10 +168,30 @@ def _with_sources(
     return data.model_copy(update={"params": own | {argument: opened}}), warnings
 
 
+def _parted(
+    params: Mapping[str, Any], taken: Container[str]
+) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+    """Part settings: those of the data, those of its sources, and which of these need a taker."""
+    own, shared, spare = dict[str, Any](), dict[str, Any](), set[str]()
+    defaults = data_sets.source_option()
+    for name, value in params.items():
+        # `holdout` counts for the data and for each source.
+        if name in taken or name == "holdout":
+            own[name] = value
+        if name not in taken and value is not None:
+            shared[name] = value
+            # A default was typed by nobody, so that no source need take it.
+            if value != defaults.get(name):
+                spare.add(name)
+    return own, shared, spare
+
+
 @contextmanager
 def _faults_under(key: str) -> Iterator[None]:
     """Put the key of a held-out set where a message says `data`, or `data.path` of another path."""
-    word = re.compile(r"^data(\.path)?\b" if key == "data.eval_path" else r"^data\b(?!\.sources)")
+    word = re.compile(r"^data\b(?!\.sources)")
+    if key == "data.eval_path":
+        word = re.compile(r"^data(\.path)?\b")
     try:
         yield
     except DataError as error:
@@ -180,10 +211,13 @@ def _spec(
     """Say how the data set of a component is built and parted."""
     target = look_up(data, key, config.trust)
     taken, params = inspect.signature(target).parameters, dict(data.params)
-    share = params.get("holdout", HOLDOUT) if holds_out else 0.0
+    share: Any = 0.0
+    if holds_out:
+        share = params.get("holdout", HOLDOUT)
     is_share = isinstance(share, int | float) and 0 <= share < 1
     if "holdout" in taken:
-        params |= {} if holds_out else {"holdout": 0}
+        if not holds_out:
+            params["holdout"] = 0
     elif not is_share:
         text = "must be at least 0 and below 1, or 0 for none"
         raise ConfigError(f"data.holdout={show(share)}: {text}")
@@ -206,15 +240,20 @@ def _spec(
 
     def build(**more: str) -> Any:  # noqa: ANN401 - whatever it makes
         with faults_of(component.target):
-            kind = object if gives_parts else Sized  # its parts have a length
+            # Of what gives parts, these have a length.
+            kind: type[Any] = Sized
+            if gives_parts:
+                kind = object
             return construct(component, key, kind, config.trust, {**given, **more})
 
+    if not is_share:
+        share = HOLDOUT
     return SourceSpec(
         build=build,
         name=component.target,
         takes_split="split" in taken and not (is_label or is_typed or gives_parts),
         is_part=is_typed,
-        holdout=share if is_share else HOLDOUT,
+        holdout=share,
         split_seed=split_seed,
         skips=config.data.on_bad != "stop" and "on_bad" not in taken,
         seed=config.seed,
@@ -246,6 +285,7 @@ def with_fine_tuning_batch(
     if not is_loaded or compares or purpose_of_model(config)["task"] == "embedding":
         return config
     smallest, largest, steps = FINE_TUNING
+    # The largest power of two that leaves an epoch so many steps, within the two bounds.
     power = 1 << max(0, (num_samples // steps).bit_length() - 1)
     return config.of_size(min(max(power, smallest), largest))
 
@@ -301,4 +341,6 @@ def _image_of(config: RunConfig, data: DataView) -> Tensor | None:
     with data.isolated_rng():
         sample = data.read(0, seed=config.seed, epoch=0)
     name = image_field(sample)
-    return None if name is None else sample[name]
+    if name is None:
+        return None
+    return sample[name]

@@ -43,7 +43,9 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
         text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
         raise ConfigError(f"sync={name}: {text}: type sync=auto")
     # What several ranks could not have is refused on one rank, too.
-    typed = config.parallel.mode if mode == "none" else mode
+    typed = mode
+    if mode == "none":
+        typed = config.parallel.mode
     if typed not in ("auto", "none") and (fault := setup.sync_fault(policy, typed)) is not None:
         raise ConfigError(f"sync={name}: {fault}")
     return policy
@@ -77,11 +79,13 @@ def parallel_setup(
         replicas = world.size
     elif mode == "hsdp":
         replicas = num_replicas(world.size, world.local_size, asked.shard, asked.replicate)
-    is_ordered = config.deterministic == "layout"  # which a config of shards may not ask for
+    # A config of shards may not ask for it.
+    is_ordered = config.deterministic == "layout"
     found = setup.ParallelSetup(
         mode=mode, replicas=replicas, sync=policy, is_ordered=is_ordered, why_mode=why_mode
     )
-    if is_ordered or mode == "none":  # one rank has nothing to reduce
+    # One rank has nothing to reduce.
+    if is_ordered or mode == "none":
         return replace(found, sync=Deferred())
     mesh = None
     if mode in setup.SHARDED and world.long_timeout_group is not None:
@@ -90,6 +94,9 @@ def parallel_setup(
         mesh = make_mesh(world, replicas)
     limit, _ = rank_memory(config, world)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    most = sys.maxsize
+    if limit is not None:
+        most = limit.bytes
     dtype = AUTOCAST.get(precision)
     if mode not in setup.SHARDED or not setup.may_cast(module, planned_device(config, world)):
         dtype = None
@@ -99,7 +106,7 @@ def parallel_setup(
         gathered_bytes=sum(p.numel() * (dtype or p.dtype).itemsize for p in parameters),
         shard=world.size // replicas,
         replicas=replicas,
-        limit_bytes=world.on_main(lambda: sys.maxsize if limit is None else limit.bytes),
+        limit_bytes=world.on_main(lambda: most),
         scatters_whole=world.device.type == "cpu",
     )
     is_open = config.sync.name == "auto"
@@ -107,12 +114,15 @@ def parallel_setup(
     if not is_open:
         return found
     *layout, name = begun or (None,)
+    # What was taken for another layout does not count under this one.
+    if layout != [mode, world.size]:
+        name = None
     # Buckets in another order round otherwise; of a model compiled as a whole, all gradients come
     # at the end.
     in_parts = not config.compile or bool(blocks_of(module))
     overlaps = single_backward and in_parts and not config.deterministic
     return found.chosen(
-        name if layout == [mode, world.size] else None,
+        name,
         overlaps=overlaps and planned_device(config, world).type != "cpu",
     )
 
@@ -130,7 +140,9 @@ def parallel_mode(config: RunConfig, world: World) -> str:
     if world.size == 1:
         return "none"
     is_open = config.deterministic != "layout" and config.command in {"train", "plan"}
-    return "ddp" if mode == "auto" and not is_open else mode
+    if mode == "auto" and not is_open:
+        return "ddp"
+    return mode
 
 
 def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, str]:
@@ -146,13 +158,17 @@ def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, 
             "parallel=auto chose ddp without checking memory: set accum.memory=80GiB to check it"
         )
     shares = {"ddp": 1}
-    if all(parameter.dim() for parameter in module.parameters()):  # FSDP2 shards no scalars
+    # FSDP2 shards no scalars.
+    if all(parameter.dim() for parameter in module.parameters()):
         if 1 < world.local_size < world.size:
             shares["hsdp"] = world.local_size
         shares["fsdp"] = world.size
     state = sum(p.nbytes + setup.training_bytes(p) for p in module.parameters())
     room = limit.bytes * MOST_OF_MEMORY
-    mode = next((m for m, ranks in shares.items() if state / ranks <= room), [*shares][-1])
+    # Where none leaves that room, it is the last, which needs the least.
+    for mode, ranks in shares.items():  # noqa: B007 - used below
+        if state / ranks <= room:
+            break
     each = [f"{name} {size(state // ranks)}" for name, ranks in shares.items()]
     return mode, (
         f"parallel=auto chose {mode}: memory limit {size(limit.bytes)} ({limit.source}), half of "
@@ -165,7 +181,9 @@ def planned_device(config: RunConfig, world: World) -> torch.device:
     """Give where the plan is to run: `train plan` may ask for a GPU that is not here."""
     if config.command != "plan" or config.device == "auto":
         return world.device
-    return torch.device("cpu" if config.device == "cpu" else gpu.DEVICE_TYPE)
+    if config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(gpu.DEVICE_TYPE)
 
 
 def rank_memory(
@@ -178,8 +196,11 @@ def rank_memory(
     `resident_bytes` are the model's tensors, which are there already.
     """
     device, asked = planned_device(config, world), config.accum.params.get("memory")
-    typed = None if asked is None else memory_limit(device, asked=asked)
-    if typed is None and (card := CARDS.get(config.device)) is not None:
+    card = CARDS.get(config.device)
+    typed: MemoryLimit | None = None
+    if asked is not None:
+        typed = memory_limit(device, asked=asked)
+    elif card is not None:
         typed = memory_limit(
             device, asked=card.memory_mib * MEBI, source=f"memory of {config.device}"
         )
@@ -189,6 +210,19 @@ def rank_memory(
     if typed is None or (typed.bytes > there.bytes and config.command != "plan"):
         return there, True
     return typed, typed.bytes <= there.bytes
+
+
+def _fitting_precision(config: RunConfig, device: torch.device, module: nn.Module) -> str:
+    # Autocast casts fp32 weights alone, so that a model without any would compute as before.
+    if all(p.dtype != torch.float32 for p in module.parameters()):
+        return "fp32"
+    has_bf16 = gpu.has_fast_bf16(device)
+    # A card that is not here cannot be asked; its data sheet says it.
+    if (card := CARDS.get(config.device)) is not None:
+        has_bf16 = card.has_bf16
+    if has_bf16:
+        return "bf16"
+    return "fp32"
 
 
 def resolve_precision(
@@ -206,10 +240,7 @@ def resolve_precision(
         device, begun = planned_device(config, world), (recorded or {}).get("precision")
         word: str = config.precision
         if word == "auto":
-            has_fp32 = any(p.dtype == torch.float32 for p in module.parameters())
-            card = CARDS.get(config.device)
-            has_bf16 = gpu.has_fast_bf16(device) if card is None else card.has_bf16
-            word = begun or ("bf16" if has_fp32 and has_bf16 else "fp32")
+            word = begun or _fitting_precision(config, device, module)
         if word == "tf32" and device.type == "cpu":
             remedy = " resume_allow=[precision]" * (begun is not None)
             raise ConfigError(f"precision=tf32: needs a GPU; type precision=fp32{remedy}")

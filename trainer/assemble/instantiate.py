@@ -59,7 +59,9 @@ def look_up(
         OWN_CODE.permit(component.target)
     try:
         found = _find(component.target)
-        base = object if is_trusted else _find(f"{module_name}.{base_name}")
+        base: Any = object
+        if not is_trusted:
+            base = _find(f"{module_name}.{base_name}")
     except (ImportError, AttributeError, SyntaxError) as error:
         why = place_of(error) or OWN_CODE.why_hidden(component.target) or _meant(error)
         raise ConfigError(f"{typed}: {_cause(error)}{why}") from error
@@ -82,19 +84,26 @@ def look_up(
 
 def _meant(error: BaseException) -> str:
     """Offer the nearest name that a module, or class, has."""
-    if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "__main__":
+    if not isinstance(error, AttributeError) or not error.obj:
+        return ""
+    # A rank is started anew, and its `__main__` is not the script that the user started.
+    if getattr(error.obj, "__name__", "") == "__main__":
         return "; ranks are programs of their own: put the class into a file of its own"
-    known = vars(error.obj) if isinstance(error, AttributeError) and error.obj else ()
-    near = difflib.get_close_matches(str(getattr(error, "name", "")), known, n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    near = difflib.get_close_matches(str(error.name), vars(error.obj), n=1)
+    if near:
+        return f". Did you mean {near[0]}?"
+    return ""
 
 
 def _cause(error: BaseException) -> str:
     """Say why a class cannot be imported, with the error behind it that a library wraps."""
     first, *_, last = error, *causes(error)
-    text = f"{first} ({last})" if last is not first and str(last) not in str(first) else str(first)
+    text = str(first)
+    if last is not first and str(last) not in text:
+        text = f"{first} ({last})"
     if isinstance(last, ModuleNotFoundError) and last.name in LIBRARIES["extras"]:
         text += f": pip install 'step-trainer[{LIBRARIES['extras'][last.name]}]'"
+    # Built for another torch it fails with an operator that is missing, which names no cause.
     if "torchvision" in str(last):
         with suppress(metadata.PackageNotFoundError):
             vision, torch = metadata.version("torchvision"), metadata.version("torch")
@@ -110,7 +119,8 @@ def _find(target: str) -> Any:  # noqa: ANN401 - whatever has the name
         try:
             if importlib.util.find_spec(module) is not None:
                 break
-        except ModuleNotFoundError:  # a class on the way to it
+        except ModuleNotFoundError:
+            # The parent is no package: a class stands on the way to it.
             pass
         module, _, name = module.rpartition(".")
         names = f"{name}.{names}"
@@ -151,8 +161,10 @@ def check_components(config: RunConfig) -> None:
     takes_steps = config.command not in {"evaluate", "export"}
     for key, each in config.listed():
         is_read = key.startswith(("transforms", components.EVAL_SETS))
-        waiting += [(key, each, False)] if takes_steps or is_read else []
-    if found := source_components(config.data):  # other settings of the data are theirs
+        if takes_steps or is_read:
+            waiting.append((key, each, False))
+    # Where data have sources, other settings of the data are theirs.
+    if found := source_components(config.data):
         waiting = [each for each in waiting if each[0] != "data"]
         waiting += [(key, each, False) for key, (each, _) in found.items()]
     for key, component, inner in waiting:
@@ -224,15 +236,21 @@ def _call(
     if is_partial:
         return functools.partial(_made, target, **arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
-    refusals = (TypeError, ValueError, OSError) if component.typed_target else (Exception,)
+    refusals: tuple[type[Exception], ...] = (Exception,)
+    if component.typed_target:
+        refusals = (TypeError, ValueError, OSError)
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # whatever the constructor leaves
+        # A constructor may switch gradients off, and leave them so for all that follows.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
             return _made(target, **arguments)
     except TrainError:
         raise
     except refusals as error:
-        text = described(error) if place_of(error) else " ".join(str(error).split())
-        text = _cause(error) if isinstance(error, ImportError) else text
+        text = " ".join(str(error).split())
+        if isinstance(error, ImportError):
+            text = _cause(error)
+        elif place_of(error):
+            text = described(error)
         if (
             "required positional" in text
             and inspect.isfunction(target)
@@ -244,17 +262,20 @@ def _call(
 
 def refuse_unused(key: str, typed: Mapping[str, Any], unused: Mapping[str, str] | None) -> None:
     """Refuse arguments that were typed and do nothing; what was built says of `unused` ones why."""
-    found = {n: why for n, why in (unused or {}).items() if typed.get(n) is not None}
-    if found:
-        lines = (f"{key}.{n}={show(typed[n])}: {why}; leave it out" for n, why in found.items())
-        raise ConfigError(*lines)
+    faults = list[str]()
+    for name, why in (unused or {}).items():
+        if typed.get(name) is not None:
+            faults.append(f"{key}.{name}={show(typed[name])}: {why}; leave it out")
+    if faults:
+        raise ConfigError(*faults)
 
 
 def check_names(target: Callable[..., Any], key: str, names: Collection[str]) -> None:
     """Name every argument that a constructor does not take, with the nearest it does."""
     parameters: Mapping[str, Parameter] = inspect.signature(target).parameters
+    # The constructor of `nn.Module` itself refuses what its `**kwargs` take.
     if getattr(target, "__init__", None) is torch.nn.Module.__init__:
-        parameters = {}  # it refuses what its `**kwargs` take
+        parameters = {}
     if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
         if (receiver := getattr(target, PASSES_ON, None)) is None:
             return
@@ -266,9 +287,9 @@ def check_names(target: Callable[..., Any], key: str, names: Collection[str]) ->
     faults = list[str]()
     for name in names:
         if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=1)
             hint = f"It takes {', '.join(parameters) or 'none'}."
-            hint = f"Did you mean {key}.{near[0]}?" if near else hint
+            if near := difflib.get_close_matches(name, parameters, n=1):
+                hint = f"Did you mean {key}.{near[0]}?"
             faults.append(clip(f"{key}.{name}: {target.__name__} takes no such argument. {hint}"))
     if faults:
         raise ConfigError(*faults)

@@ -35,6 +35,7 @@ def find_layout(
             row = loader.load(replace(request, packed=True))
         except DataError as error:
             unfit = str(error)
+    # Some models read a mask on the host in every call, and lose their fastest kernels to it.
     call = model.bind(module)
     omit_mask = facts_of(module).omit_mask
     if omit_mask and not world.on_main(lambda: needs_mask(loader, module, call)):
@@ -53,11 +54,16 @@ def find_layout(
         undo = facts_of(module).attend_by_document()
         if undo and world.on_main(lambda: packing_fault(loader, module, call)) is not None:
             undo()
+    most_shapes = None
+    if config.compile:
+        most_shapes = COMPILED_SHAPES
     layout = layout_for(
         data.lengths[data.lengths.sample()],
         world_size=world.size,
         device_type=device.type,
         packed=packed,
-        most_shapes=COMPILED_SHAPES if config.compile else None,
+        most_shapes=most_shapes,
     )
-    return layout, row if packed else example
+    if packed:
+        return layout, row
+    return layout, example

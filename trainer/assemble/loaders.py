@@ -28,7 +28,9 @@ def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
     is_daemon, num_workers = current_process().daemon, config.num_workers
     if num_workers == "auto":
         on_gpu = planned_device(config, world).type != "cpu"
-        num_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
+        num_workers = 0
+        if on_gpu and not is_daemon:
+            num_workers = GPU_WORKERS
     if num_workers and is_daemon:
         text = "a daemon process, as this one, may start none; type num_workers=0"
         raise ConfigError(f"num_workers={num_workers}: {text}")
@@ -65,12 +67,19 @@ def held_out_loader(
 ) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
     own, most = loader.of(data, num_workers=0), config.eval.samples
-    _check_positions(f"eval.sets.{name}" if name in config.eval.sets else "data", own, module)
+    key = "data"
+    if name in config.eval.sets:
+        key = f"eval.sets.{name}"
+    _check_positions(key, own, module)
     sizes = dict[str, int]()
-    if name == OWN_PART:  # joins those of its sources
-        sizes = {source: len(ids) for source, ids in data.sources.items() if len(ids)}
+    # The run's own part joins those of its sources.
+    if name == OWN_PART:
+        for source, ids in data.sources.items():
+            if len(ids):
+                sizes[source] = len(ids)
     if most and sizes:
         most = sum(min(most, size) for size in sizes.values())
+    # A thread would seed the generators that training draws from.
     if own.draws_randomness:
         own = loader.of(data, loader.num_workers)
     return HeldOut(

@@ -30,7 +30,9 @@ def refuse_too_large(
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     is_trained = spec is not None and config.command in {"train", "plan"}
     limit, is_here = rank_memory(config, world)
-    ranks = world.size if spec is not None and may_shard(config, world) else 1
+    ranks = 1
+    if spec is not None and may_shard(config, world):
+        ranks = world.size
     needed, what = weights, "weights need"
     is_large = limit is not None and STATE * weights > limit.bytes * ranks
     if spec is not None and is_trained and is_large:
@@ -40,6 +42,7 @@ def refuse_too_large(
         needed, what = resting(work).peak_bytes, "weights, gradients and optimizer state need"
     if limit is not None and needed > limit.bytes * ranks:
         raise _refusal(module, f"{what} {size(needed)}", limit, ranks)
+    # Wherever the model is to go, it is built in the memory of this machine first.
     host = memory_limit(torch.device("cpu"), local_ranks=world.local_size)
     if is_here and weights > host.bytes:
         raise _refusal(module, f"weights need {size(weights)} to be built", host, 1)

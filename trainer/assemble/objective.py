@@ -22,7 +22,6 @@ from trainer.models.facts import facts_of
 from trainer.objectives.base import Objective
 from trainer.objectives.metrics import check_metrics
 
-_ONE, _MANY = "one label per sample", "a label per pixel"
 _TO_TYPE = (
     "type objective=next_token (predicts the next token; shifts labels itself), token_classify (a "
     "class per token), classify (one label per sample), or model_loss objective.reduction=mean "
@@ -88,7 +87,10 @@ def fitting_objective(
 ) -> Chosen:
     """Build the objective that a model is made for; `fields` are a collated micro-batch."""
     template = construct(config.objective, "objective", ByModel)
-    typed = {key: value for key, value in vars(template).items() if value is not None}
+    typed = {}
+    for key, value in vars(template).items():
+        if value is not None:
+            typed[key] = value
     option, why = _by_model(module, fields)
     params = {**options_of("objective")[option], **typed}
     component = components.Component(target=params.pop("_target_"), params=params, name=option)
@@ -113,8 +115,10 @@ def _by_model(module: nn.Module, fields: Fields) -> tuple[str, str]:
             "(docs/how-to/own/objective.md), or "
             "objective=model_loss where the model computes its loss"
         )
+    elif labels.dim() == 1:
+        return "classify", "as the data give one label per sample"
     elif labels.dim() != 2:  # noqa: PLR2004 - (batch, time)
-        return "classify", f"as the data give {_ONE if labels.dim() == 1 else _MANY}"
+        return "classify", "as the data give a label per pixel"
     elif is_shaped_as_ids and ((labels == ids) | (labels == IGNORED)).all():
         return "next_token", "as the labels are the tokens themselves"
     else:
@@ -130,8 +134,11 @@ def _chosen(
     check_metrics(objective, config.objective.metrics)
     name = component.label
     defaults = options_of("objective", config.config_dir).get(name, {})
-    changed = [f"{k}={show(v)}" for k, v in component.params.items() if defaults.get(k) != v]
-    text = " ".join([name, *changed]) + (why and f", {why}")
+    words = [name]
+    for key, value in component.params.items():
+        if defaults.get(key) != value:
+            words.append(f"{key}={show(value)}")
+    text = " ".join(words) + (why and f", {why}")
     return Chosen(
         objective=objective.with_metrics(config.objective.metrics), component=component, text=text
     )

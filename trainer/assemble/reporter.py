@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from trainer.assemble.instantiate import construct
 from trainer.assemble.run import Run
 from trainer.checkpoint.store import Loaded
-from trainer.config.run_config import to_plain
+from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import SWEEP_FILES, RunFolder
@@ -23,7 +24,10 @@ from trainer.report.tracker import Tracker
 
 def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | None) -> Reporter:
     """Open the records of a run, which may go on from a checkpoint. Collective."""
-    config, resumed_step = run.config, None if loaded is None else loaded.step
+    config, messages = run.config, tuple[str, ...]()
+    resumed_step: int | None = None
+    if loaded is not None:
+        resumed_step, messages = loaded.step, loaded.messages
     hooks, trackers = dict[str, Hook](), dict[str, Tracker]()
 
     def begin() -> None:
@@ -31,7 +35,8 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
             hooks[f"hooks[{i}] {hook.target}"] = construct(hook, f"hooks[{i}]", Hook, config.trust)
         for i, each in enumerate(config.logger):
             key, name = f"logger[{i}]", each.label
-            if name in trackers:  # the second of a class
+            # Each writes into a folder of its name, so that the second of a class needs another.
+            if name in trackers:
                 name += f"-{i}"
             tracker = trackers[name] = construct(each, key, Tracker, config.trust)
             # It is imported later, in a thread of its own.
@@ -49,24 +54,8 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
     if not run.world.is_main:
         return SilentReporter()
     screen = Screen(folder)
-    for message in () if loaded is None else loaded.messages:
+    for message in messages:
         screen.warn(message)
-    mirrors = [
-        Mirror(
-            name,
-            tracker,
-            folder,
-            screen.warn,
-            resumed_step=resumed_step,
-            name=config.name,
-            group=group_of(folder),
-            config=to_plain(config),
-            plan=plan,
-            outputs=Path(config.outputs).absolute(),
-        )
-        for name, tracker in trackers.items()
-        if tracker.is_on
-    ]
     return RunReporter(
         folder,
         screen,
@@ -74,11 +63,38 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
         resumed_step=resumed_step,
         keep_samples=config.log.samples,
         hooks=Hooks(hooks, screen.warn, run.model.module),
-        mirrors=mirrors,
+        mirrors=_mirrors(config, plan, folder, screen, trackers, resumed_step),
     )
+
+
+def _mirrors(
+    config: RunConfig,
+    plan: PlanRecord,
+    folder: Path,
+    screen: Screen,
+    trackers: Mapping[str, Tracker],
+    resumed_step: int | None,
+) -> list[Mirror]:
+    """Have metrics.jsonl read for each tracker that is on."""
+    mirrors = list[Mirror]()
+    for name, tracker in trackers.items():
+        if tracker.is_on:
+            mirror = Mirror(
+                *(name, tracker, folder, screen.warn),
+                resumed_step=resumed_step,
+                name=config.name,
+                group=group_of(folder),
+                config=to_plain(config),
+                plan=plan,
+                outputs=Path(config.outputs).absolute(),
+            )
+            mirrors.append(mirror)
+    return mirrors
 
 
 def group_of(folder: Path) -> str | None:
     """Name the folder of the sweep that a run is a job of; None outside of one."""
     sweep = folder.absolute().parent
-    return sweep.name if any((sweep / name).exists() for name in SWEEP_FILES) else None
+    if any((sweep / name).exists() for name in SWEEP_FILES):
+        return sweep.name
+    return None

@@ -71,8 +71,11 @@ class RunPlan:
         if not self.is_here and layout.cost.seconds_per_token is not None:
             speed = speed_of(layout.cost)
             return fmean(speed.step_seconds(p, lockstep=layout.lockstep) for p in self.plans)
-        rows = () if self.tuning is None else self.tuning.candidates
-        return next((row.seconds_per_step for row in rows if row.chosen), None)
+        if self.tuning is not None:
+            for row in self.tuning.candidates:
+                if row.chosen:
+                    return row.seconds_per_step
+        return None
 
 
 def prepare_on_main(run: Run, saved: SavedCut | None = None) -> RunPlan:
@@ -85,7 +88,9 @@ def prepare_on_main(run: Run, saved: SavedCut | None = None) -> RunPlan:
         return {"cut": found[0].saved_cut.state(), "counts": counts and asdict(counts)}
 
     answer = run.world.on_main(find)
-    return found[0] if found else prepare(run, main=answer)
+    if found:
+        return found[0]
+    return prepare(run, SavedCut(**answer["cut"]), main=answer)
 
 
 def prepare(
@@ -104,7 +109,7 @@ def prepare(
         warnings += check_loss(run)
 
     # What a rank computes, and the memory that it has.
-    saved = SavedCut(**main["cut"]) if main else saved or SavedCut()
+    saved = saved or SavedCut()
     work = workload_of(run)
     counts = count_run(run, work, main)
     is_known = saved.accum == accum_of(run.config)
@@ -119,7 +124,8 @@ def prepare(
     if is_known:
         cut, tuning, how = saved.restored(cut), saved.tuning, "as before, from the checkpoint"
     elif cut.needs_tuning:
-        assert limit is not None  # a machine that is not here has what accum.memory says
+        # A machine that is not here has what accum.memory says.
+        assert limit is not None
         tuning = tune_run(run, work, counts, limit, batches, is_here=is_here)
         cut = cut.tuned(tuning.max_tokens, tuning.cost, tuning.single_sample_cap)
         how = tuning.method
@@ -132,11 +138,13 @@ def prepare(
     if tuning is not None:
         predicted, limit_bytes = tuning.predicted, tuning.limit_bytes
         if tuning.activation_checkpointing:
-            checkpoint_blocks(run.model.module)  # again where it was typed, which changes nothing
+            # Again where it was typed, which changes nothing.
+            checkpoint_blocks(run.model.module)
     elif run.world.is_main:
         predicted = predict_sampled(run, work, counts, plans, warnings)
     if run.world.is_main:
         warnings += unread_fields(run, counts)
+    # What tuning allocated is no part of the peak that the run reports.
     begin_peak(run.world.device)
     tokens = max(plan.max_positions for plan in plans)
     if is_known:

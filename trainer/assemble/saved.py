@@ -142,6 +142,9 @@ def check_terms(run: Run, before: Terms) -> Terms:
     if before.contract and (faults := contract_diff(before.contract, now, allow)):
         raise ConfigError(*faults)
     setup = run.model.setup
+    sync = None
+    if setup.is_open:
+        sync = (setup.mode, run.world.size, setup.sync.name)
     return Terms(
         contract=now,
         config_hash=config_hash(now),
@@ -149,7 +152,7 @@ def check_terms(run: Run, before: Terms) -> Terms:
         held_out=_held_out(run),
         given=dict(run.given),
         total_steps=run.data.total_steps,
-        sync=(setup.mode, run.world.size, setup.sync.name) if setup.is_open else None,
+        sync=sync,
         environment=environment(),
     )
 

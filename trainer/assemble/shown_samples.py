@@ -35,9 +35,11 @@ def shown_samples(run: Run, folder: Path) -> list[Row]:
     samples = list[ShownSample]()
     for i in source.order.next(source.order.start).ids[:count].tolist():
         shown, text = _loaded(run, source.loader, i)
-        tokens = plural(source.lengths[i], "token")
-        terms = None if shown.terms is None else plural(sum(shown.terms), "loss term")
-        name = join_parts(view.name_of(i), shown.terms is not None and tokens, terms)
+        counts = list[str]()
+        if shown.terms is not None:
+            counts.append(plural(source.lengths[i], "token"))
+            counts.append(plural(sum(shown.terms), "loss term"))
+        name = join_parts(view.name_of(i), *counts)
         rows.append(row("sample", f"{name}\n{text}", in_plan=True))
         samples.append(shown)
         records.append({"id": int(view.original_ids([i])[0]), "text": text})
@@ -49,15 +51,21 @@ def shown_samples(run: Run, folder: Path) -> list[Row]:
 def predict_parts(run: Run, model: Parallel) -> dict[str, list[dict[str, Any]]]:
     """Give the predictions of each part that is held out, but of those that others join."""
     parts, objective, world = run.data.held_out, run.model.objective, run.world
-    joined = {name for part in parts.values() for name in part.joins}
-    return {n: predict(model, objective, parts[n], world) for n in parts if n not in joined}
+    joined = set[str]()
+    for part in parts.values():
+        joined.update(part.joins)
+    predicted = dict[str, list[dict[str, Any]]]()
+    for name, part in parts.items():
+        if name not in joined:
+            predicted[name] = predict(model, objective, part, world)
+    return predicted
 
 
 def worst_samples(
     run: Run, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Give the predictions of each part with the largest loss, NaN first, and their texts."""
-    found = []
+    found = list[dict[str, Any]]()
     for name, lines in predicted.items():
         part = run.data.held_out[name]
         view, places = part.loader.dataset, part.chosen(0, part.num_samples)
@@ -65,14 +73,20 @@ def worst_samples(
         measured = [line for line in lines if line["loss"] is not None]
         for line in sorted(measured, key=_by_loss)[:MOST_WORST]:
             _, text = _loaded(run, part.loader, place_of[line["id"]])
-            found.append({**({"set": name} if name else {}), **line, "text": text})
+            entry = {**line, "text": text}
+            if name:
+                entry = {"set": name, **entry}
+            found.append(entry)
     return found
 
 
 def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:
     """Order predictions from the worst on; a loss that is not finite has no order of its own."""
     loss = line["loss"]
-    return (True, -loss) if math.isfinite(loss) else (False, 0.0)
+    # False sorts before True.
+    if not math.isfinite(loss):
+        return False, 0.0
+    return True, -loss
 
 
 def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
@@ -86,8 +100,9 @@ def _loaded(run: Run, loader: Loader, place: int) -> tuple[ShownSample, str]:
     if ids is not None and labels is not None and ids.shape == labels.shape and not has_targets:
         terms = (labels != IGNORED).flatten().tolist()
         counts = weights_of(objective, fields).values()
+        # An objective that predicts each token from those before counts one fewer.
         if terms[0] and sum(terms) - 1 in counts and sum(terms) not in counts:
-            terms[0] = False  # the objective predicts each token from those before
+            terms[0] = False
     shown = ShownSample(
         fields=fields,
         decode=view.facts.decode or (lambda ids: "".join(f"{each} " for each in ids)),

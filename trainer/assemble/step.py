@@ -34,7 +34,8 @@ def step_context(
     `parts` are the user's, which follow every update.
     """
     config, world, model = run.config, run.world, run.model
-    if config.compile and config.command != "verify":  # which runs copies, in float64
+    # `train verify` runs copies in float64, each of which would be compiled anew.
+    if config.compile and config.command != "verify":
         compile_model(model.module, COMPILED_SHAPES)
     parallel = model.setup.lay_out(model.module, model.call, world, model.weights)
     optimizer = model.spec.build(model.module)
@@ -104,7 +105,10 @@ def followed_metrics(config: RunConfig, own: Mapping[str, Stateful]) -> dict[str
 
     A sweep ranks its jobs by one, too. Its default is in every config, in no sweep too.
     """
-    found = {name: part for name, part in own.items() if isinstance(part, BestMetric)}
+    found = dict[str, BestMetric]()
+    for name, part in own.items():
+        if isinstance(part, BestMetric):
+            found[name] = part
     metric = config.sweep.metric
     if metric.startswith("eval_") and metric != "eval_loss":
         found["sweep"] = BestMetric(key="sweep.metric", metric=metric, mode="min")

@@ -30,21 +30,33 @@ def describe_run(run_plan: RunPlan) -> list[Row]:
     """
     run, config, order = run_plan.run, run_plan.run.config, run_plan.run.data.order
     lengths = run.data.lengths
-    noun: Noun = "sample" if int(lengths.sum()) == len(lengths) else "token"
+    noun: Noun = "token"
+    # Samples of one token each, such as images, have nothing else to count.
+    if int(lengths.sum()) == len(lengths):
+        noun = "sample"
     ranks, steps = run.world.size, run.data.total_steps
     facts = RunFacts(total_steps=steps, world_size=ranks, noun=noun)
     setup, objective, how = run.model.setup, run.model.objective, run_plan.how
     others = run.model.strategy, run.model.schedule, run.model.spec, setup.sync, setup
     chosen, has_cap = run.chosen.text, bool(run.cut.hard_cap)
     limit, tuning = run_plan.limit_bytes, run_plan.tuning
-    candidates = [] if tuning is None else [each.to_json(limit) for each in tuning.candidates]
+    candidates = list[dict[str, Any]]()
+    if tuning is not None:
+        candidates = [each.to_json(limit) for each in tuning.candidates]
     over = config.batch.normalizer
-    loss = f"sum over the whole global batch / its {'loss terms' if over == 'tokens' else over}"
+    divisor: str = over
+    # A sample that is classified has one, however many tokens it has.
+    if over == "tokens":
+        divisor = "loss terms"
+    loss = f"sum over the whole global batch / its {divisor}"
     if over == "micro_batches":
         loss = "mean of the micro-batches' means (not the whole-batch step)"
     # Classes that were named by their path, and stand in no other row.
-    typed = [each for each in (config.batch, config.accum.gradient, config.sync) if not each.name]
-    named = [each.target for each in (*typed, *config.transforms, *config.parts, *config.hooks)]
+    named = list[str]()
+    for each in (config.batch, config.accum.gradient, config.sync):
+        if not each.name:
+            named.append(each.target)
+    named += [each.target for each in (*config.transforms, *config.parts, *config.hooks)]
     # Of what is held out, only what comes from other data is described.
     elsewhere = [OWN_PART] * (config.data.eval_path is not None) + [*config.eval.sets]
     held_out = {name: part.loader.dataset for name, part in run.data.held_out.items()}
@@ -151,8 +163,10 @@ def _length(run: Run) -> list[Row]:
     epochs, config = steps / per_epoch, run.config
     if stages := run.data.stages:
         epochs = run.data.order.fractional_epoch(stages[-1].end)
-    text = plural(epochs, "epoch") if float(epochs).is_integer() else f"{epochs:.2f} epochs"
-    text = f"{number(steps)} = {text}, {plural(per_epoch, 'step')} per epoch"
+    length = f"{epochs:.2f} epochs"
+    if float(epochs).is_integer():
+        length = plural(epochs, "epoch")
+    text = f"{number(steps)} = {length}, {plural(per_epoch, 'step')} per epoch"
     lr = run.model.spec.lr * run.model.lr_scale(run.data.order, run.data.order.start)
     optimizer, scheduler = config.optimizer.label, config.scheduler.label
     warmup = warmup_steps(run.model.schedule.warmup, steps)
@@ -181,8 +195,9 @@ def _time(run_plan: RunPlan) -> list[Row]:
     total = seconds and not run.data.stages and duration(seconds * run.data.total_steps)
     each = seconds and f"about {duration(seconds)} per step"
     text = join_parts(each, total and f"{total} in all", note)
-    is_away = run.planned_device.type != here.type
-    device = f"{config.device} (not here)" if is_away else str(here)
+    device = str(here)
+    if run.planned_device.type != here.type:
+        device = f"{config.device} (not here)"
     workers = run.data.loader.num_workers
     loading = plural(workers, "loading process") + " each" * (run.world.size > 1)
     means = join_parts(device, dtypes_of(run)["compute"], workers and loading)
@@ -207,12 +222,15 @@ def _epoch(run_plan: RunPlan, facts: RunFacts) -> list[Row]:
         plural(round(means["micro_batches"], 1), "micro-batch"),
         f"{percent(means['padding'])} padding",
     )
-    is_shown = len(plans) > 1 and not run.data.stages
+    shown: str | None = text
+    # The rows of stages say it of each of them.
+    if len(plans) == 1 or run.data.stages:
+        shown = None
     padding = plans[0].padding
     first = f"{percent(padding)} of the computed positions in step 1"
     return [
         row("padding", first, in_plan=True, padding=padding),
-        row("epoch", text if is_shown else None, in_plan=True, epoch_means=means),
+        row("epoch", shown, in_plan=True, epoch_means=means),
         _cadence(run.config, facts.total_steps, evaluates=bool(run.data.held_out)),
     ]
 
@@ -245,15 +263,20 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         warnings += order.sizes.warnings(begins, order.position(stages[-1].end))
     lengths, asked = run.data.lengths, order.sizes.largest
     device = run.planned_device
-    named = "batch.global=" if order.sizes.is_constant else "a stage of "
+    named = "a stage of "
+    if order.sizes.is_constant:
+        named = "batch.global="
     is_open = run.config.precision == "auto"
     if is_open and run.model.precision == "bf16" and not gpu.has_fast_bf16(device):
         warnings.append(
             f"precision=bf16, in which the run began, is slow on this {device.type}; to go on in "
             "fp32: precision=fp32 resume_allow=[precision]"
         )
-    there = int(lengths.sum()) if unit == "tokens" else len(lengths)
+    there = len(lengths)
+    if unit == "tokens":
+        there = int(lengths.sum())
     if asked > there:
+        # The largest power of two that leaves ten steps an epoch.
         tenth = 1 << max(1, there // 10).bit_length() - 1
         warnings.append(
             f"{named}{asked} is more than the {there} {unit} of an epoch, so each step uses the "

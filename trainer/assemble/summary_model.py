@@ -23,8 +23,11 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     run = run_plan.run
     config, dtypes = run.config, dtypes_of(run)
     name, init = config.model.name or config.model.target, _init(run)
-    whole = sum(p.numel() for p in run.model.module.parameters())
-    trained = sum(p.numel() for p in run.model.module.parameters() if p.requires_grad)
+    whole = trained = 0
+    for parameter in run.model.module.parameters():
+        whole += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
     count, frozen = plural(whole, "parameter"), whole - trained
     text = join_parts(name, count, frozen and f"{number(frozen)} frozen")
     stored = dtypes["disk"] and f"{dtypes['disk']} on disk"
@@ -32,7 +35,10 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
     adapter, settings = None, None
     if config.adapter.target != NO_ADAPTER:
         settings = config.adapter.params
-        typed = [f"{key}={show(value)}" for key, value in settings.items() if value]
+        typed = list[str]()
+        for key, value in settings.items():
+            if value:
+                typed.append(f"{key}={show(value)}")
         adapter = join_parts(config.adapter.name or config.adapter.target, *typed)
     return [
         row("model", text, model=name, num_parameters=trained, num_frozen=frozen),
@@ -45,15 +51,22 @@ def model_rows(run_plan: RunPlan) -> list[Row]:
 
 def _gradients(run: Run) -> Row:
     """Say in which dtype gradients are added up, and which weights the optimizer steps."""
-    trained = [p for p in run.model.module.parameters() if p.requires_grad]
-    dtypes = sorted({dtype_word(gradient_dtype(p)) for p in trained})
-    low = sorted({dtype_word(p.dtype) for p in trained if gradient_dtype(p) != p.dtype})
-    names = ", ".join(dtypes)
+    gradients, low = set[str](), set[str]()
+    for parameter in run.model.module.parameters():
+        if parameter.requires_grad:
+            dtype = gradient_dtype(parameter)
+            gradients.add(dtype_word(dtype))
+            # Gradients of another dtype than the weight's are those of its master copy.
+            if dtype != parameter.dtype:
+                low.add(dtype_word(parameter.dtype))
+    names = ", ".join(sorted(gradients))
     text = f"added up{' and reduced' * (run.world.size > 1)} in {names}"
-    copies = f"the optimizer steps fp32 master copies of the {' and '.join(low)} weights, rounded"
+    words = " and ".join(sorted(low))
+    copies = f"the optimizer steps fp32 master copies of the {words} weights, rounded"
     shown = join_parts(text, low and f"{copies} back to the nearest")
-    if run.config.accum.buffer != "fp32" and dtypes == ["fp32"]:
-        shown = None  # as everybody expects
+    # What everybody expects is not shown.
+    if run.config.accum.buffer != "fp32" and gradients == {"fp32"}:
+        shown = None
     return row("gradients", shown, gradient_dtypes=names, has_master_weights=bool(low))
 
 
@@ -70,8 +83,10 @@ def _init(run: Run) -> str:
     """Say where the first weights come from."""
     config, module = run.config, run.model.module
     if config.init is not None:
-        step = "" if config.step == "last" else f", step {config.step}"
-        return f"weights of {show(config.init)}{step}"
+        text = f"weights of {show(config.init)}"
+        if config.step != "last":
+            text += f", step {config.step}"
+        return text
     facts = facts_of(module, config.model.params)
     source = f"as the model is built, seed {config.seed}"
     if facts.source:
@@ -94,14 +109,20 @@ def _differences(facts: ModelFacts) -> list[str]:
 def dtypes_of(run: Run) -> dict[str, str | None]:
     """Name the dtypes of weights in their files and in memory, and of matrix products."""
     params = run.config.model.params
-    weights = [p for p in run.model.module.parameters() if p.is_floating_point()]
-    memory = ", ".join(sorted({dtype_word(p.dtype) for p in weights}))
-    follows = memory not in {"", "fp32"} and run.model.precision in {"fp32", "tf32"}
+    words = set[str]()
+    for parameter in run.model.module.parameters():
+        # Weights that are quantised to integers are computed with in another dtype.
+        if parameter.is_floating_point():
+            words.add(dtype_word(parameter.dtype))
+    memory = ", ".join(sorted(words))
+    compute = run.model.precision
+    # Without autocast products are computed in what the weights are in.
+    if memory not in {"", "fp32"} and compute in {"fp32", "tf32"}:
+        compute = memory
     return {
         "disk": ", ".join(facts_of(run.model.module, params).stored_dtypes()) or None,
         "memory": memory,
-        # Without autocast products are computed in what the weights are in.
-        "compute": memory if follows else run.model.precision,
+        "compute": compute,
     }
 
 

@@ -38,7 +38,10 @@ def tune_run(
     # ever gathered block by block may be too large.
     whole = 2 * sum(p.nbytes for p in run.model.module.parameters())
     fits = run.model.weights is None or whole <= limit.bytes * MOST_OF_MEMORY
-    device = run.planned_device
+    device, fixed_cap = run.planned_device, None
+    # Two measurements of one machine differ, and would give two cuts.
+    if config.deterministic:
+        fixed_cap = usual_cap(device)
     request = TuningRequest(
         work=work,
         batches=batches,
@@ -51,7 +54,7 @@ def tune_run(
         recompute=config.activation_checkpointing,
         timed=is_here and fits and not config.deterministic,
         as_needed=not is_here and device.type != "cpu",
-        fixed_cap=usual_cap(device) if config.deterministic else None,
+        fixed_cap=fixed_cap,
         num_steps=run.data.total_steps,
         longest_id=int(run.data.train.original_ids([longest])[0]),
     )

@@ -84,11 +84,16 @@ def _typed_schedule(config: RunConfig) -> Schedule:
     kind = look_up(config.scheduler, "scheduler", config.trust)
     if not (inspect.isclass(kind) and issubclass(kind, LRScheduler)):
         schedule = construct(config.scheduler, "scheduler", Schedule, config.trust)
-        if config.steps is not None:  # else they are counted once data are read
+        # Else they are counted once data are read.
+        if config.steps is not None:
             schedule.check(config.steps)
         return schedule
     options = arguments_of(config.scheduler, "scheduler", config.trust)
-    shared = {name: options.pop(name) for name in SHARED["scheduler"] if name in options}
+    shared = dict[str, Any]()
+    # What all schedules of ours take, PyTorch's own do not: it is applied around them.
+    for name in SHARED["scheduler"]:
+        if name in options:
+            shared[name] = options.pop(name)
     return OwnScheduler(kind=kind, options=options, **shared)
 
 
@@ -123,10 +128,13 @@ def fitting_optimizer(
     job, why = _job(config, module)
     given = _settings(config, job)
     if recorded.get("optimizer._target_") == config.optimizer.target:
-        found = {name: recorded.get(f"optimizer.{name}") for name in given}
-        given, why = {n: v for n, v in found.items() if v is not None}, "as the run began"
+        why = "as the run began"
+        given = {name: recorded.get(f"optimizer.{name}") for name in given}
     params = config.optimizer.params
-    by_job = {name: value for name, value in given.items() if params.get(name) is None}
+    by_job = dict[str, Any]()
+    for name, value in given.items():
+        if value is not None and params.get(name) is None:
+            by_job[name] = value
     return ChosenOptimizer(
         spec=typed_optimizer(config, by_job),
         component=config.optimizer.model_copy(update={"params": {**params, **by_job}}),
@@ -146,13 +154,17 @@ def with_half_lives(
     if isinstance(sizes, Stateful):
         raise ConfigError(f"{key}: needs sizes that are known before the run; leave it out")
     # Where sizes change, the optimizer is built for the reference batch, and set in each step.
-    size = sizes.global_batch if sizes.is_constant else 2 * batch
+    size = 2 * batch
+    if sizes.is_constant:
+        size = sizes.global_batch
     factor = schedule.batch_factor(size)
     spec = chosen.spec.for_batch(size / batch, factor)
     if spec == chosen.spec and size != batch:
         name, rule = type(spec).__name__, schedule.scale
         raise ConfigError(f"{key}: scheduler.scale={rule} changes nothing of {name}; leave it out")
-    return replace(chosen, spec=spec, reference=chosen.spec) if sizes.is_constant else chosen
+    if sizes.is_constant:
+        return replace(chosen, spec=spec, reference=chosen.spec)
+    return chosen
 
 
 def _settings(config: RunConfig, job: TrainingJob) -> Mapping[str, Any]:

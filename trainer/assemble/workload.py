@@ -28,13 +28,15 @@ SAMPLED_STEPS = 8  # global batches of the first epoch, for tuning and the plan'
 def workload_of(run: Run) -> Workload:
     """Give what tuning computes: model, loss, optimizer, and micro-batches of any shape."""
     world, setup = run.world, run.model.setup
-    ranks = partial(setup.fake_ranks, world.size, run.model.bind, world.device)
+    ranks = None
+    if run.is_sharded or setup.mode == "ddp":
+        ranks = partial(setup.fake_ranks, world.size, run.model.bind, world.device)
     return Workload(
         model=run.model,
         make_fields=_tiled(run),
         ema_decay=run.config.ema.decay,
         compiled=run.config.compile,
-        fake_ranks=ranks if run.is_sharded or setup.mode == "ddp" else None,
+        fake_ranks=ranks,
     )
 
 
@@ -59,7 +61,9 @@ def _tiled(run: Run) -> Tiled:
         request = Request((i,), 0, int(lengths[i]), run.layout.packed)
         with suppress(DataError):
             fields = run.data.loader.load(request)
-            return unpacked(fields) if request.packed else fields
+            if request.packed:
+                fields = unpacked(fields)
+            return fields
         return None
 
     some = lengths.sample()
@@ -73,7 +77,10 @@ def device_cost(run: Run, counts: ComputeCounts | None) -> Cost:
         return run.layout.cost
     named = CARDS.get(run.config.device)
     cost = card_cost(counts, card_at(run.world.device) or named, run.model.precision)
-    return cost if named else replace(cost, seconds_per_token=None)
+    if named:
+        return cost
+    # The machine's own speed is measured, and not taken from a data sheet.
+    return replace(cost, seconds_per_token=None)
 
 
 def memory_of_rank(run: Run, resident_bytes: int) -> tuple[MemoryLimit | None, bool]:
@@ -87,9 +94,14 @@ def memory_of_rank(run: Run, resident_bytes: int) -> tuple[MemoryLimit | None, b
     if limit is None or run.planned_device.type != "cpu":
         return limit, is_here
     per_token = sum(field.nbytes for field in run.example.values()) / float(lengths.max())
-    each = 1.0 if config.batch.unit == "tokens" else float(lengths.mean())
+    each = float(lengths.mean())
+    if config.batch.unit == "tokens":
+        each = 1.0
     of_step = int(per_token * each * run.data.order.sizes.largest / world.size)
-    inputs = of_step * (2 if of_step <= PREFETCH_LIMIT_BYTES else 1)
+    inputs = of_step
+    # The next step's are loaded ahead.
+    if of_step <= PREFETCH_LIMIT_BYTES:
+        inputs = 2 * of_step
     return replace(limit, bytes=max(0, limit.bytes - inputs), inputs=inputs), is_here
 
 
@@ -102,7 +114,10 @@ def sampled_batches(run: Run) -> list[IntArray]:
         cursor = samples.after
         batches.append(run.data.lengths[samples.ids])
     # Steps of the sizes that the first ones do not have may need more memory.
-    sizes = {stage.size: None for stage in run.data.stages}
+    sizes = list(dict.fromkeys(stage.size for stage in run.data.stages))
     if not sizes or len(sizes) > MOST_STAGES:
-        sizes = {} if order.sizes.is_constant else {order.sizes.largest: None}
+        sizes = []
+        # Of sizes that are many, or found on the way, the largest stands for all.
+        if not order.sizes.is_constant:
+            sizes.append(order.sizes.largest)
     return [*batches, *(run.data.lengths[order.batch_of(size)] for size in sizes)]

@@ -59,6 +59,7 @@ def _name_weights(opened: OpenRun, run: Run, stored: StoredWeights | None) -> No
         for message in taken.messages:
             reporter.warn(message)
         before, now = read_terms(taken), contract_of(config)
+        # Of equal data another fingerprint is another part: by another share, or seed.
         keys = ("data._target_", "data.path")
         is_same_data = all(before.contract.get(key) == now.get(key) for key in keys)
         if is_same_data and before.fingerprint != run.data.train.fingerprint:
@@ -84,20 +85,30 @@ def _growth(opened: OpenRun, before: Terms) -> str | None:
 def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float) -> None:
     """Write result.json, and show what a person wants to know at the end. Collective."""
     world, config, trained = run.world, run.config, opened.progress
+    # A phase is counted once the next begins.
     world.note("end")
     spendings = world.collect(world.times.spending())  # of the steps' phases, by rank
     peaks = world.collect(peak_bytes(world.device))
     if not world.is_main:
         return
-    table = time_table(spendings) if trained.taken else None
+    table, hints = None, list[str]()
+    # Without a step there is no time to divide.
+    if trained.taken:
+        table = time_table(spendings)
+        hints = advice(split_times(spendings), table, plan)
     metrics = trained.evaluation
     # Losses of simple models over the same samples, in nats per token, which the data may know.
     entropies, own = run.data.train.facts.byte_entropies, run.data.own_part
     simple: dict[str, float] = {}
+    # Held-out data from elsewhere are not those whose bytes were counted.
     if entropies is not None and own and config.data.eval_path is None:
         found = asdict(entropies(own.chosen(0, own.num_samples)))
         simple = {f"byte {name}": value for name, value in found.items()}
     rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
+    # Patience that is over with the last step ended nothing.
+    stopped = None
+    if trained.step < run.data.total_steps:
+        stopped = opened.no_better
     result = {
         "step": trained.step,
         "eval_loss": metrics.get("loss", metrics.get("eval_loss")),
@@ -105,12 +116,12 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         "seconds": round(time.perf_counter() - at, 3),
         "metrics": dict(metrics),
         "best": opened.best and opened.best.found,
-        "stopped": opened.no_better if trained.step < run.data.total_steps else None,
+        "stopped": stopped,
         "baselines": simple,
         "peak_bytes": max(peaks),
         "time": table,
         **record_of(rows),
-        "advice": (table and advice(split_times(spendings), table, plan)) or [],
+        "advice": hints,
     }
     write_record(folder / RunFolder.RESULT, result)
     shown = shown_path(folder)
@@ -118,7 +129,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
     more = f"steps={2 * run.data.total_steps}"
     if config.total_epochs is not None:
         more = f"epochs={2 * config.total_epochs}"
-    if result["stopped"]:
+    if stopped:
         more = "stop.metric=null"
     commands = (
         *(f"{shown_path(folder / view.file)}  ({view.about})" for view in views().values()),

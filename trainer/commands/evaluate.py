@@ -33,6 +33,7 @@ def open_evaluation(
     Collective.
     """
     run = assemble_on_all(config, world, saved)
+    # Where all are evaluated, no split is asked which samples were trained on.
     if not config.evaluates_all:
         refuse_changed_data(run, saved.terms)
     run = prepare_on_main(run).run
@@ -59,7 +60,11 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     with open_evaluation(config, saved, world) as (run, context):
         parts = run.data.held_out
         if not parts:
-            raise DataError("data.holdout: nothing is held out to evaluate on")
+            # Whatever was held out now would have been trained on.
+            raise DataError(
+                "data.holdout: nothing is held out to evaluate on: type data.path=OTHER "
+                "data.holdout=all"
+            )
         means = evaluate_parts(context, parts)
         if config.eval.predictions:
             predicted = predict_parts(run, context.parallel)
@@ -79,14 +84,24 @@ def _described(
     """Say which samples are evaluated, for the screen and for the record."""
     plain, before = to_plain(config), terms.contract
     # What is of one source has no settings but those of the data.
-    section = plain["eval"]["sets"].get(name, {}) if name else plain["data"]
-    keys = (k for k in contract(config) if k.startswith("data.") and k != "data.holdout")
-    is_own = all(before.get(key) == contract(config)[key] for key in keys)
+    section = plain["data"]
+    if name:
+        section = plain["eval"]["sets"].get(name, {})
+    is_own = True
+    for key, value in contract(config).items():
+        # The share is typed as `all` to evaluate here, so that it always differs.
+        if key.startswith("data.") and key != "data.holdout":
+            is_own &= before.get(key) == value
     count, most = data.num_samples, len(data.lengths)
     what = f"{name or 'held out'} ({count} samples)"
     if config.evaluates_all and not name:
-        place = f"other data, {show(section.get('path') or section['_target_'])}"
-        whose = "the run's own data, those it trained on among them" if is_own else place
-        what = f"{f'all {most}' if count == most else f'{count} of {most}'} samples of {whose}"
+        whose = f"other data, {show(section.get('path') or section['_target_'])}"
+        if is_own:
+            whose = "the run's own data, those it trained on among them"
+        share = f"all {most}"
+        # `eval.samples` takes some of them.
+        if count != most:
+            share = f"{count} of {most}"
+        what = f"{share} samples of {whose}"
     fingerprint = data.loader.dataset.fingerprint
     return what, {"samples": count, "data": {**section, "fingerprint": fingerprint}}

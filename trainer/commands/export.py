@@ -37,7 +37,9 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     loaded = load_step(folder, config.step)
     to, given = expanded(config.export.to), read_terms(loaded).given
     model = exported.built(config, loaded, world)
-    facts = ModelFacts() if model is None else facts_of(model)
+    facts = ModelFacts()
+    if model is not None:
+        facts = facts_of(model)
     description = exported.export_config(config, given, loaded.step)
     tokenizer = exported.tokenizer_of(config)
     write: Callable[[Path], object] | None = facts.save
@@ -53,8 +55,11 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
         elif hasattr(adapter, "save"):
             base = _base(model, folder, loaded)
             write = partial(adapter.save, model, base)
-            lines = adapter.how_to_load(model, base, to) if hasattr(adapter, "how_to_load") else []
+            lines = []
+            if hasattr(adapter, "how_to_load"):
+                lines = adapter.how_to_load(model, base, to)
         else:
+            # No line of Python loads it: it takes the adapter's class, and its arguments.
             description["adapter"], lines = to_plain(config)["adapter"], None
             kind = type(adapter).__name__
             Screen().warn(
@@ -72,10 +77,16 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
 
 def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:
     """Name what the frozen weights of a run came from; None where the seed drew them."""
+    if model is None:
+        return None
+    found = noted_facts(model).source
     given = checkpoint_weights(loaded).frozen
-    named = () if model is None else model.named_parameters()
-    came_by_init = any(not p.requires_grad and plain_name(n) not in given for n, p in named)
-    found = None if model is None else noted_facts(model).source
-    if came_by_init:
-        found = RunFolder(folder).config().get("init")
-    return str(expanded(found).absolute()) if found and Path(found).exists() else found
+    for name, parameter in model.named_parameters():
+        # A checkpoint names the frozen weights that the constructor gives: others came by `init=`.
+        if not parameter.requires_grad and plain_name(name) not in given:
+            found = RunFolder(folder).config().get("init")
+            break
+    # A folder is named in full, as the export may be loaded from anywhere; a name of the hub stays.
+    if found and Path(found).exists():
+        return str(expanded(found).absolute())
+    return found

@@ -39,7 +39,8 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
             values = {name: value.clone() for name, value in module.named_buffers()}
         module.load_state_dict(values, strict=False)
         return module
-    kind = look_up(config.model, "model", config.trust)  # which imports what makes it
+    # Which imports what makes it.
+    kind = look_up(config.model, "model", config.trust)
     given, stored = read_terms(loaded).given, checkpoint_weights(loaded)
     has_adapter = config.adapter.target != NO_ADAPTER
     may_save_itself = hasattr(kind, "save_pretrained") or not inspect.isclass(kind)
@@ -47,7 +48,8 @@ def built(config: RunConfig, loaded: Loaded, world: World) -> nn.Module | None:
         return None
     try:
         return build_model(config, world, given, stored=stored)[0]
-    except ConfigError as error:  # what it was loaded from may be gone
+    except ConfigError as error:
+        # What it was loaded from may be gone.
         if stored.frozen or has_adapter:
             raise
         Screen().warn(f"{error}: only the weights are written, not the layout of its library")
@@ -58,8 +60,11 @@ def export_config(config: RunConfig, given: Mapping[str, Any], step: int) -> dic
     """Write what is exported as its config.json has it; `given` is what the data gave the model."""
     params = config.model.params
     takes = inspect.signature(look_up(config.model, "model", config.trust)).parameters
-    filled = {n: v for n, v in given.items() if n in takes and params.get(n) is None}
-    filled = {name: value for name, value in filled.items() if value is not None}
+    filled = dict[str, Any]()
+    for name, value in given.items():
+        # What was typed counts before what the data gave, as when the model was built.
+        if name in takes and value is not None and params.get(name) is None:
+            filled[name] = value
     description: dict[str, Any] = {
         "model": {"_target_": config.model.target, **params},
         "arguments": {**params, **filled},
@@ -81,7 +86,8 @@ def tokenizer_of(config: RunConfig) -> Any:  # noqa: ANN401 - of any class
         for key, part in parts.items():
             tokenizer.given_to(part, key)
         return model_library().tokenizer_beside(tokenizer.built, source_of_model(config), arguments)
-    except ConfigError as error:  # its files may be gone
+    except ConfigError as error:
+        # Its files may be gone.
         Screen().warn(f"{error}: no tokenizer is written")
         return None
 
@@ -98,8 +104,11 @@ def writers_beside(
     if facts.save_beside is None:
         return found
     source, parts = source_of_model(config), _data_parts(config)
-    files = [part.params.get("processor") or source for part in parts.values()]
-    sources, save = [each for each in files if each is not None], facts.save_beside
+    sources, save = list[str](), facts.save_beside
+    for part in parts.values():
+        # Without a processor of its own a data set takes the model's.
+        if (file := part.params.get("processor") or source) is not None:
+            sources.append(file)
     found.append(lambda folder: save(folder, sources))
     for key, part in parts.items():
         if write := getattr(look_up(part, key, config.trust), "write_processor", None):

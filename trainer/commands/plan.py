@@ -27,7 +27,8 @@ def plan_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], b
     try:
         run, saved = assemble_resumed(config, world)
         run_plan = prepare(run, saved.cut)
-    except CannotRunFake:  # shapes do not do
+    # Shapes alone do not do, as where a forward branches on the values of a tensor.
+    except CannotRunFake:
         run, saved = assemble_resumed(config, world, with_values=True)
         run_plan = prepare(run, saved.cut)
     run = run_plan.run

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 def train_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
     """Train, from the start or from the newest intact checkpoint."""
+    # No clock of the day, which may be set while a run goes on.
     end = time.monotonic() + config.max_seconds
     try:
         _train(config, folder, world, lambda: stop() or time.monotonic() >= end)
@@ -45,7 +46,9 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     started = time.perf_counter()
     end_if_stopped(world, stop())
     store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
-    loaded = None if config.resume is None else store.load(world=world)
+    loaded = None
+    if config.resume is not None:
+        loaded = store.load(world=world)
     saved = Saved.read(config, loaded, world)
     # Before data are read, which may take minutes: what is wrong with these is said at once.
     own = own_parts(config)

@@ -54,9 +54,14 @@ class BestMetric(Stateful):
             return False
         self.check(means)
         self.seen_at, value = step, means[self.metric.removeprefix(_PREFIX)]
-        sign = 1.0 if self.mode == "min" else -1.0
-        is_first = self.value is None and value == value  # noqa: PLR0124 - false of NaN
-        if is_first or (self.value is not None and sign * (self.value - value) > self.min_delta):
+        # What is not a number differs from itself, and compares as false below.
+        is_better = value == value  # noqa: PLR0124
+        if self.value is not None:
+            gain = self.value - value
+            if self.mode == "max":
+                gain = -gain
+            is_better = gain > self.min_delta
+        if is_better:
             self.value, self.step, self.num_since = value, step, 0
             return True
         self.num_since += 1
@@ -95,6 +100,8 @@ class BestMetric(Stateful):
     def load(self, state: State) -> None:
         """See the base class; another metric begins anew."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode):
-            self.value = None if state["value"] is None else float(state["value"])
+            self.value = None
+            if state["value"] is not None:
+                self.value = float(state["value"])
             self.step, self.seen_at = int(state["step"]), int(state["seen_at"])
             self.num_since = int(state["num_since"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.state import assert_finite, capture, not_finite, plain_name
 from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointWriter
@@ -54,11 +54,11 @@ class Checkpointer:
         self.world.note("saving")
         self._attempt(lambda: self.world.on_main(self.reporter.flush))
         tensors, states = capture(self.parts)
-        finite = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) and name not in self.masks
-        }
+        # Parts of the user may hold what they like; weights that are not finite train no further.
+        finite = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            if name.startswith((f"{MODEL}.", f"{OPTIMIZER}.")) and name not in self.masks:
+                finite[name] = tensor
         self.world.on_all(lambda: assert_finite(finite))
         self._attempt(lambda: self.writer.save(step, tensors, states))
         self.is_due, self._saved_at = False, time.monotonic()

@@ -84,4 +84,9 @@ class StepContext:
     @property
     def losses(self) -> list[str]:
         """Those of `terms` that are no metrics."""
-        return [name for name in self.terms if name not in self.model.objective.metric_names]
+        metrics = self.model.objective.metric_names
+        losses = list[str]()
+        for name in self.terms:
+            if name not in metrics:
+                losses.append(name)
+        return losses

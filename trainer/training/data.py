@@ -40,7 +40,9 @@ class HeldOut:
     @property
     def num_samples(self) -> int:
         """Samples that are evaluated."""
-        return len(self.lengths) if self.most is None else min(self.most, len(self.lengths))
+        if self.most is None:
+            return len(self.lengths)
+        return min(self.most, len(self.lengths))
 
     def chosen(self, start: int, stop: int) -> IntArray:
         """Give the positions of some of the samples that are evaluated, by their order."""
@@ -52,10 +54,11 @@ class HeldOut:
         """Give this rank's micro-batches; over all ranks every sample comes exactly once."""
         longest = pad_length(self.lengths.max(initial=1), self.layout)
         cut = Budget(max_tokens=max(self.max_tokens, longest * self.layout.group_size))
-        size = self.layout.world_size if self.is_ordered else 1
-        layout = replace(self.layout, world_size=self.layout.world_size // size)
+        layout, row, first, size = self.layout, rank, 0, 1
         # What is cut for one rank is dealt to all.
-        row, first = (0, rank) if self.is_ordered else (rank, 0)
+        if self.is_ordered:
+            layout = replace(self.layout, world_size=1)
+            row, first, size = 0, rank, self.layout.world_size
         for start in range(0, self.num_samples, PLANNED_AT_ONCE):
             chosen = self.chosen(start, start + PLANNED_AT_ONCE)
             plan = cut.cut(self.lengths[chosen], layout)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeVar, final
+from typing import Any, TypedDict, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,17 @@ from trainer.training.data import HeldOut
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 _Numbers = Mapping[str, Sequence[float]]
-_Found = tuple[_Numbers, _Numbers, Sequence[str], Mapping[str, Sequence[Any]], bool]
-"""Sums and weights by name, those of micro-batches that are to be added exactly apart; which of the
-names are loss terms; the objective's statistics; whether a signal asked to stop."""
+
+
+class _Found(TypedDict):
+    """What a rank found over its samples; as JSON, which ranks exchange."""
+
+    # By name: one number, or one of each micro-batch where they are to be added exactly
+    sums: _Numbers
+    weights: _Numbers
+    terms: Sequence[str]  # which of the names are loss terms
+    statistics: Mapping[str, Sequence[Any]]  # of the objective
+    was_asked: bool  # whether a signal asked to stop
 
 
 def evaluate_parts(
@@ -53,7 +61,7 @@ def evaluate_parts(
             found[name] = _sums(context, part, was_asked)
     for name, part in parts.items():
         if part.joins:
-            found[name] = [sums for joined in part.joins for sums in found[joined]]
+            found[name] = [*chain.from_iterable(found[joined] for joined in part.joins)]
     return {name: _means(context.model.objective, found[name]) for name in parts}
 
 
@@ -73,35 +81,39 @@ def _sums(context: StepContext, held_out: HeldOut, was_asked: Callable[[], bool]
                 f"evaluation: no memory for one sample of {longest} tokens: lower data.max_length"
             )
         held_out = replace(held_out, max_tokens=held_out.max_tokens // 2)
-    if any(asked for *_, asked in found):
+    if any(each["was_asked"] for each in found):
         raise Preempted("stopped during an evaluation")
     if coupled is None:
         return found
-    # Of all samples at once: they stand in place of the first rank's, and others have none.
-    sums = coupled.sums(world, [weights for _, weights, *_ in found])
+    sums = coupled.sums(world, [each["weights"] for each in found])
     totals = {n: total.double() for n, total in chain(sums.losses.items(), sums.metrics.items())}
+    # One transfer from the device for all of them.
     values = torch.stack([*totals.values()]).tolist()
-    whole = {name: [value] for name, value in zip(totals, values, strict=True)}
-    terms = tuple(sums.losses)
-    return [(whole if not i else {}, each[1], terms, {}, False) for i, each in enumerate(found)]
+    for each in found:
+        each["sums"], each["terms"], each["statistics"] = {}, [*sums.losses], {}
+    # They are of all samples at once: they stand in place of the first rank's.
+    found[0]["sums"] = {name: [value] for name, value in zip(totals, values, strict=True)}
+    return found
 
 
 def _means(objective: Objective, found: Sequence[_Found]) -> dict[str, float]:
     """Divide the sums of all by their weights."""
     # A rank may hold none of the samples, and then knows no name.
-    _, names, terms, *_ = max(found, key=lambda each: len(each[1]))
-    means = {}
-    for name in names:  # in the objective's order
+    known = max(found, key=lambda each: len(each["weights"]))
+    terms, means = known["terms"], dict[str, float]()
+    for name in known["weights"]:  # in the objective's order
         numbers, counts = list[float](), list[float]()
-        for sums, weights, *_ in found:
-            numbers += sums.get(name, ())
-            counts += weights.get(name, ())
+        for each in found:
+            numbers += each["sums"].get(name, ())
+            counts += each["weights"].get(name, ())
         total, weight = _rounded_once(numbers), _rounded_once(counts)
-        means[name] = total / weight if weight else math.nan
+        means[name] = math.nan
+        if weight:
+            means[name] = total / weight
     whole = {"loss": sum(means[name] for name in terms)}
     if len(terms) == 1:
         del means[terms[0]]  # which is the whole
-    figures = metrics_of_sums(objective, _merged([statistics for *_, statistics, _ in found]))
+    figures = metrics_of_sums(objective, _merged([each["statistics"] for each in found]))
     return whole | means | figures | whole  # first, and in place of a term that is called so
 
 
@@ -146,7 +158,15 @@ def _attempt(
         sums = {name: torch.stack(each).tolist() for name, each in totals.items()}
         merged = {name: torch.stack(each).tolist() for name, each in statistics.items()}
     model.release()
-    return None if guard.failed else (sums, weights, losses, merged, was_asked())
+    if guard.failed:
+        return None
+    return {
+        "sums": sums,
+        "weights": weights,
+        "terms": losses,
+        "statistics": merged,
+        "was_asked": was_asked(),
+    }
 
 
 def _add(numbers: list[FloatOrTensor], number: FloatOrTensor, *, apart: bool) -> None:
@@ -159,13 +179,16 @@ def _add(numbers: list[FloatOrTensor], number: FloatOrTensor, *, apart: bool) ->
 
 def _merged(found: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Tensor]:
     """Add the statistics of all ranks, in float64 and so that the order does not matter."""
-    names, merged = dict.fromkeys(name for each in found for name in each), {}
-    for name in names:
-        parts = torch.tensor(
-            [part for each in found for part in each.get(name, ())], dtype=torch.float64
-        )
+    by_name: dict[str, list[Any]] = defaultdict(list)
+    for each in found:
+        for name, values in each.items():
+            by_name[name] += values
+    merged = dict[str, Tensor]()
+    for name, values in by_name.items():
+        parts = torch.tensor(values, dtype=torch.float64)
         merged[name] = parts.sum(0)
-        if parts.frac().any():  # counts are exact in any order
+        # Counts are exact in any order.
+        if parts.frac().any():
             columns = parts.flatten(1).T.tolist()
             sums = torch.tensor([*map(_rounded_once, columns)], dtype=torch.float64)
             merged[name] = sums.view(parts.shape[1:])
@@ -174,7 +197,10 @@ def _merged(found: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Tensor]:
 
 def _rounded_once(numbers: Sequence[float]) -> float:
     """Add numbers so that the sum does not depend on their order."""
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+    # `fsum` raises over an infinity that meets its opposite.
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers)
+    return math.fsum(numbers)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ It goes by an `OpenRun`: what a run consists of once it is open, and how far it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
@@ -108,7 +108,10 @@ class Progress(Stateful):
         """Count a step."""
         self.step = report.batch.step
         self.total_tokens += report.batch.num_tokens
-        self.failures = self.failures + 1 if report.skipped == NOT_FINITE else 0
+        # A step that was left out for another reason ends a row, too.
+        self.failures += 1
+        if report.skipped != NOT_FINITE:
+            self.failures = 0
         self.taken += 1
         self.has_terms |= report.skipped != NO_LOSS_TERMS
 
@@ -144,7 +147,8 @@ def train(run: OpenRun) -> None:
     _check_metrics(run)
     if progress.step > 0:
         _recall_best(run)
-        _evaluate_if_due(run)  # which a signal may have ended
+        # Which a signal may have ended after this step was saved.
+        _evaluate_if_due(run)
     elif run.evaluate_first:
         _evaluate(run)
     while progress.step < run.total_steps and run.no_better is None:
@@ -158,7 +162,8 @@ def train(run: OpenRun) -> None:
         _stop_if_asked(run)
         _evaluate_if_due(run)
         is_due = _due(run, run.save_every) or run.checkpointer.is_due
-        if is_due and progress.saved_at != progress.step:  # not yet as the best one
+        # It may have been saved as the best one already.
+        if is_due and progress.saved_at != progress.step:
             _save(run)
             _stop_if_asked(run)
     if progress.saved_at != progress.step:
@@ -172,6 +177,7 @@ def _take_step(run: OpenRun) -> None:
     started, progress, world = time.perf_counter(), run.progress, run.context.world
     world.note("data", step=progress.step + 1)
     batch = run.feed.next()
+    # The next global batch is loaded in the background while this one is computed.
     run.feed.prefetch()
     report = train_step(run.context, batch, run.feed)
     world.note("report")
@@ -190,7 +196,10 @@ def _take_step(run: OpenRun) -> None:
                 raise ConfigError(f"parts: {text}")
         record |= metrics
     ids = batch.sample_ids
-    run.reporter.step(record, ids, skipped_ids=() if report.skipped is None else ids)
+    skipped: Sequence[int] = ()
+    if report.skipped is not None:
+        skipped = ids
+    run.reporter.step(record, ids, skipped_ids=skipped)
 
 
 def _refuse_no_terms(run: OpenRun) -> None:
@@ -281,7 +290,8 @@ def _check_metrics(run: OpenRun) -> None:
 
 def _recall_best(run: OpenRun) -> None:
     """Catch up with what came behind the checkpoint of a run that goes on. Collective."""
-    if run.best is not None and run.best.step:  # a kill may have come before it was marked
+    # A kill may have come before it was marked.
+    if run.best is not None and run.best.step:
         run.checkpointer.mark_best(run.best.step)
     if run.progress.evaluated_at == run.progress.step:
         # Patience counts evaluations as an uninterrupted run does: one that the former end alone
@@ -297,6 +307,9 @@ def step_record(
     `tokens` are those consumed from the start of the run.
     """
     batch, order = report.batch, feed.data.order
+    speed: float | None = None
+    if seconds:
+        speed = batch.num_tokens / seconds
     entry: dict[str, Any] = {
         "step": batch.step,
         "epoch": order.fractional_epoch(batch.samples.after),
@@ -309,7 +322,7 @@ def step_record(
         "micro_batches": batch.plan.num_micro_batches,
         "padding": batch.plan.padding,
         "seconds": seconds,
-        "tokens_per_second": batch.num_tokens / seconds if seconds else None,
+        "tokens_per_second": speed,
     }
     if flops and seconds:
         entry |= flops.speed(batch.plan.lengths, seconds)

@@ -44,9 +44,8 @@ class Model:
 
     objective: Objective  # what turns the model's outputs into loss sums
     normalizer: WeightUnit = "tokens"
-    strategy: GradientStrategy = field(
-        default_factory=Sum
-    )  # how the gradients of micro-batches become the step's
+    # How the gradients of micro-batches become the step's
+    strategy: GradientStrategy = field(default_factory=Sum)
     coupling: Coupling = NONE  # of the samples of a step, by model, objective and normalizer
     # How ranks are used; under `sync=auto` with a policy that the plan may change
     setup: ParallelSetup = ONE_RANK
@@ -67,7 +66,9 @@ class Model:
     def trial_values(self, world: World) -> AbstractContextManager[None]:
         """Lend the main rank values for a trial, where a model in shards has none yet."""
         is_tried = self.weights is not None and world.is_main
-        return any_values(self.module, self.device) if is_tried else nullcontext()
+        if is_tried:
+            return any_values(self.module, self.device)
+        return nullcontext()
 
     def lr_scale(self, order: Order, at: Cursor) -> float:
         """What the size of the step that begins at a position multiplies every rate by."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from trainer.core.errors import ConfigError
 from trainer.core.micro_batch import Fields, to_device
@@ -52,25 +53,34 @@ def _lines(
         Request(ids=(place,), epoch=0, pad_to=length, packed=packed)
         for place, length in zip(places.tolist(), padded, strict=True)
     )
-    names = data.facts.label_names if objective.class_axis is not None else None
+    # Numbers are names of classes only where the objective chooses among classes.
+    names = None
+    if objective.class_axis is not None:
+        names = data.facts.label_names
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
         for place, loaded_fields in zip(places, loaded, strict=True):
             weights = weights_of(objective, loaded_fields)
             fields, call = to_device(loaded_fields, world.device), _Recorder(model.call)
             losses = sums_of(objective, call, fields, weights).losses
-            means = [loss.double() / weights[n] for n, loss in losses.items() if weights[n]]
+            means = list[Tensor]()
+            for name, loss in losses.items():
+                if weights[name]:
+                    means.append(loss.double() / weights[name])
             label, prediction = next(iter(objective.predictions(call.output, fields)), (None, None))
             terms = max(weights[name] for name in losses)
-            source = data.source_of(place)
-            yield {
-                "id": int(data.original_ids(place)),
-                **({} if source is None else {"source": source}),
-                "label": _named(label, names),
-                "prediction": _named(prediction, names),
-                "loss": float(torch.stack(means).sum()) if means else None,
-                "terms": int(terms) if terms.is_integer() else terms,
-            }
+            if terms.is_integer():
+                terms = int(terms)
+            line: dict[str, Any] = {"id": int(data.original_ids(place))}
+            if (source := data.source_of(place)) is not None:
+                line["source"] = source
+            line["label"] = _named(label, names)
+            line["prediction"] = _named(prediction, names)
+            line["loss"] = None
+            if means:
+                line["loss"] = float(torch.stack(means).sum())
+            line["terms"] = terms
+            yield line
     model.release()
 
 
@@ -78,8 +88,10 @@ def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - an
     """Put the names of classes for their numbers, where there are any."""
     if isinstance(value, list):
         return [_named(each, names) for each in value]
-    is_class = names is not None and isinstance(value, int) and 0 <= value < len(names)
-    return names[value] if names is not None and is_class else value
+    # A label of -100 is none.
+    if names is not None and isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    return value
 
 
 @final

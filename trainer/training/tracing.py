@@ -37,6 +37,7 @@ def tracing(
     path, is_gpu = folder / FOLDER / f"rank{world.rank}.json.gz", gpu.is_gpu(world.device)
     trace = _StepTrace(num_steps, begun + 1, path, warn, is_gpu=is_gpu)
     world.times.on_phase = trace.enter
+    # Named as private in torch, and yet what its documentation of memory snapshots tells to call.
     if is_gpu:
         gpu.backend().memory._record_memory_history(max_entries=MEMORY_EVENTS, stacks="python")
     try:
@@ -58,14 +59,18 @@ class _StepTrace:
         self, num_steps: int, first: int, path: Path, warn: Callable[[str], None], *, is_gpu: bool
     ) -> None:
         self._path, self._warn = path, warn
+        activities = [ProfilerActivity.CPU]
+        if is_gpu:
+            activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])],
+            activities=activities,
             schedule=schedule(
                 skip_first=first, wait=WAIT, warmup=WARM_UP, active=num_steps, repeat=1
             ),
             on_trace_ready=self._write,
         )
-        self._profile.step_num = first  # so that `ProfilerStep#4` is the optimizer step 4
+        # So that `ProfilerStep#4` is the optimizer step 4.
+        self._profile.step_num = first
         self._phase = ExitStack()
         self._begun = self.is_written = False
 
