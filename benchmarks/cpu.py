@@ -31,7 +31,6 @@ from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.option_files import data_dir
 from trainer.core.world import World
 from trainer.objectives.base import sums_of
 from trainer.training.batches import Feed, PlannedBatch
@@ -100,7 +99,7 @@ def run_plan_of(options: argparse.Namespace, setting: str) -> RunPlan:
         setting,
     ]
     lines = list({line.partition("=")[0]: line for line in typed}.values())
-    config = prepare_run(lines, Composer(data_dir("conf"))).config
+    config = prepare_run(lines, Composer()).config
     with fresh_notebook():
         return prepare(assemble(config, World()))
 

@@ -46,7 +46,6 @@ from trainer.assemble.run_plan import RunPlan, prepare
 from trainer.assemble.step import step_context
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.option_files import data_dir
 from trainer.core.world import World
 from trainer.data.samples import Sample
 from trainer.models.recompute import checkpoint_blocks
@@ -351,7 +350,7 @@ def set_up(length: int, arguments: argparse.Namespace) -> Setting:
         "clip_norm=null",
         "steps=1000",
     ]
-    config = prepare_run(lines, Composer(data_dir("conf"))).config
+    config = prepare_run(lines, Composer()).config
     parts = assemble(config, World())
     with fresh_notebook():
         run_plan = prepare(parts)

@@ -44,7 +44,6 @@ from trainer.assemble.build import assemble
 from trainer.assemble.run_plan import prepare
 from trainer.cli.compose import Composer
 from trainer.cli.prepare import prepare_run
-from trainer.config.option_files import data_dir
 from trainer.core.world import World
 
 TEMPLATE = (
@@ -275,7 +274,7 @@ def set_up(folder: Path, arguments: argparse.Namespace, *, packed: bool) -> Sett
         "clip_norm=null",
         "steps=1000",
     ]
-    config = prepare_run(lines, Composer(data_dir("conf"))).config
+    config = prepare_run(lines, Composer()).config
     with fresh_notebook():
         run_plan = prepare(assemble(config, World(device=torch.device(arguments.device))))
     weights = run_plan.run.model.module.state_dict()
