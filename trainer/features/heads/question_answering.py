@@ -100,6 +100,6 @@ def _targets(fields: Fields) -> list[Tensor]:
     found = list[Tensor]()
     for name in names:
         at = fields[name].reshape(len(ids)).long()
-        # As in the heads of transformers: a position outside of the sample is no loss term.
+        # As in the heads of the library: a position outside of the sample is no loss term.
         found.append(at.masked_fill((at < 0) | (at >= lengths), IGNORED))
     return found

@@ -48,6 +48,6 @@ class Seq2Seq(TokenEntropy):
                 f"objective=seq2seq: {type(module).__name__} has no config.decoder_start_token_id "
                 f"and pad_token_id: set them, or let the data give {DECODER_IDS}"
             )
-        # -100 is no token: padding stands for it, as in the method of transformers' own models.
+        # -100 is no token: padding stands for it, as in the own method of such models.
         moved = F.pad(labels[:, :-1], (1, 0), value=start)
         return {**given, DECODER_IDS: moved.masked_fill(moved == IGNORED, pad)}

@@ -97,7 +97,7 @@ class RecordEncoder:
 
     def __call__(self, batch: Any) -> list[Encoded | ValueError]:  # noqa: ANN401 - columns
         """Encode each record of a batch."""
-        # transformers would warn of each text that is longer than its model takes.
+        # The library would warn of each text that is longer than its model takes.
         with quiet():
             return [*map(self.encode, records_of(batch, is_json=self.is_json))]
 
