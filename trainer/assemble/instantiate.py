@@ -212,11 +212,6 @@ def _with_inner(
     return build(key, component_of(value, key, typed=owner.typed_target))
 
 
-def _made(target: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:  # noqa: ANN401 - whatever it makes
-    """Call what makes something; facts that it gives beside a model are noted on the model."""
-    return noted(target(*args, **arguments))
-
-
 def _call(
     target: Callable[..., Any],
     component: components.Component,
@@ -234,7 +229,7 @@ def _call(
             arguments[name] = value
     check_names(target, key, arguments)
     if is_partial:
-        return functools.partial(_made, target, **arguments)
+        return functools.partial(target, **arguments)
     # What a stranger's recipe asks of a class may break it anywhere.
     refusals: tuple[type[Exception], ...] = (Exception,)
     if component.typed_target:
@@ -242,7 +237,7 @@ def _call(
     try:
         # A constructor may switch gradients off, and leave them so for all that follows.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            return _made(target, **arguments)
+            return noted(target(**arguments))
     except TrainError:
         raise
     except refusals as error:

@@ -125,8 +125,8 @@ def look_up_transforms(config: RunConfig) -> tuple[list[Transform], bool]:
 
 
 def _draws_on_meta(transform: Transform) -> bool:
-    if isinstance(transform, partial):  # of what calls the function, which is its first argument
-        transform = transform.args[0]
+    if isinstance(transform, partial):
+        transform = transform.func
     return bool(getattr(transform, "draws_on_meta", False))
 
 

@@ -64,6 +64,7 @@ def test_what_an_argument_names_is_built_too():
     )
     made: Any = built.anything
     assert made["net"].embed.embedding_dim == made["nets"][0].embed.embedding_dim == 4
+    assert made["norm"].func is nn.LayerNorm, "who takes it sees a class, and may build it"
     assert made["norm"](3).eps == 0.5
     assert made["nets"][1] == 1
 
