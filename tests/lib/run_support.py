@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,8 +80,17 @@ def small_library(patch: pytest.MonkeyPatch) -> None:
 
 
 def shell(line: str) -> int:
-    """Run a command line in this process, as `main` does; gives the exit code."""
-    return run_line(shlex.split(line))
+    """Run a command line in this process, as `main` does; gives the exit code.
+
+    Hydra's log ends with a command, as its process does: its folder may be gone.
+    """
+    try:
+        return run_line(shlex.split(line))
+    finally:
+        for handler in [*logging.getLogger().handlers]:
+            if isinstance(handler, logging.FileHandler):
+                logging.getLogger().removeHandler(handler)
+                handler.close()
 
 
 def only_run() -> Path:

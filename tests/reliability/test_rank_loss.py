@@ -50,13 +50,15 @@ SLACK_S = float(os.environ.get("RELIABILITY_SLACK_S", "10"))
 """Added to every limit of time, for machines that have other work."""
 
 
-def assert_ends_in_order(run: RankRun, ended: Ended, about: str, words: Sequence[str]) -> None:
+def assert_ends_in_order(
+    run: RankRun, ended: Ended, about: str, words: Sequence[str], code: int = 7
+) -> None:
     """One end, one code, few lines that name all there is to know, and nothing left."""
-    assert ended.code == 7, f"{about}: {ended}"
+    assert ended.code == code, f"{about}: {ended}"
     assert len(ended.errors) <= 3, f"{about}: {ended}"
     named = [line for line in ended.errors if line.startswith("train: error: ")]
     assert all(word in named[-1] for word in words), f"{about}: {words}, {ended}"
-    assert lab.status(run.folder)["exit_code"] == 7, about
+    assert lab.status(run.folder)["exit_code"] == code, about
     run.assert_none_left(about)
 
 
@@ -107,7 +109,9 @@ def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(count
             words, gloo = ("rank", "step"), ("terminate called", "  what()")
             ours = [line for line in ended.errors if not line.startswith(gloo)]
             end = replace(ended, errors=ours)
-        assert_ends_in_order(run, end, about, words)
+        # Sums that are one rank's own give the step another size than planned, which is found first.
+        is_found = where == "step 3 (normalizer" and kind == "skip"
+        assert_ends_in_order(run, end, about, words, 2 if is_found else 7)
         took = ended.at - run.struck_at()
         assert took < TIME_LIMIT_S + 2 + SLACK_S, f"{about}: {took}"
         stacks = {path.stem: path.read_text() for path in (run.folder / "errors").glob("rank*.txt")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, final
@@ -15,7 +15,7 @@ from trainer.assemble.tuning import predict_sampled, tune_run
 from trainer.assemble.workload import device_cost, memory_of_rank, sampled_batches, workload_of
 from trainer.core.out_of_memory import begin_peak
 from trainer.models.recompute import checkpoint_blocks
-from trainer.plan.cut import Plan
+from trainer.plan.cut import Cut, Plan
 from trainer.training.loop import ModelFlops
 from trainer.tune.flops import ComputeCounts, peak_flops
 from trainer.tune.peak_bytes import MemoryEstimate
@@ -146,19 +146,12 @@ def prepare(
         warnings += unread_fields(run, counts)
     # What tuning allocated is no part of the peak that the run reports.
     begin_peak(run.world.device)
+    # Held-out data have a cap of their own: what training's largest micro-batch fits in.
     tokens = max(plan.max_positions for plan in plans)
     if is_known:
         tokens = saved.evaluation_tokens
-    # Held-out data have a cap of their own: what training's largest micro-batch fits in.
-    held_out = {n: replace(each, max_tokens=tokens) for n, each in run.data.held_out.items()}
-    setup = run.model.setup.counted(fmean(plan.accum_steps for plan in plans))
     run_plan = RunPlan(
-        run=replace(
-            run,
-            cut=cut,
-            data=replace(run.data, held_out=held_out),
-            model=replace(run.model, setup=setup),
-        ),
+        run=with_plans(run, cut, plans, tokens),
         plans=plans,
         tuning=tuning,
         predicted=predicted,
@@ -170,3 +163,15 @@ def prepare(
     )
     features = run.features.planned(run_plan)
     return replace(run_plan, run=replace(run_plan.run, features=features))
+
+
+def with_plans(run: Run, cut: Cut, plans: Sequence[Plan], tokens: int) -> Run:
+    """Give a run its cut, and its evaluations the most tokens of a micro-batch of their own."""
+    held_out = {n: replace(each, max_tokens=tokens) for n, each in run.data.held_out.items()}
+    setup = run.model.setup.counted(fmean(plan.accum_steps for plan in plans))
+    return replace(
+        run,
+        cut=cut,
+        data=replace(run.data, held_out=held_out),
+        model=replace(run.model, setup=setup),
+    )

@@ -37,6 +37,7 @@ class OwnCode:
 
     @folder.setter
     def folder(self, folder: Path) -> None:
+        """Take another folder for the user's code; what was added to `sys.path` goes."""
         if folder == self._folder:
             return
         # In a notebook another one may have been it. An entry that Python or the user made stays.

@@ -17,7 +17,7 @@ from trainer import train
 from trainer.features.hugging_face.tokenizers import byte_tokenizer
 from trainer.features.vision.pixels import open_image, pixels_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 MINE = """
 import torch

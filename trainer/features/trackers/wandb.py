@@ -56,6 +56,8 @@ class WandbTracker(Tracker):
                 where = "a run or the current folder, but from ~/.config/wandb/settings"
                 raise OSError(f"{settings}: settings of W&B are not taken from {where}; delete it")
         self._there = dict(_logged(run.folder, run.id))
+        # W&B writes blocks of 32 KiB: of a killed run the last one, or all, may be missing.
+        has_files = any(_files(run.folder, run.id))
         self._run, is_online = self._begin(run)
         # The last step that the server has, whatever the files of offline runs say
         self._begun = -1
@@ -64,7 +66,7 @@ class WandbTracker(Tracker):
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=STEP)
         # Files that were uploaded and removed say nothing of what was in them.
-        if is_online or self._there:
+        if is_online or has_files:
             return -1
         return None
 
@@ -122,9 +124,13 @@ class WandbTracker(Tracker):
         return wandb.init(mode="offline", **given), False
 
 
+def _files(folder: Path, run_id: str) -> Iterator[Path]:
+    return folder.glob(f"offline-run-*/run-{run_id}.wandb")
+
+
 def _logged(folder: Path, run_id: str) -> Iterator[tuple[str, int]]:
     """Give each figure in the files of offline runs with its steps, in order."""
-    for file in sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb")):
+    for file in sorted(_files(folder, run_id)):
         from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] # noqa: PLC0415
 
         for content in _records(file.read_bytes()):
