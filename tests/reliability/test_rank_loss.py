@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_or_skips_a_collective_is_named_within_its_limit(count
             words, gloo = ("rank", "step"), ("terminate called", "  what()")
             ours = [line for line in ended.errors if not line.startswith(gloo)]
             end = replace(ended, errors=ours)
-        # Sums that are one rank's own give the step another size than planned, which is found first.
+        # A sum of one rank alone is no step as planned, which is found first.
         is_found = where == "step 3 (normalizer" and kind == "skip"
         assert_ends_in_order(run, end, about, words, 2 if is_found else 7)
         took = ended.at - run.struck_at()

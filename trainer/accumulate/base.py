@@ -96,9 +96,7 @@ def divisors(
 
 def reference_kind(kind: WeightUnit) -> WeightUnit:
     """Name the normalizer of the whole-batch step that one approximates: mostly itself."""
-    if kind == "micro_batches":
-        return "tokens"
-    return kind
+    return "tokens" if kind == "micro_batches" else kind
 
 
 Rows = Mapping[str, Tensor]

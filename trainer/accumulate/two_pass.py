@@ -104,9 +104,7 @@ class TwoPass(GradientStrategy):
 
 def by_coupling(objective: Objective) -> GradientStrategy:
     """Take two passes where the objective gives rows of samples that it couples, else one."""
-    if isinstance(objective, CoupledObjective):
-        return TwoPass(objective)
-    return Sum()
+    return TwoPass(objective) if isinstance(objective, CoupledObjective) else Sum()
 
 
 def too_few(objective: CoupledObjective, what: str) -> str:

@@ -133,9 +133,7 @@ def _check_samples(run: Run) -> None:
     for begin, end in pairwise(order.walk(steps)):
         count = end.samples - begin.samples
         if count < least:
-            key = "batch"
-            if order.keeps_tail:
-                key = "batch.tail=keep"
+            key = "batch.tail=keep" if order.keeps_tail else "batch"
             what = f"{key}: step {begin.step + 1} has {plural(count, 'sample')}"
             text = "type batch.tail=drop, or a larger batch.global or stage"
             raise ConfigError(f"{too_few(objective, what)}: {text}")

@@ -341,6 +341,4 @@ def _image_of(config: RunConfig, data: DataView) -> Tensor | None:
     with data.isolated_rng():
         sample = data.read(0, seed=config.seed, epoch=0)
     name = image_field(sample)
-    if name is None:
-        return None
-    return sample[name]
+    return None if name is None else sample[name]

@@ -43,9 +43,7 @@ def _sync_policy(config: RunConfig, world: World, mode: str) -> SyncPolicy:
         text = "reduces within micro-batches, and deterministic=layout once, in a fixed order"
         raise ConfigError(f"sync={name}: {text}: type sync=auto")
     # What several ranks could not have is refused on one rank, too.
-    typed = mode
-    if mode == "none":
-        typed = config.parallel.mode
+    typed = config.parallel.mode if mode == "none" else mode
     if typed not in ("auto", "none") and (fault := setup.sync_fault(policy, typed)) is not None:
         raise ConfigError(f"sync={name}: {fault}")
     return policy
@@ -140,9 +138,7 @@ def parallel_mode(config: RunConfig, world: World) -> str:
     if world.size == 1:
         return "none"
     is_open = config.deterministic != "layout" and config.command in {"train", "plan"}
-    if mode == "auto" and not is_open:
-        return "ddp"
-    return mode
+    return "ddp" if mode == "auto" and not is_open else mode
 
 
 def auto_mode(config: RunConfig, world: World, module: nn.Module) -> tuple[str, str]:
@@ -220,9 +216,7 @@ def _fitting_precision(config: RunConfig, device: torch.device, module: nn.Modul
     # A card that is not here cannot be asked; its data sheet says it.
     if (card := CARDS.get(config.device)) is not None:
         has_bf16 = card.has_bf16
-    if has_bf16:
-        return "bf16"
-    return "fp32"
+    return "bf16" if has_bf16 else "fp32"
 
 
 def resolve_precision(

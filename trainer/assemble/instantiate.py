@@ -90,9 +90,7 @@ def _meant(error: BaseException) -> str:
     if getattr(error.obj, "__name__", "") == "__main__":
         return "; ranks are programs of their own: put the class into a file of its own"
     near = difflib.get_close_matches(str(error.name), vars(error.obj), n=1)
-    if near:
-        return f". Did you mean {near[0]}?"
-    return ""
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _cause(error: BaseException) -> str:

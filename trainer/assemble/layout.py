@@ -54,9 +54,7 @@ def find_layout(
         undo = facts_of(module).attend_by_document()
         if undo and world.on_main(lambda: packing_fault(loader, module, call)) is not None:
             undo()
-    most_shapes = None
-    if config.compile:
-        most_shapes = COMPILED_SHAPES
+    most_shapes = COMPILED_SHAPES if config.compile else None
     layout = layout_for(
         data.lengths[data.lengths.sample()],
         world_size=world.size,

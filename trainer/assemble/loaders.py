@@ -28,9 +28,7 @@ def open_loader(config: RunConfig, world: World, data: DataView) -> Loader:
     is_daemon, num_workers = current_process().daemon, config.num_workers
     if num_workers == "auto":
         on_gpu = planned_device(config, world).type != "cpu"
-        num_workers = 0
-        if on_gpu and not is_daemon:
-            num_workers = GPU_WORKERS
+        num_workers = GPU_WORKERS if on_gpu and not is_daemon else 0
     if num_workers and is_daemon:
         text = "a daemon process, as this one, may start none; type num_workers=0"
         raise ConfigError(f"num_workers={num_workers}: {text}")
@@ -67,9 +65,7 @@ def held_out_loader(
 ) -> HeldOut:
     """Load held-out samples as those of training are; no processes where a thread may do it."""
     own, most = loader.of(data, num_workers=0), config.eval.samples
-    key = "data"
-    if name in config.eval.sets:
-        key = f"eval.sets.{name}"
+    key = f"eval.sets.{name}" if name in config.eval.sets else "data"
     _check_positions(key, own, module)
     sizes = dict[str, int]()
     # The run's own part joins those of its sources.

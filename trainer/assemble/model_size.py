@@ -30,9 +30,7 @@ def refuse_too_large(
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     is_trained = spec is not None and config.command in {"train", "plan"}
     limit, is_here = rank_memory(config, world)
-    ranks = 1
-    if spec is not None and may_shard(config, world):
-        ranks = world.size
+    ranks = world.size if spec is not None and may_shard(config, world) else 1
     needed, what = weights, "weights need"
     is_large = limit is not None and STATE * weights > limit.bytes * ranks
     if spec is not None and is_trained and is_large:

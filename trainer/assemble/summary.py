@@ -263,9 +263,7 @@ def _warnings(run_plan: RunPlan) -> list[str]:
         warnings += order.sizes.warnings(begins, order.position(stages[-1].end))
     lengths, asked = run.data.lengths, order.sizes.largest
     device = run.planned_device
-    named = "a stage of "
-    if order.sizes.is_constant:
-        named = "batch.global="
+    named = "batch.global=" if order.sizes.is_constant else "a stage of "
     is_open = run.config.precision == "auto"
     if is_open and run.model.precision == "bf16" and not gpu.has_fast_bf16(device):
         warnings.append(

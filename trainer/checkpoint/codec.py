@@ -52,9 +52,7 @@ def encode(
         return {_PAIRS: [[_encode_plain(key, name), item] for key, item in pairs]}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{name}.{i}", tensors, known) for i, item in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        return {_TUPLE: items}
+        return items if isinstance(value, list) else {_TUPLE: items}
     return _encode_plain(value, name)
 
 

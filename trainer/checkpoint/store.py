@@ -123,9 +123,7 @@ class CheckpointStore:
         """Step of the checkpoint that is the best; None where there is none."""
         step: int | None = durable.read_json(self.folder / RunFolder.BEST).get("step")
         # Its checkpoint may have been set aside as damaged, or deleted.
-        if step in self.steps():
-            return step
-        return None
+        return step if step in self.steps() else None
 
     def mark_best(self, step: int) -> None:
         """Keep a checkpoint, where it is on disk, in place of the one that was the best before."""
@@ -302,9 +300,7 @@ class CheckpointWriter:
     def wait(self) -> Path | None:
         """Wait for what is being written, and return it; None where nothing is."""
         in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
-            return None
-        return in_flight.result()
+        return None if in_flight is None else in_flight.result()
 
     def close(self) -> Path | None:
         """Wait likewise, and save no more. Closing twice does nothing."""

@@ -233,9 +233,7 @@ def load_step(run: Path, step: WhichStep, world: World | None = None) -> Loaded:
         text = "no checkpoint was chosen; leave it out, or train with checkpoint.best=eval_loss"
         raise ConfigError(f"step=best: in {run} {text}")
     loaded = store.load(number, set_aside=False, world=world or World())
-    if step == AVERAGE:
-        return _with_average(loaded)
-    return loaded
+    return _with_average(loaded) if step == AVERAGE else loaded
 
 
 def _with_average(loaded: Loaded) -> Loaded:

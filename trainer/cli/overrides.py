@@ -142,9 +142,7 @@ def _read_typed(line: str) -> Override:
 def _in_full(to_path: Callable[[str], object], word: re.Match[str]) -> str:
     name = word[0].strip(" '\"")
     path = str(to_path(name))
-    if path == name:
-        return word[0]
-    return quote(path)
+    return word[0] if path == name else quote(path)
 
 
 def dotted(override: Override) -> str:

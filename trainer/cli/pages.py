@@ -70,9 +70,7 @@ def _doctor() -> Iterator[str]:
     yield f"  {'cpu':<14}{hardware['cpu']}, {hardware['cores']} cores for this process"
     for device, name in device_names().items():
         limit = memory_limit(device)
-        bf16 = "fast bf16"
-        if not has_fast_bf16(device):
-            bf16 = "no fast bf16"
+        bf16 = "no fast bf16" if not has_fast_bf16(device) else "fast bf16"
         yield f"  {name:<14}{size(limit.bytes)} for tensors ({limit.source}), {bf16}"
     yield "folders"
     yield f"  {'tuning cache':<14}{cache_folder()}"

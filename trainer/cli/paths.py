@@ -66,9 +66,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
 
 def _in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
-    if not exists(path):
-        return path
-    return str(expanded(path).absolute())
+    return path if not exists(path) else str(expanded(path).absolute())
 
 
 def refuse_missing(config: RunConfig) -> None:
@@ -91,6 +89,4 @@ def refuse_missing(config: RunConfig) -> None:
 
 
 def _below(path: str) -> str:
-    if path.startswith(("~", os.sep)):
-        return ""
-    return f" in {Path.cwd()}"
+    return "" if path.startswith(("~", os.sep)) else f" in {Path.cwd()}"

@@ -98,9 +98,7 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     key_of_run = "resume" if goes_on else None
     job = _check_over(run, rest, composer, key_of_run)
     # These look on a run as well, but from folders of their own.
-    if command in ("plan", "verify"):
-        return _place_new(job)
-    return _go_on(run, job)
+    return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
@@ -108,9 +106,7 @@ def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:
     found = list(overrides)
     for key in ("run", "resume"):
         path = Path(word_of(overrides, key) or ".")
-        step = None
-        if path.parent.name == RunFolder.CHECKPOINTS:
-            step = step_of(path)
+        step = step_of(path) if path.parent.name == RunFolder.CHECKPOINTS else None
         if step is not None and word_of(overrides, "step") is None:
             lines = f"{key}={quote(path.parent.parent)}", f"step={step}"
             found = [*without(found, key), *map(read_override, lines)]
@@ -182,9 +178,7 @@ def _go_on(run: RunFolder, job: Job) -> Job:
         note = f"{shown_path(run.path)} has no checkpoint: it begins again, with its settings\n"
         return replace(job, note=job.note + note)
     if saved_runs.is_finished(run, job.config):
-        clock = "epochs"
-        if job.config.total_epochs is None:
-            clock = "steps"
+        clock = "steps" if job.config.total_epochs is None else "epochs"
         done = f"{run} is done after step {run.last_step()}; {clock}=N trains further"
         return replace(job, done=done)
     stopped = run.record(RunFolder.RESULT).get("stopped")

@@ -106,9 +106,7 @@ def finish(opened: OpenRun, run: Run, plan: PlanRecord, folder: Path, at: float)
         simple = {f"byte {name}": value for name, value in found.items()}
     rows = [*chain.from_iterable(each.end_rows(opened, run) for each in run.features)]
     # Patience that is over with the last step ended nothing.
-    stopped = None
-    if trained.step < run.data.total_steps:
-        stopped = opened.no_better
+    stopped = opened.no_better if trained.step < run.data.total_steps else None
     result = {
         "step": trained.step,
         "eval_loss": metrics.get("loss", metrics.get("eval_loss")),

@@ -46,9 +46,7 @@ def _train(config: RunConfig, folder: Path, world: World, stop: Callable[[], boo
     started = time.perf_counter()
     end_if_stopped(world, stop())
     store = CheckpointStore.of(folder, keep=config.checkpoint.keep)
-    loaded = None
-    if config.resume is not None:
-        loaded = store.load(world=world)
+    loaded = store.load(world=world) if config.resume is not None else None
     saved = Saved.read(config, loaded, world)
     # Before data are read, which may take minutes: what is wrong with these is said at once.
     own = own_parts(config)

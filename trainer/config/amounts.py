@@ -21,9 +21,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kMG])")
 
 def whole(value: object) -> object:
     """Turn a float without a fraction, such as 1e3, into the int it is; leave all else alone."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def parse_bytes(value: object) -> object:
@@ -50,9 +48,7 @@ def parse_count(value: object) -> object:
 def parse_time(text: str) -> float | None:
     """Turn `"10min"`, `"2h"` or `"90s"` into seconds; None where it is no time above 0."""
     match = _TIME.fullmatch(text)
-    if match is None:
-        return None
-    return float(match[1]) * _SECONDS[match[2]] or None
+    return None if match is None else float(match[1]) * _SECONDS[match[2]] or None
 
 
 def cadence_steps(every: float, total_steps: int) -> int:
@@ -88,6 +84,4 @@ def is_due(
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
     """Resolve a warm-up; below 1 it is a share of the run, to the nearest step."""
-    if warmup < 1:
-        return round(warmup * total_steps)
-    return int(warmup)
+    return round(warmup * total_steps) if warmup < 1 else int(warmup)

@@ -115,9 +115,7 @@ def show(value: object) -> str:
 def either(words: Iterable[object]) -> str:
     """List alternatives, each whole: `a, b or c`."""
     *others, last = map(str, words)
-    if not others:
-        return last
-    return f"{', '.join(others)} or {last}"
+    return last if not others else f"{', '.join(others)} or {last}"
 
 
 def first_of(texts: Sequence[str], between: str = ", ") -> str:
@@ -148,9 +146,7 @@ def did_you_mean(word: str, choices: Collection[str]) -> str:
         if key.rpartition(".")[2] == last:
             near.append(key)
     near += get_close_matches(word.lower(), elsewhere, n=1, cutoff=MIN_SIMILARITY)
-    if near:
-        return f" Did you mean {near[0]}?"
-    return ""
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:

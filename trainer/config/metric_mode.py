@@ -29,9 +29,7 @@ def mode_of(key: str, metric: str, mode: Mode, mode_key: str) -> Literal["min", 
             if name.startswith(word):
                 near.append(name)
         near += get_close_matches(word, _NAMES)
-        meant = ""
-        if near:
-            meant = f" Did you mean eval_{near[0]}?"
+        meant = f" Did you mean eval_{near[0]}?" if near else ""
         own = f"For one of your own, type {mode_key}=min or {mode_key}=max"
         if key == "stop.metric":
             own += " (where checkpoint.best is the same metric, or null)"

@@ -104,9 +104,7 @@ class RunConfig(Section):
     @property
     def total_epochs(self) -> int | None:
         """Passes over the data; None where `steps` says how long the run is."""
-        if self.steps is not None:
-            return None
-        return self.epochs or 1
+        return None if self.steps is not None else self.epochs or 1
 
     @property
     def evaluates_all(self) -> bool:
@@ -315,9 +313,7 @@ def contract_diff(
     for key, before, now in _changes(old, new, allow):
         is_clock = key in ("steps", "epochs") and isinstance(before, int) and isinstance(now, int)
         if not (is_clock and (now or 0) > (before or 0)):
-            change = "to change it"
-            if is_clock:
-                change = "it may grow; to make it less"
+            change = "it may grow; to make it less" if is_clock else "to change it"
             text = f"the run has {show(before)}; {change}, resume_allow=[{key}]"
             faults.append(line(key, now, text))
     return faults

@@ -307,9 +307,7 @@ def save_error(error: OSError, path: Path, needed: int | None = None) -> SaveErr
     # The nearest that exists: the disk may have refused to make the others.
     folder = next(each for each in path.absolute().parents if each.is_dir())
     room = f"{shown_size(shutil.disk_usage(folder).free)} free"
-    need = ""
-    if needed is not None:
-        need = f"needs {shown_size(needed)}, "
+    need = f"needs {shown_size(needed)}, " if needed is not None else ""
     return SaveError(
         f"{path}: could not be written: {why} ({need}{room}): make room, lower checkpoint.keep, "
         "or set outputs to another disk; nothing older was touched"

@@ -22,9 +22,7 @@ DTYPE_WORDS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float1
 
 def number(value: float) -> str:
     """Write a count in full, with thousands separated: `8,192`."""
-    if float(value).is_integer():
-        return f"{value:,.0f}"
-    return f"{value:,.1f}"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 
 def plural(count: float, noun: str) -> str:

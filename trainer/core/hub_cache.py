@@ -59,9 +59,7 @@ def read_cache_without_network(typed: str) -> None:
 
 def model_folder(source: str) -> str:
     """Give the folder of a model that a file of it may stand for, or its name on the hub."""
-    if Path(source).is_file():
-        return str(Path(source).parent)
-    return source
+    return str(Path(source).parent) if Path(source).is_file() else source
 
 
 def model_files(source: str, *names: str) -> list[Path]:

@@ -48,9 +48,7 @@ def checkpoint_name(step: int) -> str:
 def step_of(checkpoint: Path) -> int | None:
     """Read the step of a checkpoint off the name of its folder; None of any other folder."""
     match = _STEP.fullmatch(checkpoint.name)
-    if match is None:
-        return None
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 @final
@@ -90,9 +88,7 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Read the resolved config."""
         content = _yaml(self.path / self.CONFIG)
-        if isinstance(content, dict):
-            return content
-        return {}
+        return content if isinstance(content, dict) else {}
 
     @property
     def overrides_file(self) -> Path:
@@ -136,9 +132,7 @@ class RunFolder:
     def last_step(self) -> int:
         """Read the last step as the status has it; 0 where it has none."""
         step = self.status().get("step")
-        if isinstance(step, int):
-            return step
-        return 0
+        return step if isinstance(step, int) else 0
 
     def record_start(self) -> None:
         """Record once when the run begins; file times of a copy are those of the copying."""
@@ -150,9 +144,7 @@ class RunFolder:
     def began(self) -> float:
         """Read when it began, in seconds since the epoch; 0 where nobody wrote it down."""
         found = self.record(self.START).get("started")
-        if isinstance(found, int | float):
-            return float(found)
-        return 0.0
+        return float(found) if isinstance(found, int | float) else 0.0
 
     def by_start(self) -> tuple[float, str]:
         """Give what runs are sorted by: when they began, then their path."""

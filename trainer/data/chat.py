@@ -207,9 +207,7 @@ def _encode_texts(tokenizer: Any, prompt: str, completion: str) -> TokensAndMask
     if not completion.strip():
         raise ValueError("the completion is empty, so that there is nothing to learn")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    end = ""
-    if eos and not completion.endswith(eos):
-        end = eos
+    end = eos if eos and not completion.endswith(eos) else ""
     encoded = tokenizer(
         prompt + completion + end,
         # Those of the tokenizer begin with a BOS, of which the text may have one already.

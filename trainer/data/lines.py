@@ -108,9 +108,7 @@ def _holds_list(file: Path) -> bool:
 
 def record_place(file: Path, number: int) -> str:
     """Name a record by its line, or by its number in a list."""
-    if _holds_list(file):
-        return f"{file}: record {number}"
-    return f"{file}:{number}"
+    return f"{file}: record {number}" if _holds_list(file) else f"{file}:{number}"
 
 
 def json_object(record: bytes) -> dict[str, Any]:

@@ -227,9 +227,7 @@ class Loader(Dataset[Any]):
     @property
     def _running(self) -> Any:  # noqa: ANN401 - a class of PyTorch's own
         """Give what owns the workers; PyTorch has no public way to stop persistent ones."""
-        if self._workers is None:
-            return None
-        return self._workers._iterator
+        return None if self._workers is None else self._workers._iterator
 
     def close(self) -> None:
         """Stop the workers. A later stream starts them again."""

@@ -149,9 +149,7 @@ def image_field(sample: Sample) -> str | None:
 def num_tokens(sample: Sample) -> int | None:
     """Count the tokens of a sample; None where it has no one-dimensional `input_ids`."""
     tokens = sample.get(INPUT_IDS)
-    if tokens is None or tokens.dim() != 1:
-        return None
-    return tokens.size(0)
+    return None if tokens is None or tokens.dim() != 1 else tokens.size(0)
 
 
 def as_tensors(fields: Mapping[Any, Any], place: Callable[[], str]) -> dict[str, Tensor]:

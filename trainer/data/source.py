@@ -153,9 +153,7 @@ def named_parts(spec: SourceSpec) -> tuple[Sequence[Any], str]:
     """
     built = spec.build()
     splits = getattr(built, "splits", None)
-    parts = built
-    if callable(splits) and not spec.is_part:
-        parts = splits()
+    parts = splits() if callable(splits) and not spec.is_part else built
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
         return [built], ""
     names = [TRAIN]

@@ -173,9 +173,7 @@ def _by_name(paths: Sequence[Path]) -> dict[str, list[Path]] | None:
             parts[TRAIN].append(path)
         elif path.name.startswith("val"):
             parts[HELD_OUT].append(path)
-    if not all(parts.values()):
-        return None
-    return parts
+    return None if not all(parts.values()) else parts
 
 
 def _num_tokens(path: Path, dtype: np.dtype[Any]) -> int:

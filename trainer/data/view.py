@@ -80,9 +80,7 @@ class DataView:
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:
         """Give a view of all of a data set; of a view itself."""
-        if isinstance(dataset, DataView):
-            return dataset
-        return cls(dataset)
+        return dataset if isinstance(dataset, DataView) else cls(dataset)
 
     def __len__(self) -> int:
         return self._count

@@ -144,9 +144,7 @@ def _order(end: Ended) -> int:
     if "error" in end.report:
         return 0
     if "crash" in end.report:
-        if end.place.waits:
-            return 4
-        return 2
+        return 4 if end.place.waits else 2
     if end.is_killed:
         return 5
     # Collectives abort the process when they find messages they did not expect.
@@ -157,9 +155,7 @@ def _order(end: Ended) -> int:
 
 def _name(end: Ended) -> str:
     if "crash" in end.report:
-        what = "failed"
-        if end.place.waits:
-            what = "failed in a collective"
+        what = "failed in a collective" if end.place.waits else "failed"
         return f"rank {end.rank} {what} at {end.place}: {end.report['crash']}"
     if end.code >= 0:
         return f"rank {end.rank} exited with code {end.code} and no error report, at {end.place}"
@@ -171,16 +167,10 @@ def _name_hung(failed: list[Ended], folder: Path, timeout_s: float) -> str:
     """Name, of those that did not wait themselves, the one that is behind, or the longest there."""
     end = min(failed, key=lambda end: (end.place.waits, *end.place.progress, end.place.since))
     stacks = RunFolder(folder).traceback(end.rank)
-    where = ""
-    if stacks.exists():
-        where = f"; what it was doing is in {stacks}"
+    where = f"; what it was doing is in {stacks}" if stacks.exists() else ""
     limit_s, key = end.place.limit_s(timeout_s), "parallel.timeout_s"
     if end.place.is_first:
         key = f"ten times {key} in the first step"
-    waited = "in time"
-    if limit_s != float("inf"):
-        waited = f"for {limit_s:g} s ({key})"
-    what = "did not answer"
-    if end.place.waits:
-        what = "waited for other ranks"
+    waited = f"for {limit_s:g} s ({key})" if limit_s != float("inf") else "in time"
+    what = "waited for other ranks" if end.place.waits else "did not answer"
     return f"rank {end.rank} {what} {waited}, at {end.place}{where}"

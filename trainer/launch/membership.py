@@ -88,9 +88,7 @@ def membership(environment: Mapping[str, str] = os.environ) -> Membership | None
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Give this process's number among those that a launcher started, 0 where it is alone."""
     written = environment.get(_names(environment)[0], "")
-    if not written.isdecimal():
-        return 0
-    return int(written)
+    return 0 if not written.isdecimal() else int(written)
 
 
 def first_host(listed: str) -> str:
@@ -101,9 +99,7 @@ def first_host(listed: str) -> str:
 def _names(environment: Mapping[str, str]) -> tuple[str, str, str, str]:
     # An sbatch script, and srun with one task, have Slurm's variables too.
     is_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if is_srun and "RANK" not in environment:
-        return _SRUN
-    return _TORCHRUN
+    return _SRUN if is_srun and "RANK" not in environment else _TORCHRUN
 
 
 def _address(environment: Mapping[str, str], names: tuple[str, ...], size: int) -> str:

@@ -71,9 +71,7 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> torch.device:
 
 def gpu_index(member: Membership, visible: int) -> int:
     """Number the GPU of a rank among the visible ones; a launcher may show each rank its own."""
-    if visible == 1 and not member.is_ours:
-        return 0
-    return member.local_rank
+    return 0 if visible == 1 and not member.is_ours else member.local_rank
 
 
 def local_ranks(config: RunConfig) -> int:

@@ -66,9 +66,7 @@ def listening(config: RunConfig) -> AbstractContextManager[StopFlag]:
 
     Any other command ends at once, and leaves nothing half done.
     """
-    if config.command == "train":
-        return stop_signals()
-    return nullcontext(StopFlag())
+    return stop_signals() if config.command == "train" else nullcontext(StopFlag())
 
 
 def _members(config: RunConfig) -> list[Membership]:

@@ -279,6 +279,4 @@ class Watch:
 
 def _content(file: Path) -> bytes:
     """Read a file; nothing where there is none."""
-    if not file.exists():
-        return b""
-    return file.read_bytes()
+    return b"" if not file.exists() else file.read_bytes()

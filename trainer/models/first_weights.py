@@ -202,9 +202,7 @@ class _FillRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyp
 
     def _record(self, target: Tensor, func: Any, args: Any, kwargs: Any, *, makes: bool) -> None:  # noqa: ANN401
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        state = None
-        if draws:
-            state = torch.default_generator.get_state()
+        state = torch.default_generator.get_state() if draws else None
         fill = Fill(func, args, kwargs, state, makes)
         if draws:
             fill.run(torch.empty(target.shape, dtype=target.dtype, device="cpu"))

@@ -300,9 +300,7 @@ def _refuse_uneven_heads(width: int, num_heads: int, *, is_rotary: bool) -> None
     # One head does, if any number, so the nearest is less than twice as many; the smaller of two.
     fits = [n for n in range(1, min(2 * num_heads, width, 1024) + 1) if width % (n * step) == 0]
     near = min(fits, key=lambda n: abs(n - num_heads), default=None)
-    other = ""
-    if near is not None:
-        other = f" or model.num_heads={near}"
+    other = f" or model.num_heads={near}" if near is not None else ""
     # The nearest width of which every head has as much, and at least one step of it
     width_near = max(1, round(width / num_heads / step)) * num_heads * step
     raise ConfigError(

@@ -71,9 +71,7 @@ class Sharded(Parallel):
         # Objectives make new tensors of what a model returns; they write into none of them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         # Autocast casts inputs where an operator asks for it, as it does without shards.
-        reduce_dtype = None
-        if wide or dtype is not None:
-            reduce_dtype = torch.float32
+        reduce_dtype = torch.float32 if wide or dtype is not None else None
         policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
         for part in (*blocks, module):
             # FSDP2 looks for the tensors whose backward it waits for in containers alone.

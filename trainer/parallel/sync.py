@@ -110,6 +110,4 @@ class Hierarchical(SyncPolicy):
 
     def reduction(self, index: int, *, is_last: bool) -> Reduction:
         """See the base class."""
-        if is_last:
-            return "across"
-        return "within"
+        return "across" if is_last else "within"

@@ -111,9 +111,7 @@ class Plan:
     def positions(self, rank: int, slot: int) -> int:
         """Computed positions of one micro-batch: samples times padded length."""
         length = self.padded_lengths[rank][slot]
-        if self.packed:
-            return length
-        return len(self.ranks[rank][slot]) * length
+        return length if self.packed else len(self.ranks[rank][slot]) * length
 
     def num_tokens(self, rank: int, slot: int) -> int:
         """Tokens of one micro-batch, padding left out."""
@@ -148,9 +146,7 @@ class Plan:
     def padding(self) -> float:
         """Share of computed positions that hold no token."""
         computed = self.num_positions
-        if not computed:
-            return 0.0
-        return 1.0 - float(self.lengths.sum()) / computed
+        return 0.0 if not computed else 1.0 - float(self.lengths.sum()) / computed
 
     def equation(self, whole: str | None = None) -> str:
         """Write the global batch, `whole` in words, as what it is cut into.

@@ -50,9 +50,7 @@ class Lengths:
     @classmethod
     def of(cls, lengths: Lengths | npt.NDArray[Any]) -> Lengths:
         """Give the lengths that an array holds; lengths themselves as they are."""
-        if isinstance(lengths, Lengths):
-            return lengths
-        return cls(np.asarray(lengths))
+        return lengths if isinstance(lengths, Lengths) else cls(np.asarray(lengths))
 
     def part(self, ids_of: IdsOf | None, count: int) -> Lengths:
         """Give the lengths of some of the samples."""
@@ -71,9 +69,7 @@ class Lengths:
         places = np.atleast_1d(where)
         found = self._values[places if self._ids_of is None else self._ids_of(places)]
         lengths = np.asarray(found, dtype=np.int64)
-        if np.ndim(where):
-            return lengths
-        return lengths[0]
+        return lengths if np.ndim(where) else lengths[0]
 
     def min(self) -> int:
         """Give the shortest length."""

@@ -302,9 +302,7 @@ def layout_for(
     """
     longest = int(lengths.max())
     # A sample without tokens counts as one, and is not padded to eight.
-    multiple = 1
-    if device_type != "cpu" and longest > 1:
-        multiple = GPU_MULTIPLE
+    multiple = GPU_MULTIPLE if device_type != "cpu" and longest > 1 else 1
     shapes: tuple[int, ...] = ()
     max_shapes = None
     if packed:

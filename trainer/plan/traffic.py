@@ -59,9 +59,7 @@ def traffic_of(
 ) -> Traffic:
     """Work out what one policy costs."""
     shard, size = sizes.shard, sizes.model_bytes
-    weights = size
-    if sizes.gathered_bytes is not None:
-        weights = sizes.gathered_bytes
+    weights = sizes.gathered_bytes if sizes.gathered_bytes is not None else size
     ring = (shard - 1) / shard
     scattered = collectives.reductions * size
     if sizes.scatters_whole:

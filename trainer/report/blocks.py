@@ -82,9 +82,7 @@ def end_block(plan: PlanRecord, result: PlanRecord, rows: Sequence[Row] = ()) ->
 
 def noun_of(plan: PlanRecord) -> Noun:
     """Say what lengths count, for a person: samples where each is one token of length one."""
-    if plan["num_tokens"] == plan["num_samples"]:
-        return "sample"
-    return "token"
+    return "sample" if plan["num_tokens"] == plan["num_samples"] else "token"
 
 
 def _shapes(plan: PlanRecord, file: Path) -> RenderableType:

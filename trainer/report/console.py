@@ -92,9 +92,7 @@ class Screen:
         text = printable_lines(without_secrets(f"{label}{text}", os.environ))
         for console in self._consoles:
             # A terminal breaks a line at words, but a command, which is copied whole.
-            shown = text
-            if not is_command:
-                shown = at_words(text, console.file)
+            shown = at_words(text, console.file) if not is_command else text
             labelled = Text(shown, style)
             labelled.stylize("bold yellow", 0, len(label))
             _print(console, labelled, soft_wrap=True)

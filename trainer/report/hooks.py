@@ -102,6 +102,4 @@ def _number(value: object) -> float | None:
     # NumPy's scalars and arrays have both as well.
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()
-    if isinstance(value, int | float):
-        return value
-    return None
+    return value if isinstance(value, int | float) else None

@@ -64,9 +64,7 @@ class Journal:
     def _try(self, *, durable: bool = False) -> OSError | None:
         """Write all that waits; a failure before may have left some of it."""
         try:
-            size = 0
-            if self._path.exists():
-                size = self._path.stat().st_size
+            size = self._path.stat().st_size if self._path.exists() else 0
             # Somebody may have made the file shorter, so the smaller of the two counts.
             if self._whole is None or size < self._whole:
                 self._whole = size
@@ -137,9 +135,7 @@ def truncate_after(path: Path, step: float = math.inf) -> None:
     """Cut entries beyond a checkpoint's step, and mend a line torn by a crash. Atomic."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file; move it away")
-    content = b""
-    if path.exists():
-        content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     whole = bytearray()
     for line in content.splitlines(keepends=True):
         entry = _parse(line)
@@ -156,6 +152,4 @@ def _parse(line: bytes) -> Entry | None:
         return None
     step = entry.get("step")
     # By its type: a `bool` is an `int` too.
-    if type(step) is int and abs(step) < MOST_STEPS:
-        return entry
-    return None
+    return entry if type(step) is int and abs(step) < MOST_STEPS else None

@@ -73,9 +73,7 @@ class Tracker(ABC):
 
 def figures_of(entry: Entry) -> dict[str, float]:
     """Name the figures of an entry: `train/loss`, `eval/loss`; a step that was skipped counts 1."""
-    kind = "train"
-    if EVAL_SECONDS in entry:
-        kind = "eval"
+    kind = "eval" if EVAL_SECONDS in entry else "train"
     figures: dict[str, float] = {}
     for key, value in entry.items():
         name = f"{kind}/{key.removeprefix('eval_')}"

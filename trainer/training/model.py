@@ -66,9 +66,7 @@ class Model:
     def trial_values(self, world: World) -> AbstractContextManager[None]:
         """Lend the main rank values for a trial, where a model in shards has none yet."""
         is_tried = self.weights is not None and world.is_main
-        if is_tried:
-            return any_values(self.module, self.device)
-        return nullcontext()
+        return any_values(self.module, self.device) if is_tried else nullcontext()
 
     def lr_scale(self, order: Order, at: Cursor) -> float:
         """What the size of the step that begins at a position multiplies every rate by."""

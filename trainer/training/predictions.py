@@ -54,9 +54,7 @@ def _lines(
         for place, length in zip(places.tolist(), padded, strict=True)
     )
     # Numbers are names of classes only where the objective chooses among classes.
-    names = None
-    if objective.class_axis is not None:
-        names = data.facts.label_names
+    names = data.facts.label_names if objective.class_axis is not None else None
     model.gather()
     with forward_passes(model, part.loader, requests, world) as loaded:
         for place, loaded_fields in zip(places, loaded, strict=True):

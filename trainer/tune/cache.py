@@ -51,9 +51,7 @@ _Duration = Annotated[float, Field(gt=0, le=1e6)]
 
 def _or_inf(value: Any) -> Any:  # noqa: ANN401 - as for `_by_shape`
     # JSON has no infinity.
-    if value is None:
-        return math.inf
-    return value
+    return math.inf if value is None else value
 
 
 @final

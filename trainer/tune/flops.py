@@ -164,17 +164,13 @@ def card_cost(counts: ComputeCounts | None, card: Card | None, precision: str) -
 def card_at(device: torch.device) -> Card | None:
     """Give the card that a device is; None for a CPU, or a card that nobody entered."""
     name = gpu.name_of(device)
-    if name is None:
-        return None
-    return reported_as(name)
+    return None if name is None else reported_as(name)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Give what a device can do in a second, dense; None where nobody knows, as for any CPU."""
     card = card_at(device)
-    if card is None:
-        return None
-    return card.peak(precision)
+    return None if card is None else card.peak(precision)
 
 
 @final

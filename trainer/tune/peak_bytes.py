@@ -52,9 +52,7 @@ def memory_rows(
         if limit:
             share = f"{percent(peak / limit)} of {size(limit)}"
         text = f"{size(peak)} of tensors predicted, {share}"
-    note = None
-    if not is_here:
-        note = "an estimate for a machine that is not here"
+    note = "an estimate for a machine that is not here" if not is_here else None
     if text:
         shown = join_parts(text + " per rank" * (world_size > 1), note)
     terms = list[str]()

@@ -49,9 +49,7 @@ def meter_for(device: torch.device) -> Clock:
     On a CPU it is the time that the calling thread computes: that does not move while another
     program has the core.
     """
-    if device.type == "cpu":
-        return time.thread_time
-    return time.perf_counter
+    return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 def positions(shape: Shape) -> int:

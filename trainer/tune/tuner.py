@@ -160,9 +160,7 @@ class MemoryVariant:
     @property
     def cost(self) -> Cost:
         """The time model of the cuts."""
-        if self.request.timed:
-            return self.speed.cost
-        return self.request.layout.cost
+        return self.speed.cost if self.request.timed else self.request.layout.cost
 
     @property
     def limit_bytes(self) -> int:
@@ -194,9 +192,7 @@ class MemoryVariant:
         request, lockstep = self.request, self.request.layout.lockstep
         plans = request.plans_under(cap, self.cost)
         # Where nothing is timed, recomputing costs what arithmetic says.
-        factor = 1.0
-        if self.recompute and not request.timed:
-            factor = RECOMPUTED
+        factor = RECOMPUTED if self.recompute and not request.timed else 1.0
         seconds = factor * fmean(self.speed.step_seconds(plan, lockstep=lockstep) for plan in plans)
         self.times[cap] = seconds
         computed, tokens, padding = 0, 0, 0.0
@@ -383,9 +379,7 @@ def _refuse(variant: MemoryVariant) -> NoReturn:
         remedies.append(f"shorten it, data.max_length={fits} being the longest that fits")
     if request.recompute is False:
         remedies.append("try activation_checkpointing=true")
-    inputs = ""
-    if limit.inputs:
-        inputs = f", {size(limit.inputs)} for inputs"
+    inputs = f", {size(limit.inputs)} for inputs" if limit.inputs else ""
     sample = f"sample {request.longest_id} of {request.longest} tokens"
     what = f"{sample} does not fit, even alone: a step with it"
     if count > 1:

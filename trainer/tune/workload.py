@@ -153,9 +153,7 @@ def fullest_steps(work: Workload, model: Parallel, fields: Fields | None = None)
     if work.fake_ranks is not None:
         sync = work.model.setup.sync
     # Where backward sends gradients, a step without one would have none for the optimizer.
-    first_fields = None
-    if sync.lockstep or sync.overlaps:
-        first_fields = fields
+    first_fields = fields if sync.lockstep or sync.overlaps else None
     work, peak = replace(work, model=replace(work.model, module=module)), PeakBytes()
     with peak:
         optimizer, snapshot = work.model.spec.build(module), Snapshot(module)
@@ -345,6 +343,4 @@ class Tiled:
         follows = entries == size > 1
         if sequence is not None:
             follows = (name, dim) in sequence
-        if follows:
-            return length
-        return entries
+        return length if follows else entries

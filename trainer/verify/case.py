@@ -53,15 +53,11 @@ def _first(pool: Any, size: Any = None, **_: Any) -> Any:  # noqa: ANN401 - as N
     # A number stands for the integers below it.
     if values.ndim == 0:
         values = np.arange(pool)
-    if size is None:
-        return values[0]
-    return np.resize(values, size)
+    return values[0] if size is None else np.resize(values, size)
 
 
 def _halves(size: Any = None) -> Any:  # noqa: ANN401 - as NumPy has it
-    if size is None:
-        return np.float64(0.5)
-    return np.full(size, 0.5)[()]
+    return np.float64(0.5) if size is None else np.full(size, 0.5)[()]
 
 
 NUMPY_CONSTANTS = {
@@ -99,9 +95,7 @@ class Widened(TorchFunctionMode):
         if not isinstance(value, torch.dtype) or not (value.is_floating_point or value.is_complex):
             return value
         self._undone.add(value)
-        if value.is_complex:
-            return torch.complex128
-        return torch.float64
+        return torch.complex128 if value.is_complex else torch.float64
 
 
 @final

@@ -82,9 +82,7 @@ def compared(found: Gradient, expected: Gradient, dtype: torch.dtype) -> Errors:
         by_name[name] = _ratio(distance, size)
         if by_name[name] <= EXACT[dtype]:
             continue
-        bound = distance
-        if dtype != torch.float64:
-            bound = max(distance, size)
+        bound = max(distance, size) if dtype != torch.float64 else distance
         if bound <= lost:
             by_name[name] = _ratio(distance, largest)
             cancelled.append(name)
@@ -100,13 +98,9 @@ def _ratio(distance: float, size: float) -> float:
         return math.inf
     error = distance / size
     # Not a number would be no larger than any limit.
-    if not math.isfinite(error):
-        return math.inf
-    return error
+    return math.inf if not math.isfinite(error) else error
 
 
 def _largest(values: Tensor) -> float:
     """Give the largest absolute value; not a number where there is one that is not."""
-    if not values.numel():
-        return 0.0
-    return float(values.abs().max())
+    return 0.0 if not values.numel() else float(values.abs().max())

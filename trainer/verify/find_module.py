@@ -233,9 +233,7 @@ def name_reasons(modules: Mapping[str, nn.Module], reasons: Mapping[str, Reason]
 def _sum_faults(case: Case, trace: Trace, ways: Mapping[str, Sequence[Losses]]) -> Faults:
     """Name loss terms that are no sums over samples; `ways` are theirs apart, by what changes."""
     # It can be exact for one cut: a mean over micro-batches of one size, say.
-    remedy = REMEDY
-    if case.context.model.objective.is_of_model:
-        remedy = REMEDY_OF_MODEL
+    remedy = REMEDY_OF_MODEL if case.context.model.objective.is_of_model else REMEDY
     for term, loss in trace.losses.items():
         apart, wrong = dict[str, list[float]](), list[str]()
         for way, losses in ways.items():

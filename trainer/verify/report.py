@@ -79,9 +79,7 @@ def verify_block(report: VerifyReport) -> RenderableType:
     if report.error_without_draws is not None:
         off = f"{report.error_without_draws:.2e} without random draws, the largest of any parameter"
         largest, limit = f"{off}, relative; {limit}", f"with them {report.max_relative_error:.2e}"
-    style = "bold red"
-    if is_exact:
-        style = "bold green"
+    style = "bold green" if is_exact else "bold red"
     verdict = Text(VERDICTS[report.verdict], style)
     rows: list[LabelledLine] = [
         ("verdict", verdict),

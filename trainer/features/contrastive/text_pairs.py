@@ -23,9 +23,7 @@ def embed(model: ModelCall, fields: Fields) -> Any:  # noqa: ANN401 - models ret
     """
     ids = fields.get(INPUT_IDS)
     module = getattr(model, "module", None)
-    pooling = None
-    if isinstance(module, nn.Module):
-        pooling = noted_facts(module).pooling
+    pooling = noted_facts(module).pooling if isinstance(module, nn.Module) else None
     if pooling is None or ids is None or ids.shape[1:-1] != (2,):
         return model(fields)
     rows = dict(fields)

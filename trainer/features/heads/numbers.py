@@ -43,9 +43,7 @@ class Numbers(Objective):
     @property
     def label_kind(self) -> LabelKind:
         """See the base class."""
-        if self.loss == "squared_error":
-            return "numbers"
-        return "flags"
+        return "numbers" if self.loss == "squared_error" else "flags"
 
     def weights(self, fields: Fields) -> Mapping[str, float]:
         """Count the labels."""

@@ -65,9 +65,7 @@ def _keys_of_messages(record: Any, column: str) -> Iterator[str]:  # noqa: ANN40
 
     What is no record, or no message, is found, and named, where it is encoded.
     """
-    messages = None
-    if isinstance(record, Mapping):
-        messages = record.get(column)
+    messages = record.get(column) if isinstance(record, Mapping) else None
     if isinstance(messages, list):
         for message in messages:
             if isinstance(message, Mapping):
@@ -153,9 +151,7 @@ def _parts(
 
 
 def _side(value: Any) -> str | list[Message]:  # noqa: ANN401 - any JSON value
-    if isinstance(value, str):
-        return value
-    return normalize_messages(value)
+    return value if isinstance(value, str) else normalize_messages(value)
 
 
 def prompt_tokens(

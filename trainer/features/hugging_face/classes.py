@@ -48,9 +48,7 @@ def with_config_settings(
 
     def make(**settings: Any) -> Any:  # noqa: ANN401 - any model or config
         config = kind(**settings)
-        if is_config:
-            return config
-        return target(config)
+        return config if is_config else target(config)
 
     make.__name__ = target.__name__
     parameters = _parameters_of(kind, typed=typed)

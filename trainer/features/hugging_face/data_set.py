@@ -88,9 +88,7 @@ class HuggingFaceData(TwoSides):
         self._tokenizer = tokenizer
         template, variables = read_template(chat_template), dict(chat_template_kwargs or {})
         self._template = {"chat_template": template, **variables}
-        names = None
-        if label_names is not None:
-            names = tuple(label_names)
+        names = tuple(label_names) if label_names is not None else None
         options = EncodeOptions(
             task=task or "causal_lm",
             columns=dict(columns or {}),

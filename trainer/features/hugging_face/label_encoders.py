@@ -124,9 +124,7 @@ def _named_labels(
     # Two words of the data that differ in case alone are two classes, and no spelling of one.
     is_respelt = folded <= place.keys() and len(folded) == len({*words})
     is_known = {*words} <= {*given} or is_respelt
-    names = words
-    if fixed or is_known:
-        names = given
+    names = given if fixed or is_known else words
     numbers = dict[object, int]()
     if is_known:
         for word in words:
@@ -170,9 +168,7 @@ def label_fields(encoder: RecordEncoder, record: RoleValues, labels: Labels) -> 
 def space_before_words(tokenizer: Any) -> str:  # noqa: ANN401 - whatever the tokenizer is
     """Give a space where a tokenizer, such as RoBERTa's, takes words in a row for one."""
     ids = tokenizer(["a", "a"], is_split_into_words=True, add_special_tokens=False)[INPUT_IDS]
-    if tokenizer.decode(ids).strip() == "aa":
-        return " "
-    return ""
+    return " " if tokenizer.decode(ids).strip() == "aa" else ""
 
 
 def tag_fields(

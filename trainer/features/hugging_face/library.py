@@ -226,9 +226,7 @@ def _positions_of(module: nn.Module) -> int | None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
             # Those of RoBERTa's kind begin behind the padding's, those of OPT's behind two.
-            first = 0
-            if part.padding_idx is not None:
-                first = part.padding_idx + 1
+            first = part.padding_idx + 1 if part.padding_idx is not None else 0
             return part.num_embeddings - int(getattr(part, "offset", first))
     return None
 

@@ -48,9 +48,7 @@ def hugging_face(  # noqa: PLR0913, PLR0917 - the keys of `model`
     model's config.
     """
     if (path is None) == (config is None):
-        both = ""
-        if path is not None:
-            both = "both path and config are given: "
+        both = "both path and config are given: " if path is not None else ""
         raise ConfigError(
             f"model: {both}type model.path=FOLDER for a model with its weights, or "
             "model.config=FILE for one with random weights"

@@ -159,9 +159,7 @@ def _without_media(records: Any) -> Any:  # noqa: ANN401 - a Dataset
     from datasets.features.features import require_decoding  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
 
     names = [name for name, kind in records.features.items() if require_decoding(kind)]
-    if not names:
-        return records
-    return records.remove_columns(names)
+    return records if not names else records.remove_columns(names)
 
 
 def find_records(
@@ -330,9 +328,7 @@ def _csv_rows(file: Path) -> NumberedRows:
     # The limit is the process's; by default it is 128 KiB, less than some texts have.
     csv.field_size_limit(lines.LONGEST_LINE)
     _, head = next(lines.lines_of(file), (1, b""))
-    separators = b",;\t"
-    if lines.kind_suffix(file) == ".tsv":
-        separators = b"\t"
+    separators = b"\t" if lines.kind_suffix(file) == ".tsv" else b",;\t"
     separator = chr(max(separators, key=head.count))
     texts = (line.decode() for _, line in lines.lines_of(file))
     names, number, found = list[str](), 1, csv.reader(texts, delimiter=separator, strict=True)

@@ -69,6 +69,4 @@ def task_of(module: nn.Module) -> Task | None:
     is_encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
     task = task_of_class(*names, is_encoder_decoder=is_encoder_decoder is True)
     inner = getattr(module, "get_base_model", None)  # peft's
-    if task is None and callable(inner):
-        return task_of(inner())
-    return task
+    return task_of(inner()) if task is None and callable(inner) else task

@@ -167,9 +167,7 @@ def _thinned(
 
 def _rounded(value: object) -> float | None:
     # Five digits are more than a screen shows.
-    if is_number(value):
-        return float(f"{value:.5g}")
-    return None
+    return float(f"{value:.5g}") if is_number(value) else None
 
 
 def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
@@ -190,6 +188,4 @@ def _marks(run: SavedRun) -> Iterator[tuple[int, str]]:
 
 
 def _or_zero(value: object) -> float:
-    if is_number(value):
-        return round(value, 2)
-    return 0
+    return round(value, 2) if is_number(value) else 0

@@ -165,13 +165,9 @@ def numbers_of(record: object) -> dict[str, float]:
 
 def as_list(value: object) -> list[Any]:
     """Give a list of a record; an empty one where it is something else."""
-    if isinstance(value, list):
-        return value
-    return []
+    return value if isinstance(value, list) else []
 
 
 def as_mapping(value: object) -> dict[str, Any]:
     """Give a mapping of a record; an empty one where it is something else."""
-    if isinstance(value, dict):
-        return value
-    return {}
+    return value if isinstance(value, dict) else {}

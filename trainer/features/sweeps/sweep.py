@@ -74,9 +74,7 @@ def run_sweep(lines: Sequence[str], composer: Composer, faults: Sequence[str] = 
                 if sweep.command == "train":
                     table.report(sweep, Console())
     if interrupted or (sweep.is_parallel and (sweep.folder / STOP_FILE).exists()):
-        if Preempted.exit_code in codes:
-            return Preempted.exit_code
-        return INTERRUPTED
+        return Preempted.exit_code if Preempted.exit_code in codes else INTERRUPTED
     if failed or {*codes} - {0, Preempted.exit_code}:
         return 1
     return max(codes, default=0)

@@ -66,9 +66,7 @@ class WandbTracker(Tracker):
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=STEP)
         # Files that were uploaded and removed say nothing of what was in them.
-        if is_online or has_files:
-            return -1
-        return None
+        return -1 if is_online or has_files else None
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """See the base class."""

@@ -96,9 +96,7 @@ class Pixels:
         """Say how large an image becomes, what is taken off it, and by what."""
         mean = " ".join(f"{each:.4g}" for each in self.mean)
         std = " ".join(f"{each:.4g}" for each in self.std)
-        by = ""
-        if self.processor:
-            by = f", by {type(self.processor).__name__}"
+        by = f", by {type(self.processor).__name__}" if self.processor else ""
         return f"{self.size[0]} x {self.size[1]} pixels, mean {mean}, std {std}{by}"
 
     def to_json(self) -> str:
