@@ -200,6 +200,16 @@ def test_only_blocks_that_share_nothing_are_sharded_on_their_own(how, count):
     assert len(separable_blocks(shared(how))) == count
 
 
+def test_a_block_in_two_lists_is_not_sharded_on_its_own():
+    blocks = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.Module()
+    model.encoder, model.decoder = nn.ModuleList(blocks), nn.ModuleList(blocks)
+    assert separable_blocks(model) == ()
+    stack = model.decoder
+    model.encoder, model.decoder = nn.ModuleDict({"own": stack}), nn.ModuleDict({"own": stack})
+    assert separable_blocks(model) == ()
+
+
 def refused_types(world: World) -> str:
     module = shared("")
     module.blocks[1].gain.data = module.blocks[1].gain.data.float()

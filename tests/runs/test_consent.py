@@ -131,3 +131,11 @@ def test_a_class_of_the_current_folder_brings_nothing_of_it_that_is_installed(mo
     done = python(f"-m trainer {OWN_RUN} {more}", trapped)
     assert done.returncode == 0, done.stderr
     assert not (trapped / "ran").exists()
+
+
+def test_an_option_of_ones_own_that_hydra_does_not_take_is_no_consent(tmp_path, capsys):
+    (tmp_path / "own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "own" / "optimizer" / "adamw.yaml").write_text("_target_: mine.Opt\n")
+    Path("friend.yaml").write_text("optimizer: {_target_: mine.Opt}\n")
+    assert shell("plan recipe=./friend.yaml --config-dir own") == 2
+    assert "optimizer._target_=mine.Opt: comes from a recipe" in capsys.readouterr().err

@@ -146,7 +146,8 @@ class Composer:
             raise ConfigError(*explain(error)) from error
         except RecursionError:
             chosen = [line for line in lines if line.startswith(recipes.RECIPE_GROUP)]
-            raise ConfigError(clip(f"{chosen[0]}: extends itself, by its defaults")) from None
+            named = [*chosen, "an option"][0]
+            raise ConfigError(clip(f"{named}: extends itself, by its defaults")) from None
         if is_ours:
             # What is composed once knows the folder in which that was.
             full = deepcopy(_COMPOSED.setdefault((*lines,), full))

@@ -154,10 +154,12 @@ def _classes(path: str, section: object) -> set[str]:
 def _own_option(path: str, runtime: Tree) -> Tree | None:
     """Read the option of a component from the user's own folder; None where it is not theirs."""
     group = path.replace(".", "/")
-    for source in runtime["config_sources"]:
+    sources = [each for each in runtime["config_sources"] if each["schema"] == "file"]
+    # Ours first: an option of the user's that is called as one of ours is not what Hydra takes.
+    for source in sorted(sources, key=lambda source: source["provider"] != "main"):
         file = Path(source["path"], group, f"{runtime['choices'].get(group)}.yaml")
-        if source["schema"] == "file" and source["provider"] != "main" and file.is_file():
-            return load_yaml(file)
+        if file.is_file():
+            return None if source["provider"] == "main" else load_yaml(file)
     return None
 
 

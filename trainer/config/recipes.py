@@ -47,9 +47,9 @@ def folders() -> list[Path]:
     """List the folders that recipes are looked for in, first one first."""
     found = []
     for typed in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep):
-        folder = expanded(typed).absolute()
-        if typed and os.path.isdir(folder):  # noqa: PTH112 - see `locate`
-            found.append(folder)
+        # An empty word would be the current folder, which may be gone.
+        if typed and os.path.isdir(folder := expanded(typed)):  # noqa: PTH112 - see `locate`
+            found.append(folder.absolute())
     return [*found, data_dir("recipes")]
 
 

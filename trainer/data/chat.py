@@ -379,7 +379,8 @@ class Chat:
             )
         self.check_header(messages, i, text[begin : len(after)], before=text[:begin])
         end, stripped = len(after), after.rstrip()
-        if stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
+        # Without white space behind it the tokens, of which there may be many, do not matter.
+        if stripped != after and stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
             end = len(stripped)  # what is behind the token that ends a turn is not learned
         last = max(place for place, (start, _) in enumerate(offsets) if start < end)
         return range(len(given), last + 1)

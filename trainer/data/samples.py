@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
@@ -101,7 +101,8 @@ class DataFacts:
     byte_entropies: Callable[[npt.NDArray[np.int64]], Any] | None = None
 
 
-_COUNTS = {"vocab_size", "num_classes", "pad_token_id", "max_length", "num_skipped", "num_cut"}
+_NAMES = {each.name for each in fields(DataFacts)}
+_COUNTS = {"vocab_size", "num_classes", "pad_token_id", "num_skipped", "num_cut"}
 
 
 def data_facts(dataset: object) -> DataFacts:
@@ -111,22 +112,35 @@ def data_facts(dataset: object) -> DataFacts:
         with faults_of(f"`facts` of {kind}"):
             stated = given()
         if isinstance(stated, DataFacts):
-            return stated
+            return replace(stated, **_attributes(dataset, _names_below_facts(type(dataset))))
         text = f"gives a {type(stated).__name__}; return a trainer.data.samples.DataFacts"
         raise DataError(f"data: `facts` of {kind} {text}")
-    found = dict[str, Any]()
-    for each in fields(DataFacts):
-        name = each.name
+    return DataFacts(**_attributes(dataset, _NAMES))
+
+
+def _names_below_facts(kind: type) -> Iterator[str]:
+    """Name the attributes of classes that derive from the one whose method `facts` is inherited."""
+    for each in kind.__mro__:
+        if "facts" in vars(each):
+            return
+        yield from _NAMES & vars(each).keys()
+
+
+def _attributes(dataset: object, names: Iterable[str]) -> dict[str, Any]:
+    found, kind = dict[str, Any](), type(dataset).__name__
+    for name in names:
         with faults_of(f"`{name}` of {kind}"):
             value = getattr(dataset, name, None)
             if value is not None and name in _COUNTS:
                 value = operator.index(value)
         if value is not None:
             found[name] = value
-    # Some classes use the word for something else.
+    # Some classes use the words for something else.
     if not isinstance(found.get("holdout"), int | float):
         found.pop("holdout", None)
-    return DataFacts(**found)
+    if not isinstance(found.get("max_length"), int):
+        found.pop("max_length", None)
+    return found
 
 
 def without_marks(fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -73,7 +73,7 @@ class DataView:
                 f"data: `__len__` of {self.kind} gives {self._count}, and a data set has at most "
                 f"{MOST_SAMPLES} samples: streams without a length are not supported"
             )
-        known = self._whole or self.facts
+        known = self.facts if self._whole is None else self._whole
         self.num_skipped: int = known.num_skipped
         self.skipped: Sequence[str] = known.skipped
 
@@ -109,18 +109,23 @@ class DataView:
     @cached_property
     def sources(self) -> Mapping[str, IntArray]:
         """Positions of the samples of each source by its name; none where the data state none."""
-        names, numbers = self.facts.source_names, self.facts.source_ids
-        if names is None or numbers is None:
+        names, own = self.facts.source_names, self._source_ids
+        if names is None or own is None:
             return {}
-        own = np.asarray(numbers)[self.ids(np.arange(len(self)))]
         return {name: np.flatnonzero(own == number) for number, name in enumerate(names)}
 
     def source_of(self, i: int) -> str | None:
         """Name the source of a sample; None where the data state none."""
-        names, numbers = self.facts.source_names, self.facts.source_ids
-        if names is None or numbers is None:
+        names, own = self.facts.source_names, self._source_ids
+        if names is None or own is None:
             return None
-        return names[int(np.asarray(numbers)[self.ids(np.array([i]))[0]])]
+        return names[int(own[i])]
+
+    @cached_property
+    def _source_ids(self) -> npt.NDArray[Any] | None:
+        if self.facts.source_ids is None:
+            return None
+        return np.asarray(self.facts.source_ids)[self.ids(np.arange(len(self)))]
 
     @cached_property
     def lengths(self) -> Lengths:

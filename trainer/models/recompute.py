@@ -35,29 +35,32 @@ def blocks_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def repeated_stacks(model: nn.Module) -> list[nn.Module]:
     """Find the lists that `blocks_of` takes the blocks of."""
-    sizes = dict[nn.Module, int]()
-    for stack in _outermost(model):
-        sizes[stack] = sum(p.numel() for p in stack.parameters())
+    # A list that two modules hold is there twice, as its blocks run twice.
+    stacks = _outermost(model)
+    sizes = [sum(p.numel() for p in stack.parameters()) for stack in stacks]
     # At least one weight, so that a stack of empty modules is none
-    least = max(1, SIGNIFICANT * max(sizes.values(), default=0))
-    return [stack for stack, size in sizes.items() if size >= least]
+    least = max(1, SIGNIFICANT * max(sizes, default=0))
+    return [stack for stack, size in zip(stacks, sizes, strict=True) if size >= least]
 
 
 def separable_blocks(model: nn.Module) -> tuple[nn.Module, ...]:
     """Find the repeated blocks that share no parameter with anything outside of themselves."""
-    blocks, owned = blocks_of(model), dict[nn.Module, set[int]]()
-    for block in blocks:
-        owned[block] = set(map(id, block.parameters()))
-    outside, todo = set[int](), [model]
+    blocks = blocks_of(model)
+    owned = [set(map(id, block.parameters())) for block in blocks]
+    known, outside, todo = {*blocks}, set[int](), [model]
     # A module is walked to from each of its owners; `modules()` would give it once.
     while todo:
         part = todo.pop()
         outside.update(map(id, part.parameters(recurse=False)))
         for child in part.children():
-            if child not in owned:
+            if child not in known:
                 todo.append(child)
-    times = Counter(chain(outside, *owned.values()))
-    return tuple(block for block in blocks if all(times[p] == 1 for p in owned[block]))
+    times = Counter(chain(outside, *owned))
+    found = list[nn.Module]()
+    for block, own in zip(blocks, owned, strict=True):
+        if all(times[parameter] == 1 for parameter in own):
+            found.append(block)
+    return tuple(found)
 
 
 def can_recompute(model: nn.Module) -> bool:

@@ -38,6 +38,9 @@ def test_facts_are_those_of_a_method_or_of_attributes_and_nothing_else():
     for view in (*views, pickle.loads(pickle.dumps(views[0]))):
         assert (view.facts.vocab_size, view.num_skipped, view.name_of(1)) == (7, 1, "row 1")
         assert view.lengths[:].tolist() == [2, 3]
+    derived = type("Derived", (Stating,), {"pad_token_id": 9, "max_length": "any"})
+    facts = DataView(derived()).facts
+    assert (facts.pad_token_id, facts.vocab_size, facts.max_length) == (9, 7, None)
     odd = type("Odd", (Rows,), {"facts": lambda _: {"vocab_size": 7}})
     with pytest.raises(DataError, match="`facts` of Odd gives a dict; return a tr"):
         DataView(odd())

@@ -43,10 +43,11 @@ def charts_of(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
         steps += run.steps
         evaluations += run.evaluations
     # Each metric of training, with the name of the curve of held-out data in the same chart.
+    trained = {*_names(steps)}
     held_out = dict.fromkeys(_names(steps), "")
     for name in _names(evaluations):
         beside = name.removeprefix("eval_")
-        if beside not in held_out:
+        if beside not in trained:
             held_out[name] = ""
         elif beside != name:
             held_out[beside] = name
