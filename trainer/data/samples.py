@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
@@ -138,7 +139,7 @@ def _attributes(dataset: object, names: Iterable[str]) -> dict[str, Any]:
     # Some classes use the words for something else.
     if not isinstance(found.get("holdout"), int | float):
         found.pop("holdout", None)
-    if not isinstance(found.get("max_length"), int):
+    if not isinstance(found.get("max_length"), Integral):
         found.pop("max_length", None)
     return found
 

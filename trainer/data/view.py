@@ -75,7 +75,7 @@ class DataView:
             )
         known = self.facts if self._whole is None else self._whole
         self.num_skipped: int = known.num_skipped
-        self.skipped: Sequence[str] = known.skipped
+        self.skipped: Sequence[str] = known.skipped or ()
 
     @classmethod
     def of(cls, dataset: Samples | DataView) -> DataView:

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,8 @@ def test_facts_are_those_of_a_method_or_of_attributes_and_nothing_else():
     derived = type("Derived", (Stating,), {"pad_token_id": 9, "max_length": "any"})
     facts = DataView(derived()).facts
     assert (facts.pad_token_id, facts.vocab_size, facts.max_length) == (9, 7, None)
+    derived.max_length = np.int64(64)
+    assert DataView(derived()).facts.max_length == 64
     odd = type("Odd", (Rows,), {"facts": lambda _: {"vocab_size": 7}})
     with pytest.raises(DataError, match="`facts` of Odd gives a dict; return a tr"):
         DataView(odd())
