@@ -165,6 +165,15 @@ def test_a_config_error_that_joined_ranks_raise_together_leaves_no_folder(tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_joined_rank_says_what_it_alone_found_before_the_ranks_met(tmp_path):
+    joined = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    joined["CUDA_VISIBLE_DEVICES"] = ""
+    lone = start(tmp_path / "run", "device=cuda", **joined, MASTER_PORT=str(free_port()))
+    code, (error,) = finish(lone)
+    assert code == 2
+    assert error.startswith("train: error: rank 1, the start: device=cuda: no GPU is usable here")
+
+
 @pytest.mark.nightly
 def test_restarts_are_for_ranks_that_the_command_starts_itself(tmp_path):
     first, second = start_joined(tmp_path / "run", "parallel.max_restarts=2")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.lib.nightly import slow
 from tests.reliability import lab, toys
@@ -190,7 +191,9 @@ def test_a_run_without_its_wrong_sample_is_as_if_it_were_not_there(tmp_path):
 
 GPT = "model=gpt_tiny model.width=16 model.num_layers=1 model.num_heads=2 model.vocab_size=16"
 SHORT, SHORTER = "data.kind=one_short", "sample 11 of Broken has 2 tokens, but `lengths`"
-LABEL = "labels holds {} at position 1, and the model's classes, but for -100, are"
+LABEL = (
+    "sample 11 of Broken: labels holds {} at position 1, and the model's classes, but for -100, are"
+)
 TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary is 0 to 15"
 
 
@@ -200,7 +203,7 @@ TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary
         ("Broken data.kind=one_long", "sample 11 of Broken has 4 tokens, but `lengths`"),
         slow(f"Broken {SHORT} accum=auto accum.packed=true {GPT}", SHORTER),
         (f"Apart {SHORT} steps=1", "of Apart has"),
-        ("Apart data.kind=input_ids_16", "input_ids holds 16 at position 1"),
+        ("Apart data.kind=input_ids_16", TOKEN.replace("Broken", "Apart")),
         ("Broken data.kind=input_ids_16 data.bad=all accum=auto objective=next_token", TOKEN),
         ("Broken data.kind=input_ids_16 data.bad=all command=verify objective=next_token", TOKEN),
         slow("Broken data.kind=input_ids_-1 num_workers=1", "input_ids holds -1 at position 1"),
@@ -211,6 +214,32 @@ TOKEN = "of Broken: input_ids holds 16 at position 1, and the model's vocabulary
 def test_a_length_and_a_value_that_are_wrong_are_named_wherever_they_are_used(line, text, tmp_path):
     rows, *more = line.split()
     assert_one_line(lab.run(lines_on(rows, *more), tmp_path), text)
+
+
+class Poisoned(toys.Net):
+    """Breaks for good, as a GPU does, where it is given a number beyond its table."""
+
+    def forward(self, input_ids):
+        if not isinstance(input_ids, FakeTensor) and int(input_ids.max()) >= toys.VOCABULARY:
+            os._exit(77)
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("Broken", f"sample 11 {TOKEN}"),
+        slow("Broken num_workers=1", f"sample 11 {TOKEN}"),
+        slow("Apart", TOKEN.replace("Broken", "Apart")),
+        slow("Broken data.bad=all accum=auto objective=next_token", TOKEN),
+    ],
+    ids=["step", "worker", "evaluation", "tuning"],
+)
+def test_no_device_sees_a_number_beyond_a_table(line, text, tmp_path):
+    rows, *more = line.split()
+    model = "model._target_=tests.reliability.test_bad_data.Poisoned"
+    settings = lines_on(rows, *more, model, "data.kind=input_ids_16")
+    assert_one_line(lab.run(settings, tmp_path), text)
 
 
 class Unmeasured:
@@ -337,3 +366,15 @@ def test_every_change_of_the_data_is_one_of_their_fingerprint(mutation, tmp_path
     assert Text(str(texts), max_length=40).facts().fingerprint() == before
     MUTATIONS[mutation](texts)
     assert Text(str(texts), max_length=40).facts().fingerprint() != before
+
+
+@pytest.mark.slow
+def test_data_that_changed_are_refused_on_resume(tmp_path):
+    texts = corpus(tmp_path)
+    settings = settings_of(texts, "data.max_length=40")
+    assert lab.run(settings, tmp_path / "run", after_step=lab.stop_at(1)).code == 75
+    MUTATIONS["one word"](texts)
+    ended = lab.run(settings, tmp_path / "run", resume=True)
+    assert_one_line(ended, "data", "resume_allow=[data]")
+    allowed = settings.model_copy(update={"resume_allow": ("data",)})
+    assert lab.run(allowed, tmp_path / "run", resume=True).code == 0

@@ -52,7 +52,8 @@ class Snapshot:
         tensors += _rescaled_tables(modules)
         before, self._copies = self._copies, {}
         by_dtype = defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
-        for tensor in tensors:
+        # Several modules may share one, which is copied once.
+        for tensor in {id(each): each for each in tensors}.values():
             dimensions = zip(tensor.shape, tensor.stride(), strict=True)
             # PyTorch refuses to write where several elements share memory, as where expanded.
             if any(size > 1 and not stride for size, stride in dimensions):

@@ -88,7 +88,7 @@ def _counted(run: Run, work: Workload) -> ComputeCounts | None:
     others = list[str]()
     for name in brought:
         # `input_ids` are counted, also where nothing else reads them.
-        if name in example and name != INPUT_IDS and SOURCE not in name:
+        if name in example and name != INPUT_IDS and not name.startswith(SOURCE):
             others.append(name)
     counts = count_compute(work, longest, unnamed_fields(run.model.module, others))
     if counts is None and is_on_meta(run.model.module) and run.model.weights is None:

@@ -31,6 +31,7 @@ from trainer.models.first_weights import (
     FirstWeights,
     build_on_meta,
     counted,
+    refuse_lazy_or_sparse,
 )
 from trainer.models.recompute import checkpoint_blocks
 from trainer.models.transform import ModelTransform
@@ -147,6 +148,7 @@ def _construct(
     """
     seed_draws(rng_key(config.seed, "weights"), world.device)
     module = construct(config.model, "model", nn.Module, config.trust, given)
+    refuse_lazy_or_sparse(module)
     found: dict[str, LazyTensor] | None = vars(module).pop(FIRST_WEIGHTS, None)
     if has_first and found is None:
         raise _NeedsValues
@@ -161,6 +163,7 @@ def _construct(
         module = transform(module)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"{key}={entry.target}: gives {type(module).__name__}, no model")
+        refuse_lazy_or_sparse(module)
     # A model may have what a transform cannot do there, such as a head that is copied.
     if has_first and not all(map(_draws_on_meta, transforms)):
         raise _NeedsValues

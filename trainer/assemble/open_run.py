@@ -12,9 +12,10 @@ from trainer.assemble.run_plan import RunPlan
 from trainer.assemble.saved import LiveCut, Saved, Terms
 from trainer.assemble.step import MAY_BEGIN_ANEW, SIZES, followed_metrics, step_context
 from trainer.checkpoint.state import GeneratorsPart, OptimizerPart, refuse_unsavable, restore
-from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter
+from trainer.checkpoint.store import MODEL, OPTIMIZER, CheckpointStore, CheckpointWriter, Loaded
 from trainer.checkpoint.weights import ModelPart
 from trainer.config.run_config import contract_diff
+from trainer.core.errors import NoCheckpointError
 from trainer.core.stateful import Stateful, as_part
 from trainer.report.metrics import evaluation_at
 from trainer.report.records import PlanRecord
@@ -108,18 +109,21 @@ def open_run(
             most_failures=config.nonfinite.limit,
             metrics=metrics,
         )
-        _recall(open_run, folder, is_saved=saved.loaded is not None)
+        _recall(open_run, folder, saved.loaded)
         yield open_run
 
 
-def _recall(run: OpenRun, folder: Path, *, is_saved: bool) -> None:
+def _recall(run: OpenRun, folder: Path, loaded: Loaded | None) -> None:
     """Note how far the run came before this process, and what it evaluated there. Collective."""
     step, progress = run.feed.cursor.step, run.progress
+    if loaded is not None and loaded.step != step:
+        text = f"stands at step {step} of the data: choose another with step=N"
+        raise NoCheckpointError(f"{loaded.path}: {text}")
     evaluation = run.context.world.on_main(lambda: evaluation_at(folder, step))
     progress.step, progress.has_terms = step, step > 0
     if run.feed.data.order.sizes.reads_tokens:  # which the checkpoint of another size has not
         run.feed.cursor = replace(run.feed.cursor, tokens=progress.total_tokens)
-    if is_saved:
+    if loaded is not None:
         progress.saved_at = step
     if evaluation is not None:
         progress.evaluation, progress.evaluated_at = evaluation, step

@@ -196,12 +196,12 @@ class OptimizerPart(Stateful):
                 f"its optimizer ({state['class']}) and groups are not this run's ({own_class}): "
                 "resume with those that were used, or use init= for the weights alone"
             )
-        settings = self._optimizer.state_dict()["param_groups"]
+        settings = [*self._optimizer.state_dict()["param_groups"]]
         if not self._keeps_settings:
             # What is saved counts, but for how this machine computes it: fused or not.
-            for group, saved in zip(settings, groups, strict=True):
+            for place, (group, saved) in enumerate(zip(settings, groups, strict=True)):
                 here = {key: group[key] for key in _EXECUTION if key in group}
-                group.update(saved | here)
+                settings[place] = group | saved | here
         frozen_since = set[str]().union(*theirs) - parameters.keys()
         states = _read_states(state["state"], parameters, frozen_since)
         for group in live:

@@ -33,6 +33,12 @@ def open_evaluation(
     Collective.
     """
     run = assemble_on_all(config, world, saved)
+    if config.command == "evaluate" and not run.data.held_out:
+        # Whatever was held out now would have been trained on.
+        raise DataError(
+            "data.holdout: nothing is held out to evaluate on: type data.path=OTHER "
+            "data.holdout=all"
+        )
     # Where all are evaluated, no split is asked which samples were trained on.
     if not config.evaluates_all:
         refuse_changed_data(run, saved.terms)
@@ -59,12 +65,6 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
     predicted: dict[str, list[dict[str, Any]]] = {}
     with open_evaluation(config, saved, world) as (run, context):
         parts = run.data.held_out
-        if not parts:
-            # Whatever was held out now would have been trained on.
-            raise DataError(
-                "data.holdout: nothing is held out to evaluate on: type data.path=OTHER "
-                "data.holdout=all"
-            )
         means = evaluate_parts(context, parts)
         if config.eval.predictions:
             predicted = predict_parts(run, context.parallel)

@@ -125,7 +125,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def about(path: Path) -> dict[str, str]:
     """Give what a recipe says of itself under `meta`, and which ones it extends."""
     try:
-        defaults = read_recipe(path).get("defaults", [])
+        defaults = read_recipe(path).get("defaults") or []
     except ConfigError as error:
         return {"fault": error.faults[0]}
     # As it is typed: 0.10 is a version, and no number. An empty file is None.
@@ -176,7 +176,7 @@ def vet(tree: Mapping[str, Any]) -> Iterator[str]:
     """Name what in a recipe would act while Hydra composes it, one line per fault, key first."""
     if "hydra" in tree:
         yield f"hydra: not for a recipe; type it yourself: {ONLY_TYPED['hydra']}"
-    defaults = tree.get("defaults", [])
+    defaults = tree.get("defaults") or []
     # No group is named by an empty text, so that what is no list is refused.
     items = defaults if isinstance(defaults, list) else [{"": defaults}]
     for item in items:

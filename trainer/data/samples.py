@@ -103,15 +103,16 @@ class DataFacts:
 
 
 _NAMES = {each.name for each in fields(DataFacts)}
-_COUNTS = {"vocab_size", "num_classes", "pad_token_id", "num_skipped", "num_cut"}
+_COUNTS = {"vocab_size", "num_classes", "pad_token_id", "num_cut"}
 
 
 def data_facts(dataset: object) -> DataFacts:
     """Give what a data set knows, by its method `facts` or by its attributes."""
-    kind, given = type(dataset).__name__, getattr(dataset, "facts", None)
+    kind = type(dataset).__name__
+    with faults_of(f"`facts` of {kind}"):
+        given = getattr(dataset, "facts", None)
+        stated = given() if callable(given) else None
     if callable(given):
-        with faults_of(f"`facts` of {kind}"):
-            stated = given()
         if isinstance(stated, DataFacts):
             return replace(stated, **_attributes(dataset, _names_below_facts(type(dataset))))
         text = f"gives a {type(stated).__name__}; return a trainer.data.samples.DataFacts"

@@ -74,7 +74,7 @@ class DataView:
                 f"{MOST_SAMPLES} samples: streams without a length are not supported"
             )
         known = self.facts if self._whole is None else self._whole
-        self.num_skipped: int = known.num_skipped
+        self.num_skipped: int = int(known.num_skipped)
         self.skipped: Sequence[str] = known.skipped or ()
 
     @classmethod

@@ -76,7 +76,7 @@ def _work(
     job: Mapping[str, Any], member: Membership, records: Records, rank_progress: RankProgress
 ) -> dict[str, Any]:
     """Run the command among the other ranks, and describe how it ended."""
-    folder = Path(job["folder"])
+    folder, has_met = Path(job["folder"]), False
     try:
         with stop_signals(ends_at_second=False) as stop:
             from trainer.commands.verify_sync import verify_sync  # noqa: PLC0415 - imports torch
@@ -86,6 +86,7 @@ def _work(
             if member.is_ours:
                 _redirect(RunFolder(folder).rank_log(config.command, member.rank))
             with joined_session(config, member, rank_progress) as world:
+                has_met = True
                 folder = _agree(config, folder, world)
                 if not member.is_ours:
                     _redirect(RunFolder(folder).rank_log(config.command, member.rank))
@@ -95,7 +96,7 @@ def _work(
                     return {"code": verify_sync(config, folder, world, stop)}
                 return {"code": run_rank(config, folder, world, stop)}
     except BaseException as error:
-        return describe_end(error, folder, member.rank)
+        return {**describe_end(error, folder, member.rank), "has_met": has_met}
 
 
 def _redirect(log: Path | None) -> None:

@@ -46,7 +46,8 @@ def supervise(
     """Run one command on some ranks, and give the exit code; after one failed again, where allowed.
 
     The ranks are all of the run, or the one that a launcher meant; the run folder exists where the
-    first one is. Under a launcher every process prints how its own rank ended: `is_own` is true.
+    first one is. Under a launcher every process prints how its own rank ended, but for what the
+    first rank of its host says as well: then `is_own` is false.
     """
     is_ours, trains = members[0].is_ours, config.command == "train"
     most, restarts = 0, 0
@@ -110,9 +111,10 @@ def _attempt(
     if (error := verdict(watch.ended, place, timeout_s)) is None:
         return
     if not is_ours and not isinstance(error, Preempted):  # with which all ranks end
-        # Most reasons that a rank gives all others give too; of its own are those of its samples.
+        # Once ranks have met, all give most reasons; of its own are those of a rank's samples.
         (end,) = watch.ended.values()
-        is_shared = "error" in end.report and end.place.phase not in _OWN_PHASES
+        is_shared = "error" in end.report and end.report["has_met"]
+        is_shared &= end.place.phase not in _OWN_PHASES
         error.is_own = not is_shared or members[0].local_rank == 0
     raise error
 

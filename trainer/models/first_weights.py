@@ -20,11 +20,13 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from types import EllipsisType
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -245,3 +247,19 @@ class Filled(TorchDispatchMode):  # type: ignore[no-untyped-call] # untyped in t
             if before <= LARGE_BYTES < self.total:
                 self.when_large()
         return found
+
+
+def refuse_lazy_or_sparse(model: nn.Module) -> None:
+    """Refuse weights that have no shape yet, and embeddings whose gradients are sparse."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"model: {name} has no shape before the first forward: give lazy modules their "
+                "sizes, e.g. nn.Linear in place of nn.LazyLinear"
+            )
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ConfigError(
+                f"model: {name} gives sparse gradients, which are not clipped, reduced or saved "
+                "here: build it with sparse=False, whose gradient is the same"
+            )

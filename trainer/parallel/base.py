@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, ClassVar, final
 
 import torch
@@ -235,7 +234,8 @@ class Replicated(Parallel):
             self._reduced = []
         elif not self._sync.overlaps:
             self._fill()
-            self._sum([*compress(self.parameters, used)])
+            pairs = zip(self.parameters, used, strict=True)
+            self._sum([parameter for parameter, is_used in pairs if is_used])
         drop_unused(self.parameters, used)
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -72,15 +72,14 @@ def recorded(config: RunConfig, folder: Path) -> Iterator[None]:
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
             code = errors.INTERRUPTED
-        saved = saved_step(folder)
         if isinstance(error, errors.Preempted):
-            run.write_status("preempted", saved, code, reason)
+            run.write_status("preempted", saved_step(folder), code, reason)
         else:
             last = last_step(folder)
             run.write_status("failed", last, code, reason)
             if config.command == "train" and has_stepped(folder):
                 how = "nothing is saved: begin again"
-                if saved:
+                if saved := saved_step(folder):
                     how = f"step {saved} is saved: go on"
                 error.add_note(f"after step {last}; {how} with: {to_go_on(config, folder)}")
         write_views(folder)

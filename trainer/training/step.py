@@ -143,12 +143,12 @@ def _roll_back(context: StepContext) -> None:
 def _update(context: StepContext, gradient: StepGradient) -> None:
     """Clip and step, once: an update that failed half-way cannot be rolled back."""
     optimizer = context.optimizer
+    for part in context.parts:
+        part.see_gradient(gradient)
     with no_replay(
         f"in the update of {type(optimizer).__name__}, which may be half done: set a smaller "
         "accum.micro=N, or shard the state with parallel=fsdp"
     ):
-        for part in context.parts:
-            part.see_gradient(gradient)
         if context.model.clip_norm is not None:
             factor = context.model.clip_norm / (gradient.norm + 1e-6)
             context.parallel.scale_gradients(torch.clamp(factor, max=1.0))

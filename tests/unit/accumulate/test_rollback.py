@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from tests.lib.nightly import nightly
 from tests.lib.support import VOCABULARY, Bench, Failing
+from trainer.accumulate.rollback import Snapshot
 from trainer.core.coupling import Coupling
 from trainer.objectives.base import Objective, Sums
 from trainer.objectives.next_token import NextToken
@@ -224,3 +226,16 @@ def test_a_replay_begins_with_the_objective_as_it_was():
     expected = after_three_steps(Toy, {2: (0, "finer")}, one)
     assert after_three_steps(Toy, {2: (1, "backward")}, other) == expected
     assert torch.equal(one.mean, other.mean)
+
+
+def test_a_buffer_that_several_modules_share_is_copied_once():
+    table, model = torch.ones(3), nn.ModuleList(nn.Module() for _ in range(4))
+    for part in model:
+        part.register_buffer("table", table)
+    snapshot = Snapshot(model)
+    with profile(activities=[ProfilerActivity.CPU]) as made:
+        snapshot.take()
+    assert [each.count for each in made.key_averages() if each.key == "aten::empty_like"] == [1]
+    table.zero_()
+    snapshot.restore()
+    assert table.tolist() == [1.0, 1.0, 1.0]
