@@ -154,11 +154,10 @@ def _classes(path: str, section: object) -> set[str]:
 def _own_option(path: str, runtime: Tree) -> Tree | None:
     """Read the option of a component from the user's own folder; None where it is not theirs."""
     group = path.replace(".", "/")
-    sources = [each for each in runtime["config_sources"] if each["schema"] == "file"]
     # Ours first: an option of the user's that is called as one of ours is not what Hydra takes.
-    for source in sorted(sources, key=lambda source: source["provider"] != "main"):
+    for source in sorted(runtime["config_sources"], key=lambda each: each["provider"] != "main"):
         file = Path(source["path"], group, f"{runtime['choices'].get(group)}.yaml")
-        if file.is_file():
+        if source["schema"] == "file" and file.is_file():
             return None if source["provider"] == "main" else load_yaml(file)
     return None
 

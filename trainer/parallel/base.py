@@ -234,8 +234,11 @@ class Replicated(Parallel):
             self._reduced = []
         elif not self._sync.overlaps:
             self._fill()
-            pairs = zip(self.parameters, used, strict=True)
-            self._sum([parameter for parameter, is_used in pairs if is_used])
+            to_sum = list[nn.Parameter]()
+            for parameter, is_used in zip(self.parameters, used, strict=True):
+                if is_used:
+                    to_sum.append(parameter)
+            self._sum(to_sum)
         drop_unused(self.parameters, used)
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
