@@ -200,7 +200,8 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 class Section(BaseModel):
     """Keys that belong together; frozen, and strict about types and names."""
 
-    model_config = ConfigDict(**_STRICT, frozen=True, extra="forbid")
+    # Deferred, as `--help` reads the fields alone: validators take 60 ms to build
+    model_config = ConfigDict(**_STRICT, frozen=True, extra="forbid", defer_build=True)
 
 
 def type_like(example: object) -> Any:  # noqa: ANN401 - a type, which has no type of its own
