@@ -35,6 +35,10 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def encoded_talk(tokenizer, template, talk=TALK, **more):
+    return encode_completion(tokenizer, (), talk, chat_template=template, **more)
+
+
 def learned(tokenizer, encoded):
     """The text of each run of loss terms."""
     ids, counts = encoded
@@ -51,7 +55,7 @@ def learned(tokenizer, encoded):
 def test_of_200_conversations_the_tokens_of_the_answers_count_and_no_other(tokenizer, name):
     template, pieces_of = PIECES[name]
     for messages in conversations(200):
-        ids, counts = encode_completion(tokenizer, (), messages, chat_template=template)
+        ids, counts = encoded_talk(tokenizer, template, messages)
         by_hand = [(ids_of(tokenizer, text), counted) for text, counted in pieces_of(messages)]
         assert ids == [token for piece, _ in by_hand for token in piece]
         assert counts == [counted for piece, counted in by_hand for _ in piece]
@@ -67,11 +71,8 @@ def test_what_counts_of_200_records_is_what_trl_learns(case):
     texts = []
     for messages in conversations(200):
         record = record_of(messages)
-        if case == "messages":
-            encoded = encode_completion(tokenizer, (), record["messages"])
-        else:
-            encoded = encode_completion(tokenizer, record["prompt"], record["completion"])
-        texts.append(marked(tokenizer, *encoded))
+        parts = record.get("prompt", ()), record.get("completion") or record["messages"]
+        texts.append(marked(tokenizer, *encode_completion(tokenizer, *parts)))
     assert texts[:2] == stored["first"]
     assert [digest(text) for text in texts] == stored["sha256"]
 
@@ -82,45 +83,30 @@ def test_a_token_that_the_tokenizer_merges_over_the_header_is_refused_or_counts_
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     with pytest.raises(ValueError, match="message 2, of the assistant, begins inside a token"):
-        encode_completion(tokenizer, (), TALK, chat_template=merges)
+        encoded_talk(tokenizer, merges)
     encoded = encode_completion(tokenizer, "why? ", "because")
     assert learned(tokenizer, encoded) == [" because</s>"]
 
 
 def test_earlier_answers_that_a_template_changes_are_refused_and_the_last_one_is_not(tokenizer):
-    settings = {"chat_template": THOUGHTS}
-    once = encode_completion(tokenizer, (), [USER, {**ANSWER, "thought": "is it"}], **settings)
-    assert learned(tokenizer, once) == [
-        "<think>\nis it\n</think>\n\nbecause it is<|im_end|>",
-    ]
+    once = encoded_talk(tokenizer, THOUGHTS, [USER, {**ANSWER, "thought": "is it"}])
+    assert learned(tokenizer, once) == ["<think>\nis it\n</think>\n\nbecause it is<|im_end|>"]
     with pytest.raises(ValueError, match=r"message 2, .* otherwise once more messages follow, .*"):
-        encode_completion(tokenizer, (), TALK * 2, **settings)
-    pair = encode_completion(tokenizer, [*TALK, USER], [ANSWER], **settings)
+        encoded_talk(tokenizer, THOUGHTS, TALK * 2)
+    pair = encode_completion(tokenizer, [*TALK, USER], [ANSWER], chat_template=THOUGHTS)
     assert learned(tokenizer, pair) == ["<think>\n\n</think>\n\nbecause it is<|im_end|>"]
 
 
 def test_a_token_that_ends_the_conversation_and_no_turn_is_learned_once(tokenizer):
     template = f"{CHATML.removesuffix('{% endif %}')}{{% else %}}{{{{ eos_token }}}}{{% endif %}}"
-    assert learned(
-        tokenizer, encode_completion(tokenizer, (), TALK * 2, chat_template=template)
-    ) == [
-        "because it is<|im_end|>",
-        "because it is<|im_end|>\n</s>",
-    ]
+    answers = learned(tokenizer, encoded_talk(tokenizer, template, TALK * 2))
+    assert answers == ["because it is<|im_end|>", "because it is<|im_end|>\n</s>"]
 
 
-def test_both_formats_of_conversations_are_read_and_what_arrow_adds_is_not(tokenizer):
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    for messages in conversations(5):
-        shared = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
-        stored = [{**m, "tool_calls": None} for m in messages]
-        assert normalize_messages(shared) == normalize_messages(stored) == messages
-
-
-def test_the_texts_of_content_in_parts_are_joined_and_null_within_a_field_stays(tokenizer):
+def test_what_arrow_adds_is_left_out_and_texts_of_content_in_parts_are_joined():
+    assert normalize_messages([{**USER, "tool_calls": None}]) == [USER]
     parts = [{"type": "text", "text": "because", "image": None}, {"type": "text", "text": " it is"}]
-    (read,) = normalize_messages([{"role": "assistant", "content": parts}])
-    assert read == ANSWER
+    assert normalize_messages([{"role": "assistant", "content": parts}]) == [ANSWER]
     call = {"name": "add", "arguments": {"x": None, "y": 1}}
     (read,) = normalize_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert read == {"role": "assistant", "tool_calls": [call]}
@@ -129,66 +115,36 @@ def test_the_texts_of_content_in_parts_are_joined_and_null_within_a_field_stays(
 def test_tools_and_variables_reach_the_template(tokenizer):
     template = "{{ (tools | tojson) if tools else 'none' }}{{ style }}" + CHATML
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    style = {"style": "short"}
     for given in (tools, json.dumps(tools)):
-        ids, _ = encode_completion(
-            tokenizer,
-            (),
-            TALK,
-            tools=given,
-            chat_template=template,
-            chat_template_kwargs={"style": "short"},
-        )
+        ids, _ = encoded_talk(tokenizer, template, tools=given, chat_template_kwargs=style)
         assert tokenizer.decode(ids).startswith(f"{json.dumps(tools)}short<|im_start|>user")
-    assert (
-        tokenizer.decode(encode_completion(tokenizer, (), TALK, chat_template=template)[0])[:4]
-        == "none"
-    )
+    assert tokenizer.decode(encoded_talk(tokenizer, template)[0])[:4] == "none"
 
 
-@pytest.mark.parametrize("ask", ["%d %b %Y", "%Y-%m-%d is a %A"])
-def test_today_is_the_same_day_whenever_a_template_is_rendered(tokenizer, ask):
+def test_today_is_the_same_day_whenever_a_template_is_rendered(tokenizer):
     """Else the tokens of a record are others tomorrow; a date that is typed counts."""
-    head = f"\n{{% if not day is defined %}}{{% set day = strftime_now('{ask}') %}}{{% endif %}}"
+    head = "\n{% if not day is defined %}{% set day = strftime_now('%d %b %Y, a %A') %}{% endif %}"
     template = head + "  {{- 'Today: ' + day }}\n" + CHATML
-    written = {"%d %b %Y": "26 Jul 2024", "%Y-%m-%d is a %A": "2024-07-26 is a Friday"}[ask]
     for typed in ({}, {"day": "1 May 2020"}):
-        ids, _ = encode_completion(
-            tokenizer, (), TALK, chat_template=template, chat_template_kwargs=typed
-        )
-        dated = {"day": written, **typed}
-        assert (
-            ids == tokenizer.apply_chat_template(TALK, chat_template=template, **dated)["input_ids"]
-        )
+        ids, _ = encoded_talk(tokenizer, template, chat_template_kwargs=typed)
+        dated = {"chat_template": template, "day": "26 Jul 2024, a Friday", **typed}
+        assert ids == tokenizer.apply_chat_template(TALK, **dated)["input_ids"]
         given = {"chat_template": template, **typed}
-        prompt, _ = prompt_tokens(tokenizer, TALK[0]["content"], "chat", given)
+        prompt, _ = prompt_tokens(tokenizer, USER["content"], "chat", given)
         assert prompt == ids[: len(prompt)]
-
-
-def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not(tokenizer):
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.tool_calls %}"
-        "{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"x": 1}}]}
-    talk = normalize_messages([USER, call, {"role": "tool", "content": "2"}, ANSWER])
-    encoded = encode_completion(tokenizer, (), talk, chat_template=template)
-    assert learned(tokenizer, encoded) == [
-        '[{"name": "add", "arguments": {"x": 1}}]<|im_end|>',
-        "because it is<|im_end|>",
-    ]
 
 
 WRITES = {
     "JSON": ("{{ f.arguments | tojson }}", '{"x": 1}'),
-    "pairs": ("{% for k, v in f.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=1"),
     "joined text": ("{{ 'call ' + f.arguments }}", 'call {"x":1}'),
     "bare text": ("{{ f.arguments }}", '{"x":1}'),
 }
 
 
 @pytest.mark.parametrize("way", WRITES)
-def test_arguments_of_tools_that_are_json_text_are_read_as_the_template_takes_them(tokenizer, way):
+def test_a_call_of_a_tool_is_an_answer_with_arguments_as_the_template_takes_them(tokenizer, way):
+    """Not so its result; arguments may be JSON text, which some templates write as it is."""
     arguments, expected = WRITES[way]
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for t in m.tool_calls or []"
@@ -196,15 +152,15 @@ def test_arguments_of_tools_that_are_json_text_are_read_as_the_template_takes_th
         "'<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    function = {"name": "add", "arguments": '{"x":1}'}
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    talk = normalize_messages([USER, call])
-    encoded = encode_completion(tokenizer, (), talk, chat_template=template)
-    assert learned(tokenizer, encoded) == [f"{expected}<|im_end|>"]
+    written = [('{"x":1}', expected)]
     if way == "JSON":
-        function["arguments"] = "no JSON"
-        encoded = encode_completion(tokenizer, (), talk, chat_template=template)
-        assert learned(tokenizer, encoded) == ['"no JSON"<|im_end|>']
+        written += [({"x": 1}, expected), ("no JSON", '"no JSON"')]
+    for given, shown in written:
+        function = {"name": "add", "arguments": given}
+        call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        talk = normalize_messages([USER, call, {"role": "tool", "content": "2"}, ANSWER])
+        answers = learned(tokenizer, encoded_talk(tokenizer, template, talk))
+        assert answers == [f"{shown}<|im_end|>", "because it is<|im_end|>"]
 
 
 def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
@@ -217,28 +173,21 @@ def test_of_a_pair_of_texts_the_completion_and_its_end_are_learned(tokenizer):
     assert every == (ids, [True] * len(ids))
 
 
-def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokenizer):
-    for template in (CHATML, GENERATION):
-        settings = {"chat_template": template}
-        encoded = encode_completion(
-            tokenizer, [*TALK, USER], [{**ANSWER, "content": "so"}], **settings
-        )
-        assert learned(tokenizer, encoded) == ["so<|im_end|>"]
-        ids, _ = encode_completion(
-            tokenizer, (), [*TALK, USER, {**ANSWER, "content": "so"}], **settings
-        )
-        assert encoded[0] == ids
-        system = {"role": "system", "content": "be brief"}
-        begun = encode_completion(tokenizer, [system], TALK, **settings)
-        assert begun == encode_completion(tokenizer, [system, *TALK[:1]], TALK[1:], **settings)
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokenizer, template):
+    given, last = [*TALK, USER], {**ANSWER, "content": "so"}
+    encoded = encode_completion(tokenizer, given, [last], chat_template=template)
+    assert learned(tokenizer, encoded) == ["so<|im_end|>"]
+    assert encoded[0] == encoded_talk(tokenizer, template, [*given, last])[0]
+    system = {"role": "system", "content": "be brief"}
+    begun = encode_completion(tokenizer, [system], TALK, chat_template=template)
+    assert begun == encoded_talk(tokenizer, template, [system, *TALK])
 
 
 @pytest.mark.parametrize(
     ("messages", "template", "words"),
     [
-        ([USER], CHATML, "no message is of the assistant"),
         ([ANSWER, USER], CHATML, "message 1, of the assistant, is the first; put a message"),
-        (TALK, None, "the tokenizer has no chat template; type data.chat_template=FILE"),
         (
             TALK,
             "{% for m in messages %}{{ m.content }}{% if m.marks %}{% generation %}"
@@ -248,12 +197,11 @@ def test_of_a_pair_of_messages_the_answers_of_the_completion_are_learned(tokeniz
         (TALK, CHATML.partition("{% if")[0], r"begins an answer with '<|im_start|>assistant\\n'"),
         (TALK, "{{ raise_exception('no thanks') }}", "refuses the conversation: no thanks"),
         (TALK, "{{ messages | length }}" + CHATML, "renders what precedes message 2, .* otherwise"),
-        (TALK, "{% for", "the chat template refuses the conversation: "),
     ],
 )
 def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, template, words):
     with pytest.raises(ValueError, match=words.replace("|", r"\|")):
-        encode_completion(tokenizer, (), messages, chat_template=template)
+        encoded_talk(tokenizer, template, messages)
 
 
 @pytest.mark.parametrize(
@@ -262,13 +210,8 @@ def test_what_shows_no_answer_is_refused_with_what_to_do(tokenizer, messages, te
         ("hello", "not a list of messages"),
         ([], "an empty one"),
         (["hello"], "message 1 is of type str; write an object"),
-        (
-            [{"role": "asistant", "content": "x"}],
-            "message 1 has the unknown role 'asistant'",
-        ),
         ([{"from": "dog", "value": "x"}], "message 1 has the unknown role 'dog'"),
         ([USER, {"role": "assistant", "content": None}], "message 2, of the assistant, has no"),
-        ([{"role": "user", "content": 5}], "message 1, of the user, has content of type int"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
             "message 1, of the user, has a part of type 'image', which is no text",
@@ -280,11 +223,9 @@ def test_what_is_no_conversation_is_refused_in_plain_words(value, words):
         normalize_messages(value)
 
 
-def test_pairs_of_two_kinds_and_empty_completions_are_refused(tokenizer):
+def test_pairs_of_two_kinds_or_without_an_answer_are_refused(tokenizer):
     with pytest.raises(ValueError, match="both text, or both lists of messages"):
         encode_completion(tokenizer, "why?", [ANSWER])
-    with pytest.raises(ValueError, match="the completion is empty"):
-        encode_completion(tokenizer, "why?", " ")
     with pytest.raises(ValueError, match="no message is of the assistant"):
         encode_completion(tokenizer, TALK, [USER], chat_template=CHATML)
 
@@ -304,6 +245,6 @@ def test_a_template_that_would_never_end_or_fill_the_memory_is_a_fault(
         monkeypatch.setattr("trainer.data.resource_limits.SECONDS", 1)
     limits, timer = resource.getrlimit(resource.RLIMIT_AS), signal.getitimer(signal.ITIMER_REAL)
     with pytest.raises(ValueError, match=f"^the chat template .* more than {fault}"):
-        encode_completion(tokenizer, (), TALK, chat_template=template)
+        encoded_talk(tokenizer, template)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (timer[0] > 0), "pytest's own goes on"

@@ -49,28 +49,25 @@ def test_every_field_is_padded_to_its_own_length_and_what_needs_none_stays_as_it
         {"input_ids": torch.arange(n), "speech": torch.ones(n, 2), "boxes": torch.ones(n + k, 4)}
         for k, n in enumerate((2, 3))
     ]
-    fields = padded(*samples, aligned=frozenset({"input_ids", "speech"}), pad_to=5)
+    fields = padded(*samples, aligned={"input_ids", "speech"}, pad_to=5)
     assert fields["speech"].shape == (2, 5, 2)
     assert fields["speech"].sum((1, 2)).tolist() == [4.0, 6.0]
     assert fields["boxes"].shape == (2, 4, 4)
-    masks = [
-        text(*ids) | {"attention_mask": torch.tensor([1, 0])[: len(ids)]} for ids in ((1, 2), (3,))
-    ]
-    fields = padded(*masks, aligned=TOKENS | {"attention_mask"}, pad_to=3)
-    assert fields["attention_mask"].tolist() == [[1, 0, 0], [1, 0, 0]], "of the sample's own"
+    masked = text(1, 2) | {"attention_mask": torch.tensor([1, 0])}
+    fields = padded(masked, aligned=TOKENS | {"attention_mask"}, pad_to=3)
+    assert fields["attention_mask"].tolist() == [[1, 0, 0]], "of the sample's own"
     images = [{"pixels": torch.ones(1, 2, 2), "labels": torch.tensor(k)} for k in (3, 4)]
-    fields = padded(*images, aligned=frozenset(), pad_to=8)
+    fields = padded(*images, aligned=(), pad_to=8)
     assert fields.keys() == {"pixels", "labels"}
     assert fields["pixels"].shape == (2, 1, 2, 2)
     assert fields["labels"].tolist() == [3, 4]
     sample = {"input_ids": torch.tensor([1]).int(), "labels": torch.tensor(1).byte()}
-    fields = padded(sample, aligned=frozenset({"input_ids"}), pad_to=1)
+    fields = padded(sample, aligned={"input_ids"}, pad_to=1)
     assert fields["input_ids"].dtype == fields["labels"].dtype == torch.int64, "losses take it"
-    float_labels = padded({"labels": torch.tensor([0.5])}, aligned=frozenset())
-    assert float_labels["labels"].dtype == torch.float32
+    assert padded({"labels": torch.tensor([0.5])}, aligned=())["labels"].dtype == torch.float32
 
 
-def test_a_field_that_happens_to_be_as_long_as_one_sample_is_not_taken_for_tokens():
+def test_fields_of_tokens_are_known_by_their_lengths_in_unlike_samples():
     more = {"classes": torch.ones(3), "id": torch.tensor(1)}
     samples = [{"input_ids": torch.arange(n), "types": torch.arange(n), **more} for n in (3, 7)]
     assert aligned_fields(samples, [3, 7]) == {"input_ids", "types"}
@@ -79,12 +76,10 @@ def test_a_field_that_happens_to_be_as_long_as_one_sample_is_not_taken_for_token
     assert aligned_fields(full, [3, 7, 7, 7]) == {"input_ids"}
     boxes = [{"input_ids": torch.arange(4), "boxes": torch.ones(n, 4)} for n in (4, 4, 2, 3, 5)]
     assert aligned_fields(boxes, [4] * 5) == {"input_ids"}
-
-
-def test_a_field_that_lacks_an_entry_in_the_shortest_sample_still_belongs_to_tokens():
+    # One that lacks an entry in the shortest sample still belongs to tokens.
     rows = [(1, 0), (7, 7), (3, 3), (4, 4)]
-    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(m)} for n, m in rows]
-    assert aligned_fields(samples, [1, 7, 3, 4]) == {"input_ids", "labels"}
+    short = [{"input_ids": torch.arange(n), "labels": torch.arange(m)} for n, m in rows]
+    assert aligned_fields(short, [1, 7, 3, 4]) == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize(
@@ -111,12 +106,11 @@ def test_samples_that_do_not_fit_together_are_named(samples, text):
 
 @given(ids=sequences, spare=st.integers(0, 40))
 def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, spare):
-    total = sum(map(len, ids))
+    total, longest = sum(map(len, ids)), max(map(len, ids))
     fields = pack_samples([text(*sample) for sample in ids], TOKENS, total + spare, name)
     begins = fields["cu_seqlens"].tolist()
     assert fields["cu_seqlens"].dtype == torch.int32
     assert begins[-1] == total + spare
-    longest = max(map(len, ids))
     assert len(begins) == len(ids) + 1 + -(-spare // longest)
     assert fields["cu_seqlens"].diff().max() == len(fields["max_seqlen"]) == longest
     assert fields["position_ids"].max() == longest - 1, "so that no segment outgrows a sample"
@@ -124,7 +118,7 @@ def test_packing_lays_samples_end_to_end_and_no_label_crosses_a_document(ids, sp
     for begin, sample in zip(begins, ids, strict=False):
         document = slice(begin, begin + len(sample))
         assert fields["input_ids"][0, document].tolist() == sample
-        assert fields["labels"][0, document].tolist() == [*sample]
+        assert fields["labels"][0, document].tolist() == sample
         assert fields["position_ids"][0, document].tolist() == list(range(len(sample)))
     assert fields["input_ids"][0, total:].tolist() == [0] * spare
     assert fields["labels"][0, total:].tolist() == [-100] * spare

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from tests.lib.hf_toys import write_lines
-from tests.lib.nightly import counts, nightly
 from tests.lib.support import documents_of
 from trainer.core.errors import DataError
 from trainer.data.samples import data_facts
@@ -79,7 +78,9 @@ def records_of(name: str, texts: list[str]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_lines_end_in_the_same_places_and_a_bad_byte_is_named_by_every_reader(reader, folder):
+def test_lines_end_in_the_same_places_and_bad_ones_are_named_by_every_reader(
+    reader, folder, monkeypatch
+):
     name, read = READERS[reader]
     Image.new("RGB", (4, 4)).save(folder / "x.png")
     lines = records_of(name, [ODD, "second", "third"])
@@ -93,13 +94,8 @@ def test_lines_end_in_the_same_places_and_a_bad_byte_is_named_by_every_reader(re
         read(file)
     assert str(caught.value).startswith(where)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_line_without_an_end_is_one_line_of_error_in_every_reader(reader, folder, monkeypatch):
+    # A line without an end is one line of error.
     monkeypatch.setattr("trainer.data.lines.LONGEST_LINE", 2**20)
-    name, read = READERS[reader]
-    file = folder / name
     with file.open("wb") as stream:
         stream.truncate(2**21)
     with pytest.raises(DataError, match=r":1: the line is longer than 1 MiB; is the file text\?"):
@@ -119,45 +115,34 @@ def test_text_and_hf_read_the_same_of_the_same_file(name, folder):
         file.write_bytes("\n \n".join(texts).encode())
     left = [each for each in texts if each.strip()]
     assert documents_of(text(file)) == hf_texts(hf(file)) == left
-    (file.parent / f"{name}.gz").write_bytes(gzip.compress(file.read_bytes()))
-    packed = file.parent / f"{name}.gz"
+    packed = folder / f"{name}.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
     assert documents_of(text(packed)) == hf_texts(hf(packed)) == left
     for data in (text(file), hf(file)):
         rows = [each.text for each in data_facts(data).describe_records(None)]
         assert any("1 without text left out" in row for row in rows) == (name != "a.txt")
 
 
-def write_value(kind: str, path: Path, value: str) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_path_is_literal_whatever_characters_are_in_it(kind, folder):
     import datasets  # noqa: PLC0415 - seconds, of every process that collects tests
     import pyarrow as pa  # noqa: PLC0415
     from pyarrow.parquet import write_table  # noqa: PLC0415
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "saved":
-        datasets.Dataset.from_dict({"text": [value]}).save_to_disk(path)
-    elif kind == "parquet":
-        write_table(pa.table({"text": [value]}), pa.OSFile(str(path), "wb"))
-    elif kind == "csv":
-        path.write_text(f"text\n{value}\n")
-    elif kind == "txt":
-        path.write_text(value)
-    else:
-        write_lines(path, [{"text": value}])
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "txt", nightly("saved")])
-def test_a_path_is_literal_whatever_characters_are_in_it(kind, folder):
     names = ["data1", "data[1]", "ab", "a?", "a*", "a::b", "x[1]/in", "x1/in", "~a#b", "__in__/a"]
-    paths = {name: folder / (name if kind == "saved" else f"{name}.{kind}") for name in names}
-    if kind == "saved":
-        del paths["a::b"]  # which the library takes for two
-    for name, path in paths.items():
-        write_value(kind, path, name)
-    for name, path in paths.items():
-        assert hf_texts(hf(path)) == [name]
-    if kind != "saved":
-        assert hf_texts(hf(folder / "x[1]")) == ["x[1]/in"]
-        assert hf_texts(hf(folder / "__in__")) == ["__in__/a"]
+    for name in names:
+        path = folder / f"{name}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        if kind == "parquet":
+            write_table(pa.table({"text": [name]}), pa.OSFile(str(path), "wb"))
+        else:
+            write_lines(path, [{"text": name}])
+    for name in names:
+        assert hf_texts(hf(folder / f"{name}.{kind}")) == [name]
+    assert hf_texts(hf(folder / "x[1]")) == ["x[1]/in"]
+    assert hf_texts(hf(folder / "__in__")) == ["__in__/a"]
+    datasets.Dataset.from_dict({"text": ["saved"]}).save_to_disk(folder / "s[1]*?")
+    assert hf_texts(hf(folder / "s[1]*?")) == ["saved"]
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -172,9 +157,8 @@ def test_cells_are_what_is_written(separator, folder):
     assert data.name_of(1) == f"{folder}/a.csv:3"
 
 
-@counts(10, 10_000)
-def test_a_table_is_of_one_kind_whatever_stands_first(count, folder):
-    cells = [*(f"word {i}" for i in range(count)), *(f"{i:06d}" for i in range(count))]
+def test_a_table_is_of_one_kind_whatever_stands_first(folder):
+    cells = [*(f"word {i}" for i in range(150)), *(f"{i:06d}" for i in range(150))]
     (folder / "a.csv").write_text("\n".join(["text", *cells]))
     assert hf_texts(hf(folder / "a.csv")) == cells
 
@@ -201,7 +185,6 @@ def test_labels_of_a_table_are_numbers_where_all_are_and_else_words(labels, name
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("text,label\na\n", r"a\.csv:2: not CSV \(1 cells, and 2 names of columns\)"),
         ("text,y\na,b\n\na,b,c\n", r"a\.csv:4: not CSV \(3 cells, and 2 names"),
         ('text,y\n"a,b\n', r"a\.csv:2: not CSV \(unexpected end of data\)"),
         ("text,text\na,b\n", r"a\.csv:2: not CSV \(2 cells, and 1 names"),

@@ -90,7 +90,6 @@ def test_a_builder_that_fails_removes_what_it_wrote(cache):
 
 
 def test_the_cache_folder_follows_the_environment_and_must_be_writable(monkeypatch, tmp_path):
-    assert cache_folder() == tmp_path / "cache"
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=r"cannot write the index .*another folder in TRAIN_CACHE"):

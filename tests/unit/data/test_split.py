@@ -43,34 +43,34 @@ class Rows:
         return {"row": [i]}
 
 
+def parted(count, holdout, seed=1):
+    return [split_by_seed(Rows(count), side, holdout, seed) for side in ("train", "held_out")]
+
+
 def test_a_view_of_a_billion_samples_reads_those_that_are_asked_for():
-    train, held_out = (split_by_seed(Rows(10**9), side, 0.05, 1) for side in ("train", "held_out"))
+    train, held_out = parted(10**9, 0.05)
     assert (len(train), len(held_out)) == (95 * 10**7, 5 * 10**7)
     assert (train.lengths.sum(), held_out.lengths[-1:].tolist()) == (len(train), [1])
     sample = train.read(len(train) - 1, seed=0, epoch=0)["row"]
     assert int(sample) == train.original_ids([len(train) - 1])[0] >= 10**9 - 2
     assert train.fingerprint != held_out.fingerprint
-    assert split_by_seed(Rows(10**9), "train", 0.05, 1).fingerprint == train.fingerprint
-    nothing, everything = (
-        split_by_seed(Rows(10**9), side, 0.0, 1) for side in ("held_out", "train")
-    )
-    assert (len(nothing), len(everything)) == (0, 10**9)
+    assert parted(10**9, 0.05)[0].fingerprint == train.fingerprint
+    assert [*map(len, parted(10**9, 0.0))] == [10**9, 0]
 
 
 @pytest.mark.parametrize(
     ("size", "digest"), [(40, "171e954b61a7a72e"), (DRAWN_WHOLE + 1, "448e234e8a72fcd4")]
 )
 def test_what_is_held_out_stays_what_it_was(size, digest):
-    sides = [split_by_seed(Rows(size), side, 0.05, 3) for side in ("train", "held_out")]
-    ids = [side.original_ids(range(len(side))).astype("<i8") for side in sides]
+    ids = [side.original_ids(range(len(side))).astype("<i8") for side in parted(size, 0.05, 3)]
     assert sorted(np.concatenate(ids)) == list(range(size))
     assert len(ids[1]) == held_out_count(size, 0.05)
     assert hashlib.sha256(ids[1].tobytes()).hexdigest()[:16] == digest
 
 
-@pytest.mark.parametrize("size", [40, DRAWN_WHOLE + 1])
-def test_a_view_goes_to_another_process_with_its_lengths(size):
-    view = split_by_seed(split_by_seed(Rows(size), "train", 0.25, 0), "held_out", 0.25, 0)
+def test_a_view_goes_to_another_process_with_its_lengths():
+    train, _ = parted(DRAWN_WHOLE + 1, 0.25)  # by a formula, and what is held out of it by a list
+    view = split_by_seed(train, "held_out", 0.25, 0)
     assert view.lengths.sum() == len(view)
     there = pickle.loads(pickle.dumps(view))
     assert there.lengths[:].tolist() == view.lengths[:].tolist()

@@ -16,6 +16,13 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A folder without the cache in it."""
+    (tmp_path / "corpus").mkdir()
+    return tmp_path / "corpus"
+
+
 def texts(path, **settings):
     return documents_of(Text(str(path), **{"max_length": 10_000, "holdout": 0.0} | settings))
 
@@ -37,8 +44,7 @@ def test_a_plain_file_gives_one_document_per_paragraph_wherever_its_path_begins(
         assert texts(path) == ["one\ntwo", "three ä", "  four"]
 
 
-def test_a_folder_gives_one_document_per_file_in_order_and_json_lines_one_per_record(tmp_path):
-    folder = tmp_path / "corpus"
+def test_a_folder_gives_one_document_per_file_in_order_and_json_lines_one_per_record(folder):
     (folder / "b" / ".git").mkdir(parents=True)
     (folder / "b" / "z.md").write_text("one\n\ntwo\n")
     (folder / "a.txt").write_text("first")
@@ -46,27 +52,16 @@ def test_a_folder_gives_one_document_per_file_in_order_and_json_lines_one_per_re
     (folder / "b" / ".git" / "config").write_text("no")
     jsonl(folder / "c.jsonl", {"text": "x"}, {"text": "y"})
     assert texts(folder) == ["first", "one\n\ntwo", "x", "y"]
-    file = jsonl(tmp_path / "data.jsonl", {"body": "ä\n\nb"}, b"", b"  ", {"body": "c", "n": 1})
-    assert texts(file, field="body") == ["ä\n\nb", "c"]
-
-
-def objects(*names: str) -> str:
-    return "".join(json.dumps({"text": name, "body": name.upper()}) + "\n" for name in names)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder without the cache in it."""
-    (tmp_path / "corpus").mkdir()
-    return tmp_path / "corpus"
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.jsonlines", "a.ndjson", "a.json"])
 def test_json_lines_are_known_by_their_suffix(folder, name):
-    file = folder / name
-    file.write_text("\n" + objects("one", "two"))
+    file = jsonl(folder / name, b"", {"text": "one", "body": "ä\n\nb"}, b"  ", {"text": "two"})
+    with pytest.raises(DataError, match=f"{name}:4: no field 'body'; it has 'text'"):
+        texts(folder, field="body")
     assert texts(file) == ["one", "two"]
-    assert texts(folder, field="body") == ["ONE", "TWO"]
+    jsonl(file, b"", {"text": "one", "body": "ä\n\nb"})
+    assert texts(folder, field="body") == ["ä\n\nb"]
     file.write_text('{\n"text": "two"\n}\n')
     with pytest.raises(DataError, match=rf"{name}:1: not JSON"):
         Text(str(file))
@@ -82,7 +77,6 @@ BAD = [
     ),
     (b'{"text": 3}', "field 'text' is of type int, not a string"),
     (b'{"text": "\\ud800"}', "surrogates not allowed"),
-    ('{"text": "document"}'.encode("utf-16"), "not UTF-8"),
 ]
 
 
@@ -97,7 +91,6 @@ def test_a_bad_record_names_file_and_line(tmp_path, record, fault):
     assert text.endswith("; fix it, or use data.on_bad=skip")
     assert "\n" not in text
     assert len(text) < 400
-    assert caught.value.exit_code == 3
 
 
 def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
@@ -106,29 +99,22 @@ def test_bad_records_may_be_skipped_up_to_a_share(tmp_path):
     for _ in range(2):  # built, and opened
         dataset = Text(str(file), on_bad="skip", holdout=0.0)
         assert (len(dataset), dataset.facts().num_skipped) == (297, 3)
-        assert (
-            dataset.facts().skipped[1].startswith(f"{file}:299: not a JSON object but of type list")
-        )
-    with pytest.raises(DataError, match="not JSON"):
-        Text(str(file))
+        second = dataset.facts().skipped[1]
+        assert second.startswith(f"{file}:299: not a JSON object but of type list")
     more = jsonl(tmp_path / "more.jsonl", *good, b"{", b"[]", b"3", b"4")
-    with pytest.raises(
-        DataError, match=r"4 of 301 records are bad, more than the 1%.*:298: not JSON"
-    ):
+    fault = r"4 of 301 records are bad, more than the 1%.*:298: not JSON"
+    with pytest.raises(DataError, match=fault):
         Text(str(more), on_bad="skip")
 
 
-def test_data_that_hold_nothing_are_not_there_or_vanish_are_a_data_error(tmp_path, monkeypatch):
+def test_data_that_hold_nothing_or_vanish_are_a_data_error(tmp_path, monkeypatch):
     (tmp_path / "blank.txt").write_text("\n \n")
-    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "array.json").write_text("[]")
     (tmp_path / "folder").mkdir()
     for name, fault in {
         "blank.txt": "holds no documents",
-        "empty.jsonl": "holds no documents",
         "array.json": "holds no documents",
         "folder": "holds no files",
-        "missing": "no such file or folder",
     }.items():
         with pytest.raises(DataError, match=f"{name}.*{fault}"):
             Text(str(tmp_path / name))
