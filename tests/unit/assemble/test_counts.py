@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 
-from tests.reliability import lab
-from trainer.assemble.build import assemble
-from trainer.assemble.counts import count_run, unread_fields
-from trainer.assemble.workload import workload_of
-from trainer.core.world import World
+from tests.lib import run_toys
+from tests.lib.run_support import go, read_json
 from trainer.objectives.base import Objective, Sums
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class Masked:
@@ -34,18 +32,7 @@ class Collated(Masked):
         return {"input_ids": ids, "labels": ids, "loss_mask": ids.float()}
 
 
-class Net(nn.Module):
-    def __init__(self, norm=False):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(9, 4), nn.BatchNorm1d(4) if norm else nn.Identity()
-
-    def forward(self, input_ids):
-        hidden = self.embed(input_ids)
-        hidden = self.norm(hidden[:, 0])[:, None] + hidden
-        return hidden @ self.embed.weight.T
-
-
-class Swallowing(Net):
+class Swallowing(run_toys.Net):
     """Takes whatever there is, as models of libraries do."""
 
     def forward(self, input_ids, **kwargs):
@@ -72,22 +59,20 @@ class MaskedLoss(Objective):
         return Sums(losses={"entropy": -(picked[..., 0] * fields["loss_mask"]).sum()})
 
 
-def warnings_of(data, model, *more):
-    own = [f"{k}._target_=tests.unit.assemble.test_counts.{v}" for k, v in (("data", data), model)]
-    config = lab.config(*own, "command=plan", *more)
-    run = assemble(config, World())
-    return unread_fields(run, count_run(run, workload_of(run)))
-
-
-@pytest.mark.parametrize("model", ["Net", "Swallowing"])
-@pytest.mark.parametrize("data", ["Masked", "Collated"])
-def test_a_field_that_nothing_reads_is_named(data, model):
-    (line,) = warnings_of(data, ("model", model))
-    assert line.startswith(f"data: loss_mask of the samples is read by neither forward of {model}")
-
-
-def test_a_field_that_model_or_objective_reads_is_not_named():
-    objective = "objective._target_=tests.unit.assemble.test_counts.MaskedLoss"
-    assert warnings_of("Masked", ("model", "Weighing")) == []
-    assert warnings_of("Masked", ("model", "Swallowing"), objective) == []
-    assert len(warnings_of("Masked", ("model", "Net"), "model.norm=true", "batchnorm=micro")) == 1
+@pytest.mark.parametrize(
+    ("line", "is_named"),
+    [
+        ("data.Masked model.Swallowing", True),
+        ("data.Masked model.Swallowing batchnorm=micro model.norm=batch", True),
+        ("data.Collated", True),
+        ("data.Masked model.Weighing", False),
+        ("data.Masked model.Swallowing objective.MaskedLoss", False),
+    ],
+)
+def test_a_field_that_neither_model_nor_objective_reads_is_named(line, is_named):
+    for key in ("data", "model", "objective"):
+        line = line.replace(f"{key}.", f"{key}._target_={__name__}.", 1)
+    plan = read_json(go(f"command=plan {line}").folder / "plan.json")
+    text = "data: loss_mask of the samples is read by neither forward of "
+    found = [warning for warning in plan["warnings"] if warning.startswith(text)]
+    assert len(found) == is_named

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import go
 from trainer.core.errors import DoesNotFitError
 from trainer.models import first_weights
@@ -12,19 +11,26 @@ from trainer.models.gpt import GPT
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-built: list[str] = []
-
 
 class Wide(nn.Module):
     """Has 1 TB of weights, which are asked for in one piece of 4 GB after the other."""
 
-    def __init__(self, num_layers: int = 250) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 4)
-        self.layers = nn.ModuleList(nn.Linear(2**15, 2**15) for _ in range(num_layers))
+        self.layers = nn.ModuleList(nn.Linear(2**15, 2**15) for _ in range(250))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding(input_ids)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_takes_the_memory():
+    with pytest.raises(DoesNotFitError, match=r"Wide has 268,4.* available .*: use a smaller") as e:
+        go(f"model._target_={__name__}.Wide accum=auto")
+    assert "\n" not in str(e.value)
+
+
+built: list[str] = []
 
 
 class Known(GPT):  # type: ignore[misc] # final
@@ -35,32 +41,17 @@ class Known(GPT):  # type: ignore[misc] # final
         built.append(str(self.embedding.weight.device))
 
 
-@pytest.mark.parametrize(
-    "command", ["train", *map(nightly, ["plan", "plan device=h100", "verify"])]
-)
-def test_a_model_that_cannot_fit_is_refused_before_it_takes_the_memory(command):
-    line = f"command={command} model._target_={__name__}.Wide accum=auto"
-    with pytest.raises(DoesNotFitError, match=r"Wide has 268,4.* available .*: use a smaller") as e:
-        go(line)
-    assert "\n" not in str(e.value)
+def places_of(line: str) -> list[str]:
+    built.clear()
+    go(line)
+    return [*built]
 
 
 def test_a_small_model_is_built_once_and_a_large_one_is_counted_first(monkeypatch):
     line = f"model._target_={__name__}.Known steps=1"
-    built.clear()
-    go(line)
-    assert built == ["cpu"]
+    away = f"{line} command=plan device=h100 accum=auto"
+    assert places_of(line) == ["cpu"]
+    assert places_of(f"{away} parallel=fsdp parallel.ranks=2") == ["meta"], "in shards"
     monkeypatch.setattr(first_weights, "LARGE_BYTES", 100)
-    built.clear()
-    go(line)
-    assert built == ["meta", "cpu"]
-    built.clear()
-    go(f"command=plan device=h100 accum=auto {line}")
-    assert built == ["meta"]
-
-
-def test_a_copy_of_the_built_in_model_is_built_in_shards_as_it_is():
-    built.clear()
-    line = f"command=plan device=h100 accum=auto parallel=fsdp parallel.ranks=2 {__name__}"
-    go(line.replace(__name__, f"model._target_={__name__}.Known"))
-    assert built == ["meta"]
+    assert places_of(line) == ["meta", "cpu"]
+    assert places_of(away) == ["meta"]

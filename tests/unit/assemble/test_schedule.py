@@ -12,8 +12,7 @@ from trainer.plan.order import Order
 LENGTHS = np.random.default_rng(0).integers(1, 40, 22)
 
 
-@pytest.mark.parametrize("unit", ["samples", "tokens"])
-@pytest.mark.parametrize("size", [8, 60])
+@pytest.mark.parametrize(("unit", "size"), [("tokens", 8), ("samples", 60)])
 def test_the_step_that_reaches_the_amount_is_the_first_at_the_full_rate(unit, size):
     # Epochs end with a short step, and steps in tokens are ragged, so that no quotient is right.
     counted = "samples" if size == 8 else "tokens"
