@@ -40,13 +40,8 @@ def test_a_contradiction_names_sizes_that_agree(global_batch, micro, steps, worl
 
 
 def test_the_nearest_global_batch_is_the_nearest():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"agree: batch\.global=17, or accum\.steps=2, or acc"):
         complete_sizes(10, 8, 3, 1)
-    assert str(caught.value) == (
-        "accum.steps=3: batch.global=10 gives each of 1 rank 10 samples, which are not 3 "
-        "micro-batches of accum.micro=8. The nearest sizes that agree: batch.global=17, or "
-        "accum.steps=2, or accum.micro=4"
-    )
     with pytest.raises(ConfigError, match=r"batch\.global=24, or accum\.steps=64"):
         complete_sizes(509, 8, 3, 1)
     with pytest.raises(ConfigError, match=r"batch\.global: needed"):

@@ -35,14 +35,6 @@ def write(folder, text: str, name: str = "friend"):
     return path
 
 
-def refusals(folder, text: str) -> list[str]:
-    path = write(folder, text)
-    with pytest.raises(ConfigError) as caught:
-        recipes.read_recipe(path)
-    assert all(fault.startswith(str(path)) and "\n" not in fault for fault in caught.value.faults)
-    return [fault.removeprefix(str(path)).removeprefix(": ") for fault in caught.value.faults]
-
-
 SHOWN = {"chat_lora", "cifar10_resnet", "gpt2_124m", "quickstart", "squad_lora", "tokens_batch"}
 NAMES = [path.stem for path in SHIPPED]
 
@@ -55,16 +47,12 @@ def test_every_shipped_recipe_composes_and_validates(name):
     assert config.choices["recipe"] == name
 
 
-def test_every_shipped_recipe_says_purpose_command_cost_and_result():
+def test_every_shipped_recipe_says_its_command_and_version():
     assert len(SHIPPED) >= 15
     for path in SHIPPED:
         text = path.read_text()
         assert f"train recipe={path.stem}" in text or f"-m recipe={path.stem}" in text
-        assert "# Cost:" in text
-        assert "Expected:" in text
-        meta = yaml.safe_load(text)["meta"]
-        assert set(meta) == {"purpose", "cost", "expected", "version"}
-        assert meta["version"] <= __version__
+        assert yaml.safe_load(text)["meta"]["version"] <= __version__
 
 
 def test_a_recipe_beats_the_defaults_later_ones_beat_it_and_the_command_line_beats_all():
@@ -85,7 +73,6 @@ def test_a_folder_of_recipes_comes_before_the_shipped_ones(tmp_path, monkeypatch
     write(tmp_path, "seed: 5\n", "quickstart")
     write(tmp_path, "defaults: [tokens_batch]\nseed: 6\n", "mine")
     monkeypatch.setenv(recipes.FOLDERS_VARIABLE, str(tmp_path))
-    assert recipes.available() == sorted({*NAMES, "mine"})
     both = composed("recipe=[mine,quickstart]")
     assert (both.seed, both.batch.unit) == (5, "tokens")
 
@@ -130,17 +117,6 @@ def test_a_recipe_of_a_newer_version_warns_and_one_of_another_says_so_where_a_ke
         assert (said in str(why.value)) == (version != __version__)
 
 
-def test_a_recipe_is_also_a_path(tmp_path, monkeypatch):
-    write(tmp_path, "defaults: [quickstart]\nseed: 9\n")
-    monkeypatch.chdir(tmp_path)
-    located = str(tmp_path / "friend.yaml")
-    for typed in ("friend.yaml", "./friend", located):
-        assert recipes.locate(typed) == located
-    full = composed(f"recipe={located}")
-    assert (full.seed, full.batch["global"]) == (9, 64)
-    assert recipes.locate("quickstart") == "quickstart"
-
-
 HOSTILE = {
     "hydra: {callbacks: {x: {_target_: os.system}}}": "hydra: not for a recipe",
     "data: {path: '${oc.env:HOME}'}": "${oc.env:HOME}",
@@ -177,9 +153,15 @@ def test_a_recipe_that_could_do_more_than_set_values_is_refused(tmp_path):
     for text in HARMLESS:
         assert "meta" not in recipes.read_recipe(write(tmp_path, text))
     for text, answer in HOSTILE.items():
-        (fault,) = refusals(tmp_path, text)
-        assert fault.startswith(answer)
-    assert len(refusals(tmp_path, "hydra: {}\ndefaults: [../x]\nname: '${oc.env:X}'")) == 3
+        with pytest.raises(ConfigError) as caught:
+            recipes.read_recipe(path := write(tmp_path, text))
+        (fault,) = caught.value.faults
+        assert fault.startswith(f"{path}: {answer}")
+        assert "\n" not in fault
+    several = "hydra: {}\ndefaults: [../x]\nname: '${oc.env:X}'"
+    with pytest.raises(ConfigError) as caught:
+        recipes.read_recipe(write(tmp_path, several))
+    assert len(caught.value.faults) == 3
 
 
 ASKED = {

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.lib.cli_support import prepared
-from tests.lib.config_support import checked, options, put
+from tests.lib.config_support import checked, options
 from trainer.config.amounts import parse_bytes
 from trainer.config.messages import lookup
 from trainer.config.run_config import to_plain
@@ -55,20 +55,6 @@ def test_sizes_of_memory_are_read_and_all_else_stays_what_it_is():
     assert {text: parse_bytes(text) for text in sizes} == sizes
 
 
-def test_a_class_of_ones_own_takes_whatever_its_constructor_knows():
-    config = checked({"model._target_": "pkg.Net", "model.width": "any"}, "model=own")
-    assert config.model.params == {"width": "any"}
-    assert config.model.typed_target
-    assert config.model.name is None
-    cut = checked({"accum._target_": "pkg.Cut", "accum.sizes": [1, 2]}, "accum=own").accum
-    assert cut.params == {"sizes": [1, 2]}
-    assert cut.gradient.target == "trainer.accumulate.two_pass.by_coupling"
-    assert cut.packed == "auto"
-    hooks = checked({"hooks": ["pkg.A", {"_target_": "pkg.B", "path": "x"}]}).hooks
-    found = [(hook.target, hook.params, hook.typed_target) for hook in hooks]
-    assert found == [("pkg.A", {}, False), ("pkg.B", {"path": "x"}, False)]
-
-
 def test_of_three_sizes_the_one_that_was_not_typed_gives_way():
     config = checked({"accum.micro": 4, "accum.steps": 3}, "accum=fixed")
     assert config.batch.global_batch is None
@@ -81,13 +67,11 @@ def test_of_three_sizes_the_one_that_was_not_typed_gives_way():
 
 
 def test_a_resumed_run_keeps_its_global_batch_when_only_steps_are_typed():
-    base, picked = options("accum=fixed")
-    base = copy.deepcopy(base)
-    put(base, "batch.global", 96)
-    put(base, "accum.micro", 8)
-    raw = copy.deepcopy(base)
-    put(raw, "accum.steps", 3)
-    config = validate(raw, base, (), picked, {"accum.steps"})
+    run, picked = copy.deepcopy(options("accum=fixed"))
+    run["batch"]["global"], run["accum"]["micro"] = 96, 8
+    typed = copy.deepcopy(run)
+    typed["accum"]["steps"] = 3
+    config = validate(typed, run, (), picked, {"accum.steps"})
     assert config.batch.global_batch == 96
     assert config.accum.params == {"micro": None, "steps": 3}
 
