@@ -34,14 +34,34 @@ class Ragged(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class Flip:
+    """A transform with a generator of its own, as augmentation libraries have them."""
+
+    def __init__(self, seed):
+        self.rng, self.legacy = np.random.default_rng(seed), np.random.RandomState(seed)
+
+    def __call__(self):
+        return [self.rng.random(), self.legacy.normal()]
+
+
 class Augmented(Ragged):
-    """Draws from all three global generators, as augmentations do."""
+    """Draws from the global generators, and from its own; one of them is made at the first read."""
 
     draws_randomness = True
 
+    def __init__(self):
+        self.python, self.torch = random.Random(0), torch.Generator().manual_seed(0)
+        self.late = None
+        self.transforms = [("flips", Flip(0)), Flip(0)]
+
+    def draws(self):
+        self.late = self.late or np.random.default_rng(0)
+        draws = [float(torch.rand(())), np.random.rand(), random.random(), self.python.random()]
+        draws += [float(torch.rand((), generator=self.torch)), self.late.random()]
+        return torch.tensor([*draws, *self.transforms[0][1](), *self.transforms[1]()])
+
     def __getitem__(self, i):
-        draws = torch.tensor([float(torch.rand(())), np.random.rand(), random.random()])
-        return super().__getitem__(i) | {"noise": draws}
+        return super().__getitem__(i) | {"noise": self.draws()}
 
 
 class Failing(Ragged):
@@ -104,18 +124,27 @@ def rng_states():
     return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
 
 
-def test_order_bits_and_generators_are_the_same_for_every_number_of_workers(loader_of):
+@pytest.fixture
+def augmented():
+    dataset = Augmented()
+    dataset.draws()  # makes the late generator
+    return dataset
+
+
+def test_order_bits_and_generators_are_the_same_for_every_number_of_workers(loader_of, augmented):
     before = rng_states()
-    expected = list(loader_of(Augmented()).stream(iter(REQUESTS)))
+    expected = list(loader_of(augmented).stream(iter(REQUESTS)))
     for num_workers in (1, 2):
-        streamed = list(loader_of(Augmented(), num_workers).stream(iter(REQUESTS)))
+        streamed = list(loader_of(augmented, num_workers).stream(iter(REQUESTS)))
         assert len(streamed) == len(expected)
         assert all(map(same, streamed, expected))
     assert rng_states() == before
+    resumed = list(loader_of(Augmented()).stream(iter(REQUESTS)))[2:]
+    assert all(map(same, expected[2:], resumed)), "as in a process that read other samples before"
 
 
-def test_a_sample_s_draws_belong_to_seed_epoch_and_id_and_to_nothing_else(loader_of):
-    loader = loader_of(Augmented())
+def test_a_sample_s_draws_belong_to_seed_epoch_and_id_and_to_nothing_else(loader_of, augmented):
+    loader = loader_of(augmented)
     noise = loader.load(request(0, 5, 2))["noise"]
     random.seed(1)
     np.random.seed(1)
@@ -123,56 +152,10 @@ def test_a_sample_s_draws_belong_to_seed_epoch_and_id_and_to_nothing_else(loader
     again = loader.load(request(2, 9, 0))["noise"]
     assert torch.equal(noise[0], again[2])
     assert torch.equal(noise[2], again[0])
-    others = [
-        noise[1],
-        loader.load(request(0, epoch=1))["noise"][0],
-        *(loader_of(Augmented(), seed=s).load(request(0))["noise"][0] for s in (1, 2**32)),
-    ]
-    assert all((noise[0] != other).all() for other in others)
-
-
-class Flip:
-    """A transform with a generator of its own, as augmentation libraries have them."""
-
-    def __init__(self, seed):
-        self.rng, self.legacy = np.random.default_rng(seed), np.random.RandomState(seed)
-
-    def __call__(self):
-        return [self.rng.random(), self.legacy.normal()]
-
-
-class OwnGenerators(Ragged):
-    """Draws from generators among its attributes, and deeper; one is made at the first read."""
-
-    draws_randomness = True
-
-    def __init__(self):
-        self.python, self.torch = random.Random(0), torch.Generator().manual_seed(0)
-        self.late = None
-        self.transforms = [("flips", Flip(0)), Flip(0)]
-
-    def draws(self):
-        self.late = self.late or np.random.default_rng(0)
-        flips = [number for name, flip in [self.transforms[0]] for number in flip()]
-        own = [self.python.random(), float(torch.rand((), generator=self.torch))]
-        return torch.tensor([*own, self.late.random(), *flips, *self.transforms[1]()])
-
-    def __getitem__(self, i):
-        return super().__getitem__(i) | {"noise": self.draws()}
-
-
-def test_draws_from_generators_of_the_data_set_belong_to_seed_epoch_and_id_too(loader_of):
-    requests = [request(0, 1), request(5), request(0, 5, epoch=1), request(0, 1)]
-    dataset = OwnGenerators()
-    dataset.draws()  # makes the late one
-    once = list(loader_of(dataset).stream(iter(requests)))
-    assert torch.equal(once[0]["noise"], once[3]["noise"])
-    drawn = torch.cat([once[0]["noise"], once[1]["noise"], once[2]["noise"]]).flatten()
-    assert len(set(drawn.tolist())) == drawn.numel(), "no draw comes twice"
-    streamed = list(loader_of(dataset, 1).stream(iter(requests)))
-    assert all(map(same, once, streamed))
-    resumed = list(loader_of(OwnGenerators()).stream(iter(requests)))[2:]
-    assert all(map(same, once[2:], resumed)), "as in a process that read other samples before"
+    others = [*noise[1:], loader.load(request(0, epoch=1))["noise"][0]]
+    others += [loader_of(augmented, seed=s).load(request(0))["noise"][0] for s in (1, 2**32)]
+    drawn = torch.stack([noise[0], *others]).flatten().tolist()
+    assert len(set(drawn)) == len(drawn), "no draw comes twice"
 
 
 def test_packed_padded_and_empty_requests_hold_their_tokens_and_no_others(loader_of):
