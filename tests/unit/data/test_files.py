@@ -29,12 +29,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "files"
 
 
-def text(path: Path, **more: Any) -> Any:
-    return Text(str(path), max_length=10_000, holdout=0.0, **more)
+def text(path: Path) -> Any:
+    return Text(str(path), max_length=10_000, holdout=0.0)
 
 
-def hf(path: Path, task: Any = None, **more: Any) -> Any:
-    return HuggingFaceData(str(path), byte_tokenizer(), task, holdout=0.0, **more)
+def hf(path: Path, task: Any = None) -> Any:
+    return HuggingFaceData(str(path), byte_tokenizer(), task, holdout=0.0)
 
 
 def hf_texts(data: HuggingFaceData) -> list[str]:
