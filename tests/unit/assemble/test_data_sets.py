@@ -156,8 +156,9 @@ def test_parts_that_share_samples_are_named_and_others_are_not():
 
 
 def test_a_typed_part_is_the_whole_and_a_name_that_a_class_does_not_know_says_so():
-    train, held_out, _ = built(f"{__name__}.Named", split="extra", holdout=0.5)
+    train, held_out, split = built(f"{__name__}.Named", split="extra", holdout=0.5)
     assert held_out is not None
+    assert split.warnings == ()
     assert (len(train), len(held_out), train.dataset.split) == (20, 20, "extra")
     fault = r"'held_out' for argument split\..*type data\.split=NAME"
     with pytest.raises(ConfigError, match=fault):
