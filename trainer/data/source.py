@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, final
 
+import numpy as np
+
 from trainer.core.errors import ConfigError, DataError
 from trainer.core.world import World
 from trainer.data.bad_samples import readable
@@ -115,9 +117,11 @@ class SourceSpec:
         parts = [*filter(len, parts)] or parts[:1]
         every = parts[0]
         if len(parts) > 1:
-            keeps_ids = all(part.facts.original_ids is not None for part in parts)  # else they meet
+            first, second = (part.facts.original_ids for part in parts)
+            # Each side may number its own files from 0
+            meet = first is None or second is None or np.isin(first, second).any()
             named = dict(zip((TRAIN, HELD_OUT), parts, strict=True))
-            every = DataView(Joined(named, keeps_ids=keeps_ids))
+            every = DataView(Joined(named, keeps_ids=not meet))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
         held_out = dict[str, DataView]()
         if len(every):

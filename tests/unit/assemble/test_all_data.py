@@ -1,5 +1,6 @@
 """`data.holdout=all`: every sample once, however a data set splits itself."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,14 @@ class Labelled(Halves):
         super().__init__("train")
 
 
+class Numbered(Halves):
+    """Numbers the samples of each side from 0, as files of their own."""
+
+    @property
+    def original_ids(self):
+        return np.arange(len(self))
+
+
 @pytest.mark.parametrize(
     ("data", "lengths"),
     [
@@ -47,3 +56,9 @@ def test_every_sample_is_there_once(data, lengths):
     samples = [view.read(i, seed=0, epoch=0) for i in range(len(view))]
     assert [len(sample["input_ids"]) for sample in samples] == lengths
     assert view.facts.vocab_size == 64
+
+
+def test_sides_that_number_their_samples_alike_give_each_an_id_of_its_own():
+    config = checked({"data._target_": f"{__name__}.Numbered", **EVALUATED}, "data=own")
+    view = open_data(config, World()).train
+    assert view.original_ids(range(len(view))).tolist() == [*range(9)]
