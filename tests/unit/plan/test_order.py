@@ -2,7 +2,6 @@
 
 import tracemalloc
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,12 +21,6 @@ def Order(num_samples, seed, size, *more, **settings):  # noqa: N802 - stands fo
     return module.Order(num_samples, seed, sizes, *more, **settings)
 
 
-sizes = st.integers(1, 60)
-seeds = st.integers(0, 2**40)
-UNITS = ("samples", "tokens")
-ragged = st.lists(st.integers(1, 30), min_size=1, max_size=50).map(np.array)
-
-
 def walk(order, num_steps, cursor=None):
     cursor = cursor or order.start
     batches = []
@@ -41,77 +34,79 @@ def ids_of(batches):
     return [tuple(batch.ids.tolist()) for batch in batches]
 
 
-RUNS = {"lengths": ragged, "seed": seeds, "unit": st.sampled_from(UNITS)}
+@dataclass(frozen=True, kw_only=True)
+class Waves(BatchSize):
+    """Sizes that come and go, with what is behind them."""
+
+    reads_tokens = True
+
+    waves: tuple[int, ...]
+    every: int = 1
+    by: str = "step"
+
+    @property
+    def largest(self):
+        return max(self.waves)
+
+    def size(self, at):
+        return self.waves[int(getattr(at, self.by) // self.every) % len(self.waves)]
 
 
-@given(**RUNS, target=st.integers(1, 300), epochs=st.integers(1, 3))
-def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it(
-    lengths, seed, unit, target, epochs
-):
-    order = Order(len(lengths), seed, target, unit, lengths=lengths)
-    counted = lengths if unit == "tokens" else np.ones(len(lengths))
-    batches = walk(order, order.num_steps(epochs))
-    for batch in batches:
-        total = counted[batch.ids].sum()
-        assert batch.is_tail == (total < target)
-        assert total - counted[batch.ids[-1]] < target
-    for batch, following in pairwise(batches):
-        assert not batch.is_tail or following.epoch == batch.epoch + 1
-    for epoch in range(epochs):
-        ids = [i for batch in batches if batch.epoch == epoch for i in batch.ids.tolist()]
-        assert sorted(ids) == list(range(len(lengths)))
-    assert batches[-1].after == Cursor(len(batches), epochs, 0, epochs * len(lengths))
-    assert max(len(batch.ids) for batch in batches) <= order.most_samples
-
-
-@given(**RUNS, data=st.data(), epochs=st.integers(1, 3))
-def test_dropping_drops_exactly_what_does_not_reach_the_target(lengths, seed, unit, data, epochs):
-    target = data.draw(st.integers(1, len(lengths) if unit == "samples" else int(lengths.sum())))
-    keeping = Order(len(lengths), seed, target, unit, lengths=lengths)
-    dropped = Order(len(lengths), seed, target, unit, tail="drop", lengths=lengths)
-    full = [batch for batch in walk(keeping, keeping.num_steps(epochs)) if not batch.is_tail]
-    assert dropped.num_steps(epochs) == len(full)
-    walked = walk(dropped, len(full))
-    assert ids_of(walked) == ids_of(full)
-    if unit == "samples":
-        assert dropped.steps_per_epoch == len(lengths) // target
-        assert walked[-1].after == Cursor(len(full), epochs, 0, len(full) * target)
+WAVES = st.builds(
+    Waves,
+    global_batch=st.just(1),
+    waves=st.lists(st.integers(1, 40), min_size=2, max_size=5).map(tuple),
+    every=st.integers(1, 30),
+    by=st.sampled_from(["step", "samples", "tokens", "epochs"]),
+)
 
 
 @given(
-    lengths=ragged,
-    seed=seeds,
-    size=st.integers(1, 400),
-    tail=st.sampled_from(["keep", "drop"]),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=50).map(np.array),
+    seed=st.integers(0, 2**40),
+    sizes=st.builds(ConstantSize, global_batch=st.integers(1, 300)) | WAVES,
     unit=st.sampled_from(["samples", "tokens"]),
+    drops=st.booleans(),
 )
-def test_the_position_after_a_step_does_not_depend_on_the_way_there(
-    lengths, seed, size, tail, unit
+def test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it(
+    lengths, seed, sizes, unit, drops
 ):
-    total = len(lengths) if unit == "samples" else int(lengths.sum())
-    size = min(size, total) if tail == "drop" else size
-
-    def fresh():
-        return Order(len(lengths), seed, size, unit, tail, lengths)
-
-    walked = walk(fresh(), 7)
-    resumed = walk(fresh(), 4, cursor=walked[2].after)
-    assert ids_of(resumed) == ids_of(walked[3:])
-    assert [batch.after for batch in resumed] == [batch.after for batch in walked[3:]]
-
-
-@given(n=sizes, seed=seeds, size=st.integers(1, 80), other=st.integers(1, 80))
-def test_another_global_size_goes_on_from_the_same_sample(n, seed, size, other):
-    first = walk(Order(n, seed, size), 2)
-    cursor, visited = first[-1].after, [i for ids in ids_of(first) for i in ids]
-    order = Order(n, seed, other)
-    for _ in range(order.num_steps(1)):
-        batch = order.next(cursor)
-        cursor = batch.after
-        visited += batch.ids.tolist()
-    whole_epochs = len(visited) // n
-    for epoch in range(whole_epochs):
-        assert sorted(visited[epoch * n : (epoch + 1) * n]) == list(range(n))
+    counted = lengths if unit == "tokens" else np.ones(len(lengths))
+    tail = "drop" if drops and counted.sum() >= sizes.largest else "keep"
+    order, fresh = (Order(len(lengths), seed, sizes, unit, tail, lengths) for _ in range(2))
+    batches = walk(order, order.num_steps(3))
+    assert max(len(batch.ids) for batch in batches) <= order.most_samples
+    num_samples = num_tokens = 0
+    for batch in batches:
+        total, size = counted[batch.ids].sum(), sizes.size(order.position(batch.before))
+        assert batch.size == size
+        assert batch.is_tail == (total < size)
+        assert total - counted[batch.ids[-1]] < size
+        assert not (batch.is_tail and tail == "drop")
+        num_samples += len(batch.ids)
+        num_tokens += lengths[batch.ids].sum() if sizes.reads_tokens else 0
+        assert (batch.after.samples, batch.after.tokens) == (num_samples, num_tokens)
+    assert batches[-1].after == Cursor(len(batches), 3, 0, num_samples, num_tokens)
+    for epoch in range(3):
+        ids = np.concatenate([batch.ids for batch in batches if batch.epoch == epoch])
+        assert len(np.unique(ids)) == len(ids)
+        left = counted.sum() - counted[ids].sum()
+        assert left == 0 or (tail == "drop" and left < sizes.largest)
+    assert order.num_steps(1) == sum(batch.epoch == 0 for batch in batches)
+    if module.DRAWN_WHOLE:  # else a number of steps of tokens is expected and not counted
+        assert order.steps_per_epoch == order.num_steps(1)
+    keeping = Order(len(lengths), seed, sizes, unit, lengths=lengths)
+    if sizes.is_constant:  # dropping takes away short steps, and no other
+        kept = [batch for batch in walk(keeping, keeping.num_steps(3)) if not batch.is_tail]
+        assert ids_of(kept) == ids_of(batch for batch in batches if not batch.is_tail)
+    # From anywhere a run goes on without the steps before; with steps of another size, too.
+    middle = len(batches) // 2
+    assert [*fresh.walk(len(batches))] == [*(b.before for b in batches), batches[-1].after]
+    resumed = walk(fresh, len(batches) - middle, batches[middle].before)
+    assert ids_of(resumed) == ids_of(batches[middle:])
+    assert resumed[-1].after == batches[-1].after
+    other = Order(len(lengths), seed, 1, unit, lengths=lengths).next(batches[middle].before)
+    assert other.ids[0] == batches[middle].ids[0]
 
 
 def test_epochs_and_seeds_have_permutations_of_their_own():
@@ -127,24 +122,9 @@ MANY = DRAWN_WHOLE + 3
 RAGGED = 1 + np.arange(MANY) * 7919 % 60
 
 
-@pytest.fixture
-def without_drawing(monkeypatch):
-    """Order even a few samples as many are."""
+def test_a_bijection_keeps_every_promise_of_the_order(monkeypatch):
     monkeypatch.setattr(module, "DRAWN_WHOLE", 0)
-
-
-@pytest.mark.usefixtures("without_drawing")
-@pytest.mark.parametrize(
-    "check",
-    [
-        test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it,
-        test_dropping_drops_exactly_what_does_not_reach_the_target,
-        test_the_position_after_a_step_does_not_depend_on_the_way_there,
-        test_another_global_size_goes_on_from_the_same_sample,
-    ],
-)
-def test_a_bijection_keeps_every_promise_of_the_order(check):
-    check()
+    test_an_epoch_visits_every_sample_once_and_a_step_ends_with_the_one_that_fills_it()
 
 
 def test_an_epoch_is_drawn_whole_up_to_a_size_and_beyond_it_is_a_bijection():
@@ -156,7 +136,7 @@ def test_an_epoch_is_drawn_whole_up_to_a_size_and_beyond_it_is_a_bijection():
     assert Order(900, 3, 900).next(few).ids.tolist() == drawn_whole(900, "3\x1f1").tolist()
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
 def test_a_step_of_a_billion_samples_takes_its_own_memory_wherever_it_is(unit):
     many = 10**9
     lengths = Lengths(np.broadcast_to(np.int64(100), many))
@@ -182,51 +162,3 @@ def test_steps_of_tokens_are_counted_in_chunks_and_expected_without():
     assert order.num_steps(1) == count
     assert order.steps_per_epoch == pytest.approx(count, rel=1e-3)
     assert Order(MANY, 0, 512, "tokens", "drop", RAGGED).num_steps(1) == count - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waves(BatchSize):
-    """Sizes that come and go, with what is behind them."""
-
-    reads_tokens = True
-
-    waves: tuple[int, ...]
-    every: int = 1
-    by: str = "step"
-
-    @property
-    def largest(self):
-        return max(self.waves)
-
-    def size(self, at):
-        return self.waves[int(getattr(at, self.by) // self.every) % len(self.waves)]
-
-
-WAVES = {
-    "waves": st.lists(st.integers(1, 40), min_size=2, max_size=5).map(tuple),
-    "every": st.integers(1, 30),
-    "by": st.sampled_from(["step", "samples", "tokens", "epochs"]),
-}
-
-
-@given(**RUNS, sizes=st.builds(Waves, global_batch=st.just(1), **WAVES), drops=st.booleans())
-def test_steps_of_many_sizes_are_counted_as_they_are_taken(lengths, seed, unit, sizes, drops):
-    counted = lengths if unit == "tokens" else np.ones(len(lengths))
-    tail = "drop" if drops and counted.sum() >= sizes.largest else "keep"
-    order = Order(len(lengths), seed, sizes, unit, tail, lengths)
-    batches = walk(order, order.num_steps(3))
-    assert [batch.epoch for batch in batches].count(0) == order.steps_per_epoch
-    assert {batch.epoch for batch in batches} == {0, 1, 2}
-    assert batches[-1].after.epoch == 3
-    fresh, ends = Order(len(lengths), seed, sizes, unit, tail, lengths), [0]
-    assert [*fresh.walk(len(batches))] == [*(b.before for b in batches), batches[-1].after]
-    for batch in batches:
-        total, size = counted[batch.ids].sum(), sizes.size(order.position(batch.before))
-        assert batch.size == size
-        assert batch.is_tail == (total < size)
-        assert total - counted[batch.ids[-1]] < size
-        assert not (batch.is_tail and tail == "drop")
-        ends.append(ends[-1] + lengths[batch.ids].sum())
-    assert [batch.after.tokens for batch in batches] == ends[1:]
-    middle = len(batches) // 2  # from where a run may go on without those before
-    assert ids_of(walk(fresh, 3, batches[middle].before))[0] == ids_of(batches)[middle]

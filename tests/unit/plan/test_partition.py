@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lib.plan_support import efficiency, tokens_of
+from tests.lib.plan_support import costs_of, efficiency, tokens_of
 from trainer.plan.cut import Cost, Layout
+from trainer.plan.cuts import Budget
 from trainer.plan.packing import pack, pack_rows
 from trainer.plan.partition import cut_sorted, ladder, pad_lengths, partition
 
@@ -19,18 +20,14 @@ ROUNDING = 1e-9
 @st.composite
 def batches(draw, most=60, longest=120):
     """Lengths as they come: any, all alike, few distinct, many short with a long tail."""
-    size = draw(st.integers(1, most))
-    values = draw(
-        st.sampled_from(
-            [
-                st.integers(0, longest),
-                st.just(draw(st.integers(1, longest))),
-                st.sampled_from([1, 7, longest]),
-                st.one_of(st.integers(1, 9), st.integers(1, longest)),
-            ]
-        )
-    )
-    return np.array(draw(st.lists(values, min_size=size, max_size=size)), dtype=np.int64)
+    kinds = [
+        st.integers(0, longest),
+        st.just(draw(st.integers(1, longest))),
+        st.sampled_from([1, 7, longest]),
+        st.one_of(st.integers(1, 9), st.integers(1, longest)),
+    ]
+    values = draw(st.sampled_from(kinds))
+    return np.array(draw(st.lists(values, min_size=1, max_size=most)), dtype=np.int64)
 
 
 def descending(lengths):
@@ -55,6 +52,33 @@ def test_cuts_are_optimal_by_the_plain_recursion(lengths, cap, cost, max_micro):
     assert ours == pytest.approx(value[0], rel=ROUNDING)
 
 
+def partitions(items):
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for at, block in enumerate(rest):
+            yield [*rest[:at], [items[0], *block], *rest[at + 1 :]]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=8, max_size=8),
+    st.sampled_from([1, 2, 4]),
+    st.integers(120, 400),
+    st.floats(0.0, 100.0),
+)
+def test_cuts_of_groups_are_as_cheap_as_the_best_of_all_partitions(lengths, size, cap, fixed):
+    lengths, cost = np.array(lengths), Cost(fixed=fixed)
+    plan = Budget(max_tokens=cap).cut(lengths, Layout(group_size=size, cost=cost))
+    cheapest = np.inf
+    for blocks in partitions(lengths.reshape(-1, size).max(axis=1).tolist()):
+        if all(size * len(block) * max(block) <= cap for block in blocks):
+            price = sum(tokens_of(cost, size * len(block), max(block)) for block in blocks)
+            cheapest = min(cheapest, price)
+    assert sum(costs_of(plan, cost)[0]) == pytest.approx(cheapest, rel=ROUNDING)
+
+
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(50, 2000))
 def test_samples_of_one_length_are_cut_evenly_into_the_fewest(num_samples, length, cap):
     starts = cut_sorted(np.full(num_samples, length), cap, Cost(), num_samples)
@@ -75,7 +99,7 @@ def test_ranks_in_lockstep_wait_little_for_each_other_on_lognormal_lengths():
 
 
 def test_ranks_without_collectives_may_hold_nothing():
-    lengths = np.array([5, 9], dtype=np.int64)
+    lengths = np.array([5, 9])
     plan = partition(lengths, Layout(world_size=4), cap=100)
     assert [len(slots) for slots in plan.ranks] == [1, 1, 0, 0]
     in_lockstep = partition(lengths, Layout(world_size=4, lockstep=True), cap=100)
@@ -99,15 +123,8 @@ def test_a_ladder_wastes_the_least_that_few_lengths_can(lengths, max_shapes, cos
 
 
 def test_shapes_of_the_layout_hold_for_every_batch():
-    layout = Layout(shapes=(16, 64), pad_multiple=8)
-    assert pad_lengths(np.array([0, 1, 16, 17, 64, 65]), layout).tolist() == [
-        16,
-        16,
-        16,
-        64,
-        64,
-        72,
-    ]
+    padded = pad_lengths(np.array([0, 16, 17, 65]), Layout(shapes=(16, 64), pad_multiple=8))
+    assert padded.tolist() == [16, 16, 64, 72]
 
 
 @given(batches(), st.integers(120, 700), st.sampled_from([1, 4]))
@@ -136,8 +153,7 @@ def test_packing_falls_back_to_best_fit_where_balancing_finds_no_room():
 
 
 def test_lockstep_packing_splits_rows_to_fill_a_count():
-    lengths = np.array([7, 6, 5, 5, 4, 3], dtype=np.int64)
     layout = Layout(world_size=5, lockstep=True, packed=True)
-    plan = pack(lengths, layout, cap=10)
-    assert [[len(ids) for ids in slots] for slots in plan.ranks].count([0]) == 0
+    plan = pack(np.array([7, 6, 5, 5, 4, 3]), layout, cap=10)
+    assert all(len(ids) for slots in plan.ranks for ids in slots)
     assert plan.accum_steps == 1
