@@ -31,8 +31,7 @@ def compare(model: nn.Module, compiled: nn.Module, shapes: list[tuple[int, ...]]
         found = []
         for each in (model, compiled):
             each.zero_grad()
-            out = each(fields)
-            loss = getattr(out, "logits", out).square().mean()
+            loss = each(fields).square().mean()
             loss.backward()
             found.append([loss, *(p.grad for p in each.parameters())])
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
@@ -59,34 +58,22 @@ def test_all_blocks_share_a_graph_of_each_length_and_compute_the_same(recomputes
     assert torch._dynamo.config.recompile_limit >= GRAPHS * len(LENGTHS)
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["eager", nightly("aot_eager")])
-
-
-@BACKENDS
-def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents(backend):
+def test_packed_rows_of_one_length_share_a_graph_whatever_their_documents():
     model = gpt()
     compiled = copy.deepcopy(model)
-    compile_model(compiled, 1, backend=backend)
-    for bounds in ([0, 5, 24], [0, 7, 11, 15, 24], [0, 1, 20, 24]):
-        row, ends = torch.zeros(1, 24, dtype=torch.int64), torch.tensor(bounds, dtype=torch.int32)
+    compile_model(compiled, 2, backend="eager")
+    for bounds in ([0, 5, 24], [0, 7, 11, 15, 24], [0, 1, 20, 24], [0, 5, 32]):
+        row = torch.zeros(1, bounds[-1], dtype=torch.int64)
+        ends = torch.tensor(bounds, dtype=torch.int32)
         packed = {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
         torch.testing.assert_close(compiled(row, **packed), model(row, **packed))
-    assert graphs() == 1
+        # Sizes that are not static would get kernels for all lengths.
+        assert graphs() == (1 if bounds[-1] == 24 else 2)
 
 
-def test_packed_rows_of_each_length_have_a_graph_of_their_own():
-    compiled, lengths = gpt(), (24, 32, 40)
-    compile_model(compiled, len(lengths), backend="eager")
-    for length in lengths:
-        ends = torch.tensor([0, 5, length], dtype=torch.int32)
-        compiled(torch.zeros(1, length, dtype=torch.int64), cu_seqlens=ends, max_seqlen=length - 5)
-    assert graphs() == len(lengths), "sizes that are not static get kernels for all lengths"
-
-
-@BACKENDS
-def test_a_model_without_blocks_is_one_graph(backend):
+def test_a_model_without_blocks_is_one_graph():
     model = ConvNet()
     compiled = copy.deepcopy(model)
-    compile_model(compiled, 1, backend=backend)
+    compile_model(compiled, 1, backend="eager")
     compare(model, compiled, [(4, 3, 12, 12), (6, 3, 12, 12)])
     assert graphs() == 1

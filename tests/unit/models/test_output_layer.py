@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.lib.nightly import nightly
 from tests.lib.tune_support import assert_same, traces, workload
 from trainer.models.bind import bind
 from trainer.models.gpt import GPT
@@ -20,19 +19,9 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vo
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "is_output"),
-    [
-        ("Llama", {}, True),
-        nightly("Qwen2", {"tie_word_embeddings": True}, True),
-        ("Gemma2", {"head_dim": 8}, False),  # caps its logits
-        nightly("Cohere", {"bos_token_id": 1, "eos_token_id": 2}, False),  # scales them
-        nightly("Granite", {}, False),
-    ],
-)
-def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(
-    name, options, is_output
-):
+@pytest.mark.parametrize(("name", "is_output"), [("Llama", True), ("Gemma2", False)])
+def test_a_fake_run_tells_models_that_change_what_their_output_layer_gives(name, is_output):
+    options = {} if is_output else {"head_dim": 8}  # Gemma 2 caps its logits
     config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config).double()
     before = traces(model, runs=True)
@@ -94,15 +83,13 @@ def test_a_model_of_ours_with_another_forward_is_looked_at_like_any_other(build,
     assert found == pytest.approx(whole, rel=1e-6)
 
 
-@pytest.mark.parametrize(("tied", "autocast"), [(False, torch.bfloat16), nightly(True, None)])
-def test_compiled_or_not_a_model_runs_with_and_without_its_output_layer(tied, autocast):
-    model = GPT(31, width=8, num_layers=1, num_heads=2, tied=tied)
-    assert ("head.weight" in model.state_dict()) != tied
-    call, fields = bind(model, autocast=autocast), {"input_ids": torch.arange(14).view(2, 7)}
+def test_compiled_or_not_a_model_runs_with_and_without_its_output_layer():
+    model = GPT(31, width=8, num_layers=1, num_heads=2)
+    call, fields = bind(model, autocast=torch.bfloat16), {"input_ids": torch.arange(14).view(2, 7)}
     for compiles in (False, True):
         if compiles:
             model.compile(backend="eager", dynamic=True)
         hidden, logits = call.without_output_layer(fields), call(fields)
         weight = call.output_layer.weight.to(hidden.dtype)
         assert torch.equal(hidden @ weight.T, logits)
-        assert logits.dtype == hidden.dtype == (autocast or torch.float32)
+        assert logits.dtype == hidden.dtype == torch.bfloat16

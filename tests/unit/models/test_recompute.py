@@ -41,9 +41,8 @@ def test_the_gradient_is_the_same_bit_for_bit_and_a_copy_computes_with_its_own_w
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=8, n_layer=2, n_head=1, vocab_size=9, bos_token_id=1, eos_token_id=1
-    )
+    ends = {"bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=1, vocab_size=9, **ends)
     return transformers.GPT2LMHeadModel(config)
 
 
