@@ -1,16 +1,13 @@
-"""The share of each source in the loss of a micro-batch, whatever the layout and the objective."""
-
-from types import SimpleNamespace
+"""The share of each source in the loss of a micro-batch; in padded ones: runs/test_mixtures.py."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from trainer.core.micro_batch import Fields
-from trainer.data.collate import pack_samples, pad_samples
-from trainer.features.heads.numbers import Numbers
+from trainer.data.collate import pack_samples
 from trainer.objectives import next_token
-from trainer.objectives.base import Objective, sums_of, weights_of
+from trainer.objectives.base import sums_of, weights_of
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken
 
@@ -24,78 +21,63 @@ class Table:
 
     compiled_by = None
 
-    def __init__(self, *, has_layer: bool = False) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.hidden = torch.randn(TOKENS, 6, dtype=torch.float64, requires_grad=True)
-        self.layer = torch.nn.Linear(6, TOKENS).double()
-        self.output_layer = self.layer if has_layer else None
+        self.output_layer = torch.nn.Linear(6, TOKENS).double()
         self.calls = 0
 
     def __call__(self, fields: Fields) -> Tensor:
-        return self.layer(self.without_output_layer(fields))
+        return self.output_layer(self.without_output_layer(fields))
 
     def without_output_layer(self, fields: Fields) -> Tensor:
         self.calls += 1
         return self.hidden[fields["input_ids"]]
 
 
-def samples(*, marked: bool = True) -> list[dict[str, Tensor]]:
+def packed(*sources: str, marked: bool = True) -> Fields:
+    """Samples of some sources in one row."""
     found = []
     for number, (length, source) in enumerate(zip(LENGTHS, OF, strict=True)):
         ids = (torch.arange(length) * 3 + number) % TOKENS
         marks = {f"source:{n}": torch.full((length,), n == source) for n in ("code", "web", "none")}
-        found.append({"input_ids": ids, "labels": ids, **(marks if marked else {})})
-    return found
+        if source in sources:
+            found.append({"input_ids": ids, "labels": ids, **(marks if marked else {})})
+    return pack_samples(found, found[0].keys(), sum(LENGTHS) + 3, str)
 
 
-def joined(given: list[dict[str, Tensor]], *, packed: bool) -> Fields:
-    join, length = (pack_samples, sum(LENGTHS) + 3) if packed else (pad_samples, max(LENGTHS) + 1)
-    return join(given, given[0].keys(), length, str)
-
-
-def share(objective: Objective, source: str, *, packed: bool) -> float:
-    """The mean over the samples of a source alone."""
-    alone = [s for s, each in zip(samples(marked=False), OF, strict=True) if each == source]
-    fields = joined(alone, packed=packed)
-    sums, weights = sums_of(objective, Table(), fields, None), weights_of(objective, fields)
-    return float(sums.losses["cross_entropy"].detach()) / weights["cross_entropy"]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "in chunks"])
-def test_a_share_is_the_loss_of_the_source_s_samples_alone(packed, in_chunks, monkeypatch):
-    monkeypatch.setattr(next_token, "LEAST_BYTES", 0 if in_chunks else 2**40)
-    objective, model = NextToken(), Table(has_layer=in_chunks)
-    fields = joined(samples(), packed=packed)
+def test_a_share_is_the_loss_of_the_source_s_samples_alone(monkeypatch):
+    monkeypatch.setattr(next_token, "LEAST_BYTES", 0)  # so that logits are made in chunks
+    objective, model, fields = NextToken(), Table(), packed("code", "web")
     weights = weights_of(objective, fields)
     sums = sums_of(objective, model, fields, weights)
     assert model.calls == 1, "the model runs once"
     for source in ("code", "web"):
-        found = float(sums.metrics[f"loss_{source}"]) / weights[f"loss_{source}"]
-        assert found == pytest.approx(share(objective, source, packed=packed), rel=1e-12)
+        alone = packed(source, marked=False)
+        expected = objective.sums(Table(), alone).losses["cross_entropy"]
+        assert weights[f"loss_{source}"] == objective.weights(alone)["cross_entropy"]
+        found = float(sums.metrics[f"loss_{source}"])
+        assert found == pytest.approx(float(expected.detach()), rel=1e-12)
     assert (float(sums.metrics["loss_none"]), weights["loss_none"]) == (0.0, 0.0)
     assert not sums.metrics["loss_code"].requires_grad
-    plain = joined(samples(marked=False), packed=packed)
-    expected = sums_of(objective, Table(has_layer=in_chunks), plain, weights_of(objective, plain))
+    plain = packed("code", "web", marked=False)
+    expected = sums_of(objective, Table(), plain, weights_of(objective, plain))
     assert sums.losses["cross_entropy"].equal(expected.losses["cross_entropy"])
     assert expected.metrics == {}
 
 
-@pytest.mark.parametrize("objective", [Classify(), Numbers()], ids=["classes", "numbers"])
-def test_samples_with_one_label_each_have_shares_too(objective):
-    logits = torch.randn(4, 3 if isinstance(objective, Classify) else 1, requires_grad=True)
-    labels = torch.tensor([0, 2, 1, 1])
-    labels = labels if isinstance(objective, Classify) else labels.float()
+def test_samples_with_one_label_each_have_shares_too():
+    objective, labels = Classify(), torch.tensor([0, 2, 1, 1])
+    logits = torch.randn(4, 3, requires_grad=True)
     marks = torch.tensor([True, False, True, False])
     fields = {"labels": labels, "source:a": marks, "source:b": ~marks}
     weights = weights_of(objective, fields)
-    sums = sums_of(objective, lambda _: SimpleNamespace(logits=logits), fields, weights)
+    sums = sums_of(objective, lambda _: logits, fields, weights)
     for name, rows in (("a", marks), ("b", ~marks)):
         own = {"labels": labels[rows]}
-        expected = sums_of(objective, lambda _, r=rows: logits[r], own, None).losses.values()
-        assert float(sums.metrics[f"loss_{name}"]) == pytest.approx(
-            float(next(iter(expected)).detach()), rel=1e-6
-        )
+        (expected,) = objective.sums(lambda _, r=rows: logits[r], own).losses.values()
+        found = float(sums.metrics[f"loss_{name}"])
+        assert found == pytest.approx(float(expected.detach()), rel=1e-6)
         assert weights[f"loss_{name}"] == 2
 
 
@@ -106,7 +88,7 @@ class Coupled(NextToken):
 
 
 def test_another_loss_has_no_shares_and_sees_no_marks():
-    fields = joined(samples(), packed=False)
+    fields = packed("code", "web")
     weights = weights_of(Coupled(), fields)
     assert weights.keys() == {"cross_entropy", "accuracy"}
     assert sums_of(Coupled(), Table(), fields, weights).metrics == {}
