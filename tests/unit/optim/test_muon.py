@@ -54,8 +54,6 @@ def test_the_output_layer_is_known_by_its_use_and_not_by_its_place():
     for found in (losses, [sum(losses)]):
         note_output_matrices(model, found)
         assert matrices(model) == {"inner.weight", "gate.weight"}
-    (row,) = Muon(lr=0.1).rows(model)
-    assert row.values == {"muon": ["inner.weight", "gate.weight"]}
 
 
 def test_a_step_is_that_of_both_optimizers_of_pytorch_also_from_a_saved_state():

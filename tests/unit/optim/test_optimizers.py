@@ -1,6 +1,5 @@
 """Parameter groups say what they mean, and the optimizers are PyTorch's own arithmetic."""
 
-import copy
 import math
 
 import pytest
@@ -77,21 +76,6 @@ def test_a_group_with_its_own_rate_keeps_the_rule_for_norms_and_the_first_patter
     assert {name.split(".")[2] for name in norms} == {"attention_norm", "mlp_norm"}
 
 
-def test_what_is_frozen_gets_no_gradient_no_group_and_no_update():
-    model = tiny()
-    spec = AdamW(lr=0.1, groups={"embedding.*": {"frozen": True}})
-    spec.freeze(model)
-    optimizer = spec.build(model)
-    before = model.embedding.weight.clone()
-    model(torch.tensor([[1, 2, 3]])).square().sum().backward()
-    optimizer.step()
-    assert model.embedding.weight.grad is None
-    assert torch.equal(model.embedding.weight, before)
-    grouped = names_by_group(model, optimizer.param_groups).values()
-    names = {name for name, _ in model.named_parameters()}
-    assert set().union(*grouped) == names - {"embedding.weight"}
-
-
 @pytest.mark.parametrize(
     ("spec", "reference"),
     [
@@ -105,20 +89,16 @@ def test_what_is_frozen_gets_no_gradient_no_group_and_no_update():
         ),
     ],
 )
-def test_our_builders_take_the_steps_of_pytorch_and_resume_from_its_state(spec, reference):
+def test_our_builders_take_the_steps_of_pytorch(spec, reference):
     ours, theirs = tiny(), tiny()
     mine = spec.build(ours)
     other = reference(param_groups(theirs, spec.lr, spec.weight_decay, spec.groups))
     ids = torch.tensor([[1, 2, 3, 4]])
-    for step in range(6):
+    for _ in range(3):
         for model, optimizer in ((ours, mine), (theirs, other)):
             optimizer.zero_grad(set_to_none=True)
             model(ids).square().sum().backward()
             optimizer.step()
-        if step == 2:
-            state = copy.deepcopy(mine.state_dict())
-            mine = spec.build(ours)
-            mine.load_state_dict(state)
     for left, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
@@ -147,19 +127,9 @@ def test_a_users_own_optimizer_is_called_with_parameter_groups():
         "not decayed": (0.1, 0.0),
     }
     assert optimizer.defaults["power"] == 2.0
-
-
-def test_an_optimizer_that_refuses_its_options_or_has_no_rate_says_so_in_one_line():
     with pytest.raises(ConfigError, match=r"^optimizer\.lr: Signed has no default"):
         OwnOptimizer.of(Signed, {})
     assert OwnOptimizer.of(torch.optim.AdamW, {}).lr == 1e-3
-    for spec, fault in (
-        (OwnOptimizer.of(Signed, {"lr": 0.1, "speed": 3}), "Signed refuses: .*speed"),
-        (OwnOptimizer.of(torch.optim.LBFGS, {}), "LBFGS refuses: "),
-        (AdamW(lr=0.1, betas=[2.0, 0.9]), "AdamW refuses: Invalid beta"),
-    ):
-        with pytest.raises(ConfigError, match=f"^optimizer: {fault}"):
-            spec.build(tiny())
 
 
 SPECS = [
@@ -170,20 +140,17 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
-@pytest.mark.parametrize("ratio", [4.0, 1 / 64])
-@pytest.mark.parametrize("rule", [lambda _: 1.0, math.sqrt, lambda ratio: ratio])
-def test_half_lives_in_samples_survive_another_batch_and_the_way_back(spec, ratio, rule):
+def test_half_lives_in_samples_survive_another_batch_and_the_way_back(spec):
     def rates(spec: OptimizerSpec) -> list[float]:
         """What means keep of themselves."""
-        settings = {**vars(spec), **vars(spec).get("options", {})}
-        named = [settings[name] for name in ("betas", "momentum") if name in settings]
-        return [
-            each for values in named for each in (values if isinstance(values, tuple) else [values])
-        ]
+        found = {**vars(spec), **vars(spec).get("options", {})}
+        momentum = [found["momentum"]] if "momentum" in found else []
+        return [*found["betas"], *momentum]
 
+    ratio, factor = 4.0, 2.0
     spec = spec.for_batch(1.0, 1.0)  # with its default betas written out
-    there = spec.for_batch(ratio, rule(ratio))
-    back = there.for_batch(1 / ratio, 1 / rule(ratio))
+    there = spec.for_batch(ratio, factor)
+    back = there.for_batch(1 / ratio, 1 / factor)
     assert rates(back) == pytest.approx(rates(spec), rel=1e-12)
     assert back.weight_decay == pytest.approx(spec.weight_decay, rel=1e-12)
     batch = 256
@@ -193,7 +160,7 @@ def test_half_lives_in_samples_survive_another_batch_and_the_way_back(spec, rati
         assert ratio * batch * math.log(0.5) / math.log(after) == pytest.approx(half_life, rel=1e-9)
         assert batch * math.log(0.5) / math.log(after) != pytest.approx(half_life), "a control"
     # What a sample takes from a weight: the decay of a step, over its samples.
-    lost = 1e-3 * rule(ratio) * there.weight_decay / (ratio * batch)
+    lost = 1e-3 * factor * there.weight_decay / (ratio * batch)
     assert lost == pytest.approx(1e-3 * spec.weight_decay / batch, rel=1e-12)
     for pattern, own in spec.groups.items():
         changed = there.groups[pattern]["weight_decay"] / own["weight_decay"]
