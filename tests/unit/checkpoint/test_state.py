@@ -3,18 +3,15 @@
 import json
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.lib.nightly import nightly
 from tests.reliability.lab import seed_everything
 from tests.reliability.support import parts_of, put
 from trainer.checkpoint.codec import decode, encode
@@ -63,26 +60,17 @@ def two_groups(params: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
 
 
-PLAIN = ("Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop", "Adafactor")
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "two groups": two_groups,
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
-    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
-    "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    **{name: partial(getattr(torch.optim, name), lr=0.01) for name in PLAIN},
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
 }
-SHOWN = ("SGD", "two groups", "fused", "Muon", "LBFGS", "Adagrad")
 
 
 class Counter(SavedFields):
-    """A part of numbers and, perhaps, what no checkpoint can hold."""
-
     count: int = 0
-    hooks: list[Any] = Field(default_factory=list)
 
 
 def build(kind: str, width: int = WIDTH) -> tuple[Net, Optimizer]:
@@ -131,7 +119,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(tensor, other["tensors"][name]), name
 
 
-@pytest.mark.parametrize("kind", [k if k in SHOWN else nightly(k) for k in OPTIMIZERS])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
     seed_everything(1)
     model, optimizer = build(kind)
@@ -148,9 +136,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(kind, tmp_path):
     train(model, optimizer, 3)
     assert_same(everything(model, optimizer), uninterrupted)
     for name, tensor in before.items():
-        assert torch.equal(tensor, loaded.tensors[name][...]), (
-            f"{name}: training wrote into the checkpoint"
-        )
+        assert torch.equal(tensor, loaded.tensors[name][...]), "training wrote into it"
 
 
 def test_settings_are_the_checkpoint_s_unless_the_run_changed_them_and_ties_and_layouts_stay(
@@ -223,26 +209,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_names(other, text, tmp_p
     assert "\n" not in str(refusal.value)
 
 
-def test_a_part_that_is_missing_of_another_version_or_of_other_types_is_one_line(tmp_path):
+def test_a_part_may_be_missing_where_that_is_said_and_of_other_types_it_is_one_line(tmp_path):
     put(CheckpointStore(tmp_path), 1, *capture({"own": Counter(count=3)}))
     loaded, part = CheckpointStore(tmp_path).load(), Counter()
     restore(loaded, {"own": part, "new": Counter()}, may_lack={"new"})
     assert part.count == 3
-    newer = type("Newer", (Counter,), {"version": 2})()
+    with pytest.raises(NoCheckpointError, match="new is missing, and this run reads version 1"):
+        restore(loaded, {"new": Counter()})
     typed = type("Typed", (Counter,), {"__annotations__": {"count": dict}, "count": {}})()
-    for name, other, text in (
-        ("new", Counter(), "new is missing, and this run reads version 1: use init="),
-        ("own", newer, "own has version 1, and this run reads version 2: use init="),
-        ("own", typed, "own cannot be restored .*count"),
-    ):
-        with pytest.raises(NoCheckpointError, match=f"{loaded.path}: {text}") as refusal:
-            restore(loaded, {name: other})
-        assert "\n" not in str(refusal.value)
+    with pytest.raises(NoCheckpointError, match=f"{loaded.path}: own cannot be restored .*count"):
+        restore(loaded, {"own": typed})
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.complex64])
 def test_a_value_that_is_not_finite_is_found_and_named(dtype):
     most = torch.full((3,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
     fine = {"model.a": most, "model.b": torch.zeros(0), "model.c": torch.tensor(7)}

@@ -34,9 +34,8 @@ def watching(tmp_path: Path) -> Iterator[Callable[..., Watch]]:
         before = signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # which processes inherit
         for rank, work in enumerate(works):
             process = subprocess.Popen(["sh", "-c", work], start_new_session=True)
-            child = Child(
-                rank=rank, process=process, rank_progress=RankProgress(records.rank_progress(rank))
-            )
+            progress = RankProgress(records.rank_progress(rank))
+            child = Child(rank=rank, process=process, rank_progress=progress)
             for end in (process.wait, child.kill):
                 opened.callback(end)
             children.append(child)
@@ -120,9 +119,9 @@ def test_an_abort_of_nccl_is_a_timeout_or_a_desync(tmp_path):
     assert "as collectives do that time out, or when ranks call different ones (a desync" in text
 
 
-@pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "end"])
-def test_outside_of_steps_ranks_may_take_their_time(phase):
-    assert RankPosition(step=3, phase=phase).limit_s(1e-9) == float("inf")
+def test_outside_of_steps_ranks_may_take_their_time():
+    for phase in ("start", "saving", "evaluation", "end"):
+        assert RankPosition(step=3, phase=phase).limit_s(1e-9) == float("inf")
 
 
 def test_a_signal_before_the_first_step_ends_ranks_that_do_not_follow(watching):
@@ -160,12 +159,10 @@ FAILED = Ended(1, 1, CRASH, 5.0, COMPUTES)
 
 
 @pytest.mark.parametrize("first", [KILLED, SAID, FAILED], ids=["killed", "said", "failed"])
-@pytest.mark.parametrize("place", [COMPUTES, WAITS], ids=["in lockstep", "at the end of a window"])
-def test_the_rank_that_others_follow_is_named_wherever_their_collective_fails(
-    first, place, tmp_path
-):
-    followers = {r: Ended(r, 1, PEER, 6.0, place) for r in (0, 2)}
-    assert str(verdict({**followers, 1: first}, tmp_path, 600)).startswith("rank 1")
+def test_the_rank_that_others_follow_is_named_wherever_their_collective_fails(first, tmp_path):
+    for place in (COMPUTES, WAITS):  # in lockstep, or at the end of a window
+        followers = {r: Ended(r, 1, PEER, 6.0, place) for r in (0, 2)}
+        assert str(verdict({**followers, 1: first}, tmp_path, 600)).startswith("rank 1")
 
 
 def test_a_run_whose_rank_failed_begins_or_goes_on_as_often_as_is_allowed(

@@ -2,11 +2,8 @@
 
 import math
 
-import pytest
-
 from tests.lib.config_support import checked
 from trainer.assemble.step import own_parts
-from trainer.core.errors import ConfigError
 from trainer.training.best_metric import STOP, BestMetric
 
 
@@ -27,8 +24,6 @@ def test_less_is_better_of_losses_and_more_of_accuracy():
     few = follow([3.0, 2.9, 2.9], min_delta=0.2)[0].without_better
     asked = "an improvement of more than stop.min_delta=0.2 over 3.0000 at step 1"
     assert few == f"2 evaluations without {asked}"
-    with pytest.raises(ConfigError, match=r"type checkpoint.mode=min or checkpoint.mode=max"):
-        BestMetric.of("checkpoint.best", "eval_mine", "auto")
 
 
 def test_a_direction_that_is_typed_holds_for_stopping_alone():
