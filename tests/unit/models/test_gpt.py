@@ -1,8 +1,6 @@
 """The transformer, the binding of any model to its fields, and the sampler."""
 
 import math
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -100,19 +98,11 @@ def test_fresh_weights_keep_the_variance_of_what_passes_or_have_the_deviations_o
         assert std == pytest.approx(expected, rel=0.05)
 
 
-@contextmanager
-def without_torchs_warnings():
-    """Pass over what torch's own compiler warns of in what it does itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        yield
+TORCHS_OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+"""What torch's own compiler warns of in what it does itself."""
 
 
-def compile_whole(model, backend):
-    return torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-
-
+@TORCHS_OWN
 def test_packed_rows_of_every_kind_are_one_graph_with_the_gradients_of_documents_alone():
     model, graphs = make(TINY), []
 
@@ -120,10 +110,9 @@ def test_packed_rows_of_every_kind_are_one_graph_with_the_gradients_of_documents
         graphs.append(graph)
         return graph.forward
 
-    call = bind(compile_whole(model, counted))
+    call = bind(torch.compile(model, backend=counted, fullgraph=True, dynamic=True))
     for lengths, fields in rows_with_filler():
-        with without_torchs_warnings():
-            packed = call(fields)[0, : sum(lengths)]
+        packed = call(fields)[0, : sum(lengths)]
         row = fields["input_ids"][:, : sum(lengths)]
         alone = torch.cat([model(each)[0] for each in row.split(lengths, dim=1)])
         torch.testing.assert_close(packed, alone, **CLOSE)
@@ -143,14 +132,14 @@ def rows_with_filler():
         yield lengths, pack_samples(samples, {"input_ids"}, time, str)
 
 
+@TORCHS_OWN
 def test_the_kernel_for_packed_rows_is_traced_whole_as_the_installed_pytorch_takes_it():
     with torch.device("meta"):
         attention = Attention(16, 2, 0.0, bias=False).bfloat16()
         x, bounds = torch.empty(1, 12, 16, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
     documents = Documents(bounds, 12, 7, has_kernel=True)
-    with without_torchs_warnings():
-        out = compile_whole(attention, "eager")(x, None, documents)
-    assert out.shape == x.shape
+    whole = torch.compile(attention, backend="eager", fullgraph=True, dynamic=True)
+    assert whole(x, None, documents).shape == x.shape
 
 
 def test_the_kernel_is_taken_where_a_gpu_has_it_and_never_on_a_cpu():
