@@ -31,8 +31,8 @@ class Snapshot:
     objective: of a module its state as the model's, of any other its generators.
     """
 
-    def __init__(self, model: nn.Module, *others: object, with_numbers: bool = False) -> None:
-        self._roots, self._with_numbers = (model, *others), with_numbers
+    def __init__(self, model: nn.Module, *others: object) -> None:
+        self._roots = (model, *others)
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # tensors and copies, by identity
         self._undo: list[Callable[[], object]] = []
@@ -69,9 +69,8 @@ class Snapshot:
             # A few kernels, not one for each buffer
             for to, source in by_dtype.values():
                 torch._foreach_copy_(to, source)
-        self._undo = undo_other_state(*self._roots)
-        if self._with_numbers:
-            self._undo += undo_numbers(modules)
+        # A number may say how far a buffer is filled, as rotary positions have it.
+        self._undo = [*undo_other_state(*self._roots), *undo_numbers(modules)]
 
     def restore(self) -> None:
         """Put the state back; a buffer that a forward replaced by another tensor, too."""

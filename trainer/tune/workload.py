@@ -116,12 +116,12 @@ class Workload:
 def restoring(model: nn.Module, *others: object) -> Iterator[None]:
     """Run a live model, and put its declared state and the random generators back in the end.
 
-    Covers `.grad`, whether modules train, numbers among their attributes, what a step's `Snapshot`
-    does of the model and `others` such as its objective, and the random state of torch on the CPU
-    and the model's GPU, of Python and NumPy. Weights are not copied: no pass changes them. The
-    model is not wrapped; a rank may do it alone.
+    Covers `.grad`, whether modules train, what a step's `Snapshot` does of the model and `others`
+    such as its objective, and the random state of torch on the CPU and the model's GPU, of Python
+    and NumPy. Weights are not copied: no pass changes them. The model is not wrapped; a rank may
+    do it alone.
     """
-    snapshot = Snapshot(model, *others, with_numbers=True)
+    snapshot = Snapshot(model, *others)
     snapshot.take()
     trained = [(module, module.training) for module in model.modules()]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -147,7 +147,9 @@ def after_three_steps(
     return [plain(bench.module.state_dict()), plain(bench.module.state())]
 
 
-@pytest.mark.parametrize(("toy", "number"), [(Buffers, 2), (Drawing, 2), (Flagged, 1)])
+@pytest.mark.parametrize(
+    ("toy", "number"), [(Buffers, 2), (Drawing, 2), (Flagged, 1), (Reaching, 1)]
+)
 def test_a_replay_begins_with_everything_as_it_was(toy, number):
     assert after_three_steps(toy, number) == after_three_steps(toy, -number)
 
