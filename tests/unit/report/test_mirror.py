@@ -90,7 +90,6 @@ def test_a_tracker_gets_each_entry_once_and_goes_on_behind_what_has_arrived(tmp_
 @pytest.mark.parametrize(
     ("fault", "warned"),
     [
-        ("start", "mine is off (RuntimeError: its own fault (test_mirror.py:"),
         ("log", "mine is off (RuntimeError: its own fault (test_mirror.py:"),
         ("attach", "mine has not got plan.json (RuntimeError: its own fault"),
         ("log...", "mine did not finish in time and was abandoned; metrics.jsonl has everything"),
