@@ -108,7 +108,7 @@ def test_sizes_whose_timings_disagree_are_timed_again_and_those_far_behind_are_n
     assert found.scatter > NEAR_BEST >= Machine().measure().scatter
 
 
-@pytest.mark.parametrize("budget_s", [0.0, 0.05, 0.3, 2.0])
+@pytest.mark.parametrize("budget_s", [0.0, 0.3])
 def test_timing_keeps_to_its_budget_and_compares_nothing_without_two_sizes(budget_s):
     machine = Machine()
     timed = machine.measure(budget_s)
@@ -136,15 +136,14 @@ def test_ranks_in_lockstep_wait_for_the_slowest_of_each():
     assert model.step_seconds(plan, lockstep=True) == pytest.approx(10 + 5 + 9 + 5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_timing_changes_no_bit_of_the_live_model_and_the_random_generator(recompute):
+def test_timing_changes_no_bit_of_the_live_model_and_the_random_generator():
     model = Stubborn()
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.ones_like(parameter)
     model.eval()
     model.norm.train()
     before = traces(model, runs=True)
-    with rehearsal(workload(model), recompute=recompute) as prepare:
+    with rehearsal(workload(model), recompute=True) as prepare:
         prepare(Shape(4, 16))()
         assert model.norm.num_batches_tracked == 1
         assert not torch.equal(torch.get_rng_state(), before["random"])
