@@ -17,7 +17,6 @@ def faulty_models(here: Path) -> None:
     for folder, changes in (
         ("odd", {"architectures": None}),
         ("kernel", {"attn_implementation": "someone/kernel"}),
-        ("bad", {"n_embd": "abc"}),
         ("deep", {"n_layer": 1_000_000_000}),
         ("classes", {"num_labels": 1_000_000_000}),
         ("nameless", {"architectures": [5]}),
