@@ -1,6 +1,5 @@
-"""`model=hf`: a model of transformers by its folder, or by its config, without a line of code."""
+"""A model of transformers by its folder, its config or its class, without a line of code."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from tests.lib.heads import Head, save_causal_model, save_tokens
-from tests.lib.nightly import nightly
+from tests.lib.heads import MASKED, Head, save_causal_model, save_tokens
+from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import go, overrides, read_json, shell, state
+from trainer import train
 from trainer.core.errors import ConfigError
 from trainer.features.hugging_face.models import hugging_face
 
@@ -23,17 +23,40 @@ def test_a_folder_is_trained_from_its_weights_and_exported_as_it_is_loaded(capsy
     save_causal_model(Path("model"))
     save_tokens(Path("data"))
     run = go(f"{LINE} model.path=model steps=2")
-    shown = capsys.readouterr().out
-    assert "weights of model, bf16 on disk, fp32 in memory" in shown
-    assert "next_token, as" in shown
-    whole = go(f"{LINE} model.path=model steps=2 accum=fixed accum.micro=2")
-    assert whole.result["loss"] == pytest.approx(run.result["loss"], rel=1e-5)
+    assert "weights of model, bf16 on disk, fp32 in memory" in capsys.readouterr().out
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     model, faults = transformers.AutoModelForCausalLM.from_pretrained(
         "tuned", output_loading_info=True
     )
     assert not any(faults.values())
     assert all(state(run)[f"model.{name}"].equal(value) for name, value in model.named_parameters())
+
+
+OWN = (
+    "model._target_=transformers.AutoModelForCausalLM.from_pretrained "
+    "model.pretrained_model_name_or_path=model data=text data.path=notes.txt data.max_length=32"
+)
+
+
+def test_low_precision_that_is_typed_and_bytes_under_another_vocabulary_are_said(capsys):
+    config = {"vocab_size": 700, "n_positions": 64}
+    Head("GPT2LMHeadModel", "GPT2Config", "causal", config).build().save_pretrained("model")
+    Path("notes.txt").write_text("\n\n".join(f"document {i}" for i in range(40)))
+    run = go(f"{OWN} model.dtype=bfloat16 steps=1")
+    dtypes = {"disk": "fp32", "memory": "bf16", "compute": "bf16"}
+    assert read_json(run.folder / "plan.json")["dtypes"] == dtypes
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "compute cpu, bf16" in shown
+    assert "loaded with a vocabulary of 700" in shown
+
+
+@pytest.mark.parametrize("line", ["accum=auto steps=1 eval.every=1", slow("command=verify")])
+def test_once_a_trial_has_shown_that_it_may_a_causal_model_is_given_no_mask(line):
+    MASKED.clear()
+    go(f"{line} model._target_=tests.lib.heads.gpt2 data._target_=tests.lib.heads.causal")
+    assert MASKED[:3] == [False, True, True], "the trial"
+    assert len(MASKED) > 6
+    assert not any(MASKED[3:])
 
 
 def test_a_body_under_a_new_head_says_what_is_new(capsys):
@@ -62,20 +85,17 @@ def wrap(model: nn.Module, num_more: int) -> nn.Module:
     return Wrapper(model, num_more)
 
 
-@pytest.mark.parametrize("num_more", [0, nightly(3)])
-def test_what_was_loaded_stays_loaded_when_a_transform_wraps_it(num_more, capsys):
+@pytest.mark.parametrize(("num_more", "lr"), [(0, 2e-5), nightly(3, 5e-5)])
+def test_what_was_loaded_stays_loaded_when_a_transform_wraps_it(num_more, lr, capsys):
     save_causal_model(Path("model"))
     save_tokens(Path("data"))
     own = f"'transforms=[{{_target_: {__name__}.wrap, num_more: {num_more}}}]'"
-    typed = overrides(f"{LINE} model.path=model {own} objective=next_token steps=1")
+    typed = overrides(f"{LINE} model.path=model {own} objective=next_token command=plan")
     typed = [each for each in typed if not each.startswith("optimizer.lr")]
-    assert shell(f"plan {shlex.join(typed)}") == 0
+    found = read_json(train(typed).folder / "plan.json")["optimizer_defaults"]
+    assert found == {"lr": lr, "betas": [0.9, 0.999], "weight_decay": 0.01}
     shown = " ".join(capsys.readouterr().out.split())
     assert "weights of model, " in shown
-    (plan,) = Path().glob("outputs/*/*/plan.json")
-    found = read_json(plan)["optimizer_defaults"]
-    lr = 5e-5 if num_more else 2e-5
-    assert found == {"lr": lr, "betas": [0.9, 0.999], "weight_decay": 0.01}
     assert ("2 new (more.bias, more.weight)" in shown) == bool(num_more)
 
 
