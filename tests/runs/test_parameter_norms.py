@@ -46,18 +46,15 @@ def test_norms_are_those_by_hand_every_so_many_steps(capsys):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("net", "layout", "tolerance"),
     [
-        "parallel=fsdp parallel.ranks=2",
-        nightly("parallel=ddp parallel.ranks=2"),
-        nightly("parallel=hsdp parallel.ranks=4 parallel.shard=2"),
+        ("DoubleNet", "parallel=fsdp parallel.ranks=2", 1e-12),
+        slow("LowNet accum.buffer=fp32", "parallel=fsdp parallel.ranks=2", 1e-3),
+        nightly("DoubleNet", "parallel=hsdp parallel.ranks=4 parallel.shard=2", 1e-12),
     ],
 )
-@pytest.mark.parametrize("net", ["DoubleNet", slow("LowNet")])
-def test_ranks_write_the_norms_of_one_process(net, layout, ranks):
-    line, tolerance = f"{DOUBLE} steps=2", 1e-12
-    if net == "LowNet":
-        line, tolerance = f"{line} model._target_={TOYS}.LowNet accum.buffer=fp32", 1e-3
+def test_ranks_write_the_norms_of_one_process(net, layout, tolerance, ranks):
+    line = f"{DOUBLE} steps=2 model._target_={TOYS}.{net}"
     alone = norms(steps(go(line))[1])
     run = on_ranks(ranks, overrides(f"{line} {layout}"))
     assert norms(steps(run)[1]) == pytest.approx(alone, rel=tolerance)
@@ -65,15 +62,7 @@ def test_ranks_write_the_norms_of_one_process(net, layout, ranks):
     assert all(value > 0 for value in alone.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.1.mlp.weight", "model.layers.1"),
-        ("model.layers.10.mlp.weight", "model.layers.10"),
-        ("model.embed_tokens.weight", "model.embed_tokens"),
-        ("lm_head.weight", "lm_head"),
-        ("scale", "scale"),
-    ],
-)
-def test_what_is_beside_blocks_goes_by_its_module(name, expected):
-    assert block_of(name, ["model.layers.1", "model.layers.10"]) == expected
+def test_what_is_beside_blocks_goes_by_its_module():
+    names = ["model.layers.1.mlp.weight", "model.layers.10.mlp.weight", "lm_head.weight", "scale"]
+    blocks = [block_of(name, ["model.layers.1", "model.layers.10"]) for name in names]
+    assert blocks == ["model.layers.1", "model.layers.10", "lm_head", "scale"]

@@ -41,9 +41,6 @@ def test_fp16_searches_its_loss_scale_without_failing_and_resumes_bit_for_bit():
     found, expected = state(run), state(whole)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert curve(run, "loss") == curve(whole, "loss")
-    assert curve(whole, "loss")[0] == pytest.approx(
-        curve(go(f"{line} precision=fp32 steps=1"), "loss")[0], rel=1e-2
-    )
 
 
 @pytest.mark.parametrize(("micro", "is_warned"), [(2, True), (8, False)])
