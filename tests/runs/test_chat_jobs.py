@@ -8,6 +8,7 @@ import transformers
 from torch.nn import functional
 
 from tests.lib.chats import CHATML, THOUGHTS, chat_tokenizer, chatml_pieces, conversations
+from tests.lib.heads import Head
 from tests.lib.hf_toys import save_llama, write_lines
 from tests.lib.run_support import curve, entries, go, read_json
 from trainer.core.errors import ConfigError, DataError
@@ -19,25 +20,13 @@ EXACT = 1e-10
 
 @pytest.fixture(autouse=True)
 def files(own_folder):
+    save_llama(Path("model"), 400, max_position_embeddings=512)
     chat_tokenizer(CHATML).save_pretrained("model")
     records = [{"messages": messages} for messages in conversations(40)]
     write_lines(Path("chat.jsonl"), records)
 
 
-def save_model(kind: str = "Llama") -> None:
-    if kind == "Llama":
-        save_llama(Path("model"), 400, max_position_embeddings=512)
-        return
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.OPTConfig(
-        vocab_size=400, max_position_embeddings=512, word_embed_proj_dim=16, **sizes
-    )
-    transformers.OPTForCausalLM(config).save_pretrained("model")
-
-
 def test_packed_conversations_give_the_loss_of_padded_ones_and_of_a_loop_by_hand():
-    save_model()
     line = f"{LINE} model.dtype=float64 steps=1 accum=budget accum.max_tokens=1024"
     padded, packed = (go(f"{line} accum.packed={way}") for way in ("false", "true"))
     assert read_json(packed.folder / "plan.json")["padding"] == 0
@@ -66,13 +55,13 @@ def loss_by_hand(ids: list[int]) -> float:
 
 
 def test_a_model_that_lets_documents_see_each_other_is_not_packed():
-    save_model("OPT")
+    sizes = {"vocab_size": 400, "max_position_embeddings": 512}
+    Head("OPTForCausalLM", "OPTConfig", "causal", sizes).build().save_pretrained("model")
     with pytest.raises(ConfigError, match=r"accum\.packed=true: .*OPTForCausalLM does not hold"):
         go(f"{LINE} accum.packed=true steps=1")
 
 
 def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
-    save_model()
     records = [{"messages": messages} for messages in conversations(40)]
     records[7] = {"messages": [{"role": "user", "content": "why?"}]}
     write_lines(Path("chat.jsonl"), records)
@@ -87,12 +76,9 @@ def test_a_conversation_that_is_refused_is_named_with_its_file_and_number():
         go(f"{LINE} steps=1 data.chat_template=thoughts.jinja")
 
 
-def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them(capsys):
-    save_model()
+def test_a_plan_shows_answers_in_brackets_as_the_template_writes_them():
     run = go(f"command=plan {LINE} data.show=3")
-    shown = read_json(run.folder / "plan.json")["shown_samples"]
-    assert len(shown) == 3
-    for sample in shown:
+    first, *more = read_json(run.folder / "plan.json")["shown_samples"]
+    for sample in (first, *more):
         pieces = chatml_pieces(conversations(40)[sample["id"]])
         assert sample["text"] == "".join(f"[[{t}]]" if counts else t for t, counts in pieces)
-    assert "[[" in capsys.readouterr().out

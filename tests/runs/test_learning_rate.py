@@ -1,13 +1,14 @@
 """The learning rate that nobody typed: by the job, with its reason, kept where a run goes on."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.lib.heads import Head, save_causal_model, save_tokens
 from tests.lib.nightly import nightly, slow
-from tests.lib.run_support import shell, small_library
-from trainer.core.durable import read_json
+from tests.lib.run_support import read_json
+from trainer import train
 from trainer.models.transform import ModelTransform
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -27,15 +28,6 @@ class Doubled(ModelTransform):
         model.requires_grad_(False)
         next(model.parameters()).requires_grad_(True)
         return model
-
-
-def planned(line: str) -> dict:
-    """What plan.json says of the optimizer, as a run is planned."""
-    assert shell(f"plan {' '.join(PLAIN)} {line}") == 0
-    (folder,) = {path.parent for path in Path().glob("outputs/*/*plan/plan.json")}
-    plan = read_json(folder / "plan.json")
-    folder.rename(folder.parent.parent.parent / f"seen-{folder.name}")
-    return plan
 
 
 @pytest.fixture(scope="module")
@@ -70,34 +62,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "",
         ),
         nightly(
-            "model._target_=transformers.AutoModelForCausalLM.from_pretrained "
-            "model.pretrained_model_name_or_path=gpt",
-            {"lr": 2e-5, **LOADED},
-            "as the weights are loaded from gpt",
-        ),
-        nightly(
             "model._target_=transformers.BertForTokenClassification.from_pretrained "
             "model.pretrained_model_name_or_path=body",
             {"lr": 5e-5, **LOADED},
             "as the head is new (classifier.bias, ...)",
         ),
         nightly("model=hf model.path=gpt optimizer=sgd", {}, ""),
-        nightly("model=hf model.path=gpt optimizer._target_=torch.optim.AdamW", {}, ""),
     ],
 )
 def test_the_rate_follows_from_what_the_weights_are(
     line, expected, reason, models, monkeypatch, capsys
 ):
     monkeypatch.chdir(models)
-    plan = planned(f"{HF}={'tags' if 'body' in line else 'data'} {line}")
+    data = "tags" if "body" in line else "data"
+    run = train(["command=plan", *PLAIN, *shlex.split(f"{HF}={data} {line}")])
+    plan = read_json(run.folder / "plan.json")
     assert plan["optimizer_defaults"] == expected
     assert plan["lr"] == expected.get("lr", plan["lr"])
     assert (plan["optimizer_reason"] or "").startswith(reason)
     assert not expected or plan["optimizer_reason"] in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_preset_keeps_its_rate(monkeypatch):
-    small_library(monkeypatch)
-    plan = planned("model.width=24 accum=fixed accum.micro=4")
-    assert "lr" not in plan["optimizer_defaults"]
-    assert plan["optimizer_defaults"] == DRAWN
