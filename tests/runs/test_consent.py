@@ -1,6 +1,5 @@
 """Whose run it is: consent that its own user gave once, and that nobody else can give for them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import yaml
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
-from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
 from trainer.cli.python_api import FinishedRun
 
@@ -38,8 +36,7 @@ def test_a_run_needs_no_further_consent_of_who_made_it(state_home, capsys):
         assert not asks(run, capsys, line)
     assert not asks(run, capsys, "resume={} steps=3")
     assert not asks(run, capsys, "resume={} steps=4"), "noted anew when it goes on"
-    lines = (state_home / "step-trainer" / "runs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["run"] for line in lines] == [str(run.folder)] * 3
+    assert str(run.folder) in (state_home / "step-trainer" / "runs.jsonl").read_text()
 
 
 def test_a_run_that_the_user_did_not_make_asks_as_a_strangers(state_home, capsys, tmp_path):
@@ -108,27 +105,22 @@ def trapped(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [nightly("batch.golbal=1", 2), ("evaluate run=.", 4), ("--info plugins", 0)],
-)
-@pytest.mark.parametrize(
-    "path", [nightly(f"{CHECKOUT}"), f":{CHECKOUT}"], ids=["plain", "empty entry"]
-)
+@pytest.mark.parametrize(("line", "code"), [("evaluate run=.", 4), ("--info plugins", 0)])
 def test_nothing_in_the_current_folder_runs_for_a_command_that_names_no_class_there(
-    line, code, path, trapped
+    line, code, trapped
 ):
-    done = python(f"-m trainer {line}", trapped, PYTHONPATH=path)
+    """Even where an empty entry of PYTHONPATH means that folder."""
+    done = python(f"-m trainer {line}", trapped, PYTHONPATH=f":{CHECKOUT}")
     assert done.returncode == code, done.stderr
     assert not (trapped / "ran").exists()
 
 
-@pytest.mark.parametrize("more", [nightly(""), nightly("parallel.ranks=2 num_workers=1")])
-def test_a_class_of_the_current_folder_brings_nothing_of_it_that_is_installed(more, trapped):
+@pytest.mark.nightly
+def test_a_class_of_the_current_folder_brings_nothing_of_it_that_is_installed(trapped):
     (trapped / "net.py").write_text(OWN_CLASSES)
     for name in ("triton", "torchao"):  # what is not may come from a folder that was consented to
         (trapped / f"{name}.py").unlink()
-    done = python(f"-m trainer {OWN_RUN} {more}", trapped)
+    done = python(f"-m trainer {OWN_RUN} parallel.ranks=2 num_workers=1", trapped)
     assert done.returncode == 0, done.stderr
     assert not (trapped / "ran").exists()
 

@@ -17,10 +17,10 @@ from tests.lib.run_support import (
     go,
     in_use,
     on,
+    only_run,
     overrides,
     read_json,
     shell,
-    steps,
 )
 from tests.lib.run_toys import Stop
 from trainer.cli.python_api import FinishedRun
@@ -32,8 +32,7 @@ def stopped(line: str, at: int = 3) -> FinishedRun:
     Stop.at = at
     assert shell(shlex.join(overrides(f"{line} hooks=[{TOYS}.Stop]"))) == 75
     Stop.at = None
-    folder = max(Path().glob("outputs/*/*"), key=lambda path: path.name).absolute()
-    return FinishedRun(folder=folder, exit_code=75, result={})
+    return FinishedRun(folder=only_run(), exit_code=75, result={})
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,6 @@ def test_a_stopped_run_says_how_to_go_on_and_then_where_and_no_more(capsys):
     screen = capsys.readouterr().out
     assert "after step 2" in screen
     assert "now spans" not in screen
-    assert read_json(run / "result.json")["step"] == 6
     assert read_json(run / "status.json")["state"] == "completed"
 
 
@@ -93,7 +91,6 @@ def test_steps_may_grow_and_the_new_schedule_is_said(capsys):
     assert "4 -> 8" in screen
     assert "now spans" in screen
     assert curve(again, "lr") == [*before, *curve(go("steps=8"), "lr")[4:]]
-    assert [entry["step"] for entry in steps(again)] == list(range(1, 9))
     assert read_json(again.folder / "plan.json")["steps"] == 8
 
 
@@ -124,8 +121,8 @@ def test_a_resumed_auto_run_does_not_tune_again(monkeypatch):
 def test_a_refused_resumption_leaves_the_records_as_they_are(part):
     def records() -> dict[str, bytes]:
         """What the next resumption goes by, and how often there was one."""
-        paths = ("config.yaml", "status.json", ".hydra/**/*")
-        found = [path for each in paths for path in part.folder.glob(each) if path.is_file()]
+        found = [part.folder / "config.yaml", part.folder / "status.json"]
+        found += part.folder.glob(".hydra/**/*.yaml")
         return {str(path): path.read_bytes() for path in found}
 
     before, allowed = records(), "optimizer.lr=0.5 resume_allow=[optimizer.lr,data.size]"

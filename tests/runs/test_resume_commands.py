@@ -11,7 +11,6 @@ import yaml
 
 from tests.lib.cli_support import faults, make_own_folder, prepared
 from tests.lib.run_support import shell
-from trainer.cli.compose import Job
 from trainer.cli.saved_runs import newest
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError
@@ -27,18 +26,14 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 CUT = "accum=fixed accum.micro=8 steps=10"
 
 
-def make_run(line: str = CUT, **left: Any) -> Path:
-    """Leave on disk what a run leaves, as far as the command line reads it."""
-    job = prepared(line)
-    return leave(job, **left)
-
-
-def leave(
-    job: Job,
+def make_run(
+    line: str = CUT,
     state: Mapping[str, Any] = {"state": "preempted", "step": 4},
     has_checkpoint: bool = True,
     began: float = 0.0,
 ) -> Path:
+    """Leave on disk what a run leaves, as far as the command line reads it."""
+    job = prepared(line)
     folder = job.folder
     records = folder / ".hydra"
     records.mkdir(parents=True)
@@ -69,8 +64,6 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_recor
     config = ready.config
     assert (config.steps, config.name, config.accum.name) == (10, "mine", "fixed")
     assert config.optimizer.params["lr"] == 0.003
-    assert config.resume == str(run)
-    assert ready.composed.hydra.run.dir == str(run)
     assert ready.composed.hydra.output_subdir == ".hydra/resumed"
     again = run / ".hydra" / "resumed"
     again.mkdir()
@@ -79,33 +72,21 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings_from_its_newest_recor
     assert ready.config.steps == 20, "the latest resumption is what the next one goes on from"
 
 
-def test_another_option_starts_from_its_own_values():
-    config = prepared(f"resume={make_run('accum=fixed accum.steps=4 steps=10')} accum=auto").config
-    assert config.accum.name == "auto"
-    assert config.accum.params == {"micro": None, "memory": None}
-
-
-def test_micro_batches_may_be_stated_by_their_number_in_place_of_their_size():
-    params = prepared(f"resume={make_run()} accum.steps=4").config.accum.params
-    assert params == {"micro": None, "steps": 4}
+def test_a_cut_that_is_typed_starts_from_its_own_values():
     run = make_run("accum=fixed accum.steps=4 steps=10")
-    assert prepared(f"resume={run} accum.micro=8").config.accum.params == {
-        "micro": 8,
-        "steps": None,
-    }
+    for typed, params in {
+        "accum=auto": {"micro": None, "memory": None},
+        "accum.micro=8": {"micro": 8, "steps": None},
+    }.items():
+        assert prepared(f"resume={run} {typed}").config.accum.params == params
 
 
 def test_what_changes_the_step_is_refused_with_a_diff():
     run = make_run(f"{CUT} precision=fp32")
     changes = {
         "seed=1": "seed=1: the run has 0",
-        "optimizer.lr=0.1": "optimizer.lr=0.1: the run has",
-        "batch.global=64": "batch.global=64",
         "steps=5": "steps=5: the run has 10; it may grow; to make it less",
-        "clip_norm=null": "clip_norm=null: the run has 1.0",
-        "model.width=48": "model.width=48: the run has 96",
         "scheduler=constant": "scheduler._target_",
-        "precision=bf16": "precision=bf16: the run has fp32",
         "recipe=quickstart": "data.max_length",
     }
     with pytest.raises(ConfigError) as raised:
@@ -115,8 +96,6 @@ def test_what_changes_the_step_is_refused_with_a_diff():
     assert all("resume_allow=[" in fault for fault in faults)
     ready = prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr,seed]")
     assert ready.config.seed == 1
-    with pytest.raises(ConfigError, match="seed=1"):
-        prepared(f"resume={run} optimizer.lr=0.1 seed=1 resume_allow=[optimizer.lr]")
     with pytest.raises(ConfigError, match=r"resume_allow=.*Did you mean batch\.global\?"):
         prepared(f"resume={run} resume_allow=[batch.golbal]")
 
@@ -124,10 +103,8 @@ def test_what_changes_the_step_is_refused_with_a_diff():
 def test_a_finished_run_has_nothing_to_do_until_more_is_asked_for(capsys):
     run = make_run(state=DONE)
     assert shell(f"resume={run}") == 0
-    screen = capsys.readouterr()
-    assert len(screen.out.splitlines()) == 1
-    assert "done after step 10" in screen.out
-    assert screen.err == ""
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "done after step 10" in line
     assert prepared(f"resume={run} steps=11").done is None
     epochs = make_run("accum=fixed accum.micro=8 epochs=2", state=DONE)
     assert prepared(f"resume={epochs}").done is not None
@@ -173,9 +150,9 @@ def test_auto_takes_the_newest_training_run_of_the_name(capsys):
 
 def test_auto_goes_on_in_the_folder_that_is_typed():
     fresh = prepared("hydra.run.dir=runs/a resume=auto")
-    assert (fresh.config.resume, Path("runs").exists()) == (None, False)
-    made = prepared("hydra.run.dir=runs/a accum=fixed accum.micro=8")
-    run = leave(made)
+    assert (fresh.folder, fresh.config.resume) == (Path("runs/a").absolute(), None)
+    assert not Path("runs").exists()
+    run = make_run("hydra.run.dir=runs/a accum=fixed accum.micro=8")
     assert prepared("hydra.run.dir=runs/a resume=auto").folder == run
     with pytest.raises(ConfigError, match=r"holds a run; resume=.*/a goes on with it"):
         prepared("hydra.run.dir=runs/a")
@@ -188,12 +165,10 @@ def test_a_folder_that_is_typed_is_that_of_a_fork_or_plan_and_else_refused():
         assert prepared(f"{typed} hydra.run.dir=mine").folder == Path("mine").absolute(), typed
         with pytest.raises(ConfigError, match=r"^hydra.run.dir=.*: holds a run; resume="):
             prepared(f"{typed} hydra.run.dir={run}")
-    for typed in (f"resume={run}", f"evaluate run={run}", "evaluate run=auto"):
+    for typed in (f"resume={run}", "evaluate run=auto"):
         with pytest.raises(ConfigError, match=r"^hydra.run.dir=mine: .* has a folder of its own"):
             prepared(f"{typed} hydra.run.dir=mine")
         assert prepared(f"{typed} hydra.run.dir={run}").folder == run
-    new = prepared("resume=auto hydra.run.dir=mine")
-    assert (new.folder, new.config.resume) == (Path("mine").absolute(), None)
 
 
 def test_a_run_folder_gives_no_trust():
@@ -206,9 +181,7 @@ def test_a_run_folder_gives_no_trust():
         f"model._target_=net.Net: {why}",
         f"data._target_=net.Data: {why}",
     )
-    trusted = prepared(f"resume={run} trust=[net]").config
-    assert trusted.trust == ("net",)
-    assert not trusted.model.typed_target
+    assert not prepared(f"resume={run} trust=[net]").config.model.typed_target
     typed = prepared(f"resume={run} model._target_=net.Net data._target_=net.Data").config
     assert typed.model.typed_target
     assert typed.model.params == {"width": 4}
@@ -218,12 +191,8 @@ def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path):
     run = make_run("accum=fixed accum.micro=8 optimizer.lr=0.003")
     before = sorted(tmp_path.rglob("*"))
     ready = prepared(f"export run={run.relative_to(tmp_path)} export.to=weights device=cpu")
-    assert ready.folder == run
-    assert not ready.makes_folder
-    assert ready.config.command == "export"
-    assert ready.config.run == str(run)
+    assert (ready.folder, ready.makes_folder) == (run, False)
     assert ready.config.optimizer.params["lr"] == 0.003
-    assert ready.composed.hydra.output_subdir is None
     assert sorted(tmp_path.rglob("*")) == before
     plan = prepared(f"plan resume={run}")
     assert plan.folder != run
@@ -233,40 +202,32 @@ def test_evaluate_and_export_read_a_run_and_make_no_folder(tmp_path):
 STOPPED_EARLY = {"state": "preempted", "step": 0, "exit_code": 75}
 
 
-def test_a_run_that_was_stopped_before_its_first_step_begins_again_in_its_folder():
-    line = "accum=fixed accum.micro=8 steps=10 name=early"
-    run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
-    for typed in (f"resume={run}", f"{line} resume=auto"):
-        ready = prepared(typed)
-        assert (ready.folder, ready.config.resume) == (run, None)
-        assert ready.composed.hydra.output_subdir == ".hydra/resumed"
-    with pytest.raises(ConfigError, match="seed"):
-        prepared(f"resume={run} seed=3")
-
-
-def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_its_own_settings():
-    line = "accum=fixed accum.micro=8 steps=10 name=late optimizer.lr=0.003"
-    run = make_run(line, state={"state": "running", "step": 4}, has_checkpoint=False)
-    for state in ('{"state": "running"}', '{"state": "failed", "step": 7, "exit_code": 1}', ""):
+def test_a_run_without_a_checkpoint_begins_again_in_its_folder_with_its_own_settings():
+    run = make_run(f"{CUT} name=late optimizer.lr=0.003", has_checkpoint=False)
+    for state in (
+        json.dumps(STOPPED_EARLY),
+        '{"state": "running"}',
+        '{"state": "failed", "step": 7, "exit_code": 1}',
+        "",
+    ):
         (run / "status.json").write_text(state)
         for typed in (f"resume={run}", "resume=auto name=late"):
             ready = prepared(typed)
             assert (ready.folder, ready.config.resume) == (run, None)
+            assert ready.composed.hydra.output_subdir == ".hydra/resumed"
             assert (ready.config.steps, ready.config.optimizer.params["lr"]) == (10, 0.003)
-            assert "has no checkpoint: it begins again" in ready.note
-    with pytest.raises(ConfigError, match=r"model\._target_=.*: the run has "):
-        prepared("resume=auto name=late model._target_=net.Net")
+    assert "has no checkpoint: it begins again" in ready.note
+    with pytest.raises(ConfigError, match="seed=3: the run has 0"):
+        prepared("resume=auto name=late seed=3")
     (run / "forked.json").write_text("{}")  # killed while it took over its checkpoint
     assert prepared("resume=auto name=late").folder != run
 
 
 def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(tmp_path):
     (tmp_path / "weights").mkdir()
-    line = "accum=fixed accum.micro=8 steps=10 name=early init=weights"
+    line = f"{CUT} name=early init=weights"
     run = make_run(line, state=STOPPED_EARLY, has_checkpoint=False)
-    with pytest.raises(
-        ConfigError, match=r"init: the saved run started from /.*weights; type init="
-    ):
+    with pytest.raises(ConfigError, match=r"the saved run started from /.*weights; type init="):
         prepared(f"resume={run}")
     assert prepared(f"{line} resume=auto").config.init == str(tmp_path / "weights")
     numbered = make_run(f"{line} step=5", state=STOPPED_EARLY, has_checkpoint=False)
@@ -274,8 +235,7 @@ def test_weights_to_begin_with_are_typed_again_and_only_where_the_run_begins(tmp
         prepared(f"resume={numbered} init=weights")
     begun = make_run(line.replace("early", "begun"))
     ready = prepared(f"{line.replace('early', 'begun')} resume=auto")
-    assert (ready.folder, ready.config.resume) == (begun, str(begun))
-    assert ready.config.init is None
+    assert (ready.folder, ready.config.init) == (begun, None)
 
 
 def test_a_run_folder_does_not_say_where_anything_goes():
@@ -289,8 +249,6 @@ def test_a_run_folder_does_not_say_where_anything_goes():
     assert (config.export.to, params["mode"], params["entity"]) == (None, "offline", None)
     with pytest.raises(ConfigError, match="command=export: needs a folder"):
         prepared(f"export run={run}")
-    config = prepared(f"resume={run} wandb.mode=online").config
-    assert config.logger[0].params["mode"] == "online"
     lines = [*own, "model.p={mode: online, entity: evil}", "wandb=${model.p}"]
     record.write_text(yaml.safe_dump(lines))
     with pytest.raises(ConfigError) as caught:

@@ -1,7 +1,6 @@
 """Real processes that are told to stop: saved at a step boundary, exit 75, and gone on with."""
 
 import os
-import shlex
 import signal
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 from tests.lib.cli_support import CHECKOUT
 from tests.lib.nightly import nightly
 from tests.lib.processes import Command
-from tests.lib.run_support import TOYS, only_run, overrides, read_json, shell, steps
-from tests.lib.run_toys import Plain
-from trainer.core.signals import SIGNALS, UNBEGUN
+from tests.lib.run_support import overrides, read_json, steps
+from trainer.core.signals import SIGNALS
 
 LINE = "steps=100000 eval.every=null checkpoint.every=null scheduler=constant model.dropout=0.3"
 
@@ -63,27 +61,3 @@ def test_a_closed_terminal_saves_but_where_the_hang_up_is_ignored_as_under_nohup
         status = read_json(folder / "status.json")
         assert (status["state"], status["step"]) == ("preempted", len(steps(folder)))
         assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
-
-
-def test_ctrl_c_before_the_first_step_ends_in_a_run_that_begins_again(monkeypatch, capsys):
-    """While the samples of data without lengths are measured."""
-    read, left = Plain.__getitem__, [signal.SIGINT]
-
-    def stop_and_read(self, index):
-        if left:
-            os.kill(os.getpid(), left.pop())
-        return read(self, index)
-
-    monkeypatch.setattr(Plain, "__getitem__", stop_and_read)
-    assert shell(shlex.join(overrides(f"data._target_={TOYS}.Plain steps=1"))) == 75
-    (line,) = capsys.readouterr().err.splitlines()
-    said, _, resume = line.partition(": go on with: train ")
-    assert said == f"train: {UNBEGUN}"
-    folder = only_run()
-    assert read_json(folder / "status.json")["state"] == "preempted"
-    assert read_json(folder / "status.json")["exit_code"] == 75
-    assert not (folder / "checkpoints").exists()
-    assert not (folder / "errors").exists()
-    assert shell(resume) == 0
-    assert only_run() == folder
-    assert len(steps(folder)) == 1
