@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from tests.lib.nightly import nightly
 from tests.lib.run_support import TOYS, go, read_json
 from tests.lib.run_toys import Net
 
@@ -55,8 +54,6 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     assert plan["device"] == "cuda (not here)"
     assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
     assert plan["step_seconds"] is None
-    assert plan["predicted_peak_bytes"] > 0
-    assert all(row["predicted_seconds"] is None for row in plan["candidates"])
     screen = " ".join(capsys.readouterr().out.split())
     assert "estimate" in screen
     assert "unknown: nothing can be timed" in screen
@@ -74,17 +71,16 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
 CARD = "device=h100 precision=bf16 batch.global=40"
 
 
-@pytest.mark.parametrize("accum", ["accum=auto", nightly("accum=budget accum.max_tokens=480")])
-def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(accum, capsys):
+def test_a_card_stands_for_memory_peak_and_launches_and_gives_a_time(capsys):
     """A launch is dearer than any micro-batch of a toy, so that one holds the whole step."""
-    plan = planned(f"{CARD} {accum}")
+    plan = planned(f"{CARD} accum=auto")
     assert plan["micro_batches"] == 1
     assert 70 * 2**30 < plan["memory_limit_bytes"] < 80 * 2**30
     assert 0 < plan["step_seconds"] < 1
     assert "estimated at 40% of the 990 TFLOP/s of h100" in " ".join(
         capsys.readouterr().out.split()
     )
-    other = planned(f"{CARD} {accum} device=l4")
+    other = planned(f"{CARD} accum=auto device=l4")
     assert other["step_seconds"] > plan["step_seconds"] / 2
     assert other["memory_limit_bytes"] < 24 * 2**30
 

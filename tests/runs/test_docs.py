@@ -121,25 +121,16 @@ def test_code_names_pages_that_are_there():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path, monkeypatch):
+def test_the_site_builds_without_a_warning_and_asks_no_other_host(tmp_path, monkeypatch, caplog):
     from mkdocs.commands.build import build  # noqa: PLC0415 - a second
     from mkdocs.config import load_config  # noqa: PLC0415
 
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     monkeypatch.chdir(CHECKOUT)
-    counted = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: counted.append(record.getMessage())
-    logging.getLogger("mkdocs").addHandler(handler)
-    try:
+    with caplog.at_level(logging.WARNING, "mkdocs"):
         build(load_config(str(CHECKOUT / "mkdocs.yml"), site_dir=str(tmp_path)))
-    finally:
-        logging.getLogger("mkdocs").removeHandler(handler)
-    assert counted == []
+    assert caplog.messages == []
     pages = [path.read_text() for path in tmp_path.rglob("*.html")]
     assert len(pages) > len(PAGES) // 2
-    loaded = {
-        tag for text in pages for tag in re.findall(r"<(?:script|link|img)[^>]+https?:[^>]+", text)
-    }
+    loaded = re.findall(r"<(?:script|link|img)[^>]+https?:[^>]+", "\n".join(pages))
     assert [tag for tag in loaded if "canonical" not in tag] == []
-    assert (tmp_path / "search" / "search_index.json").stat().st_size > 10_000

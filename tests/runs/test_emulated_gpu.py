@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.lib.cli_support import CHECKOUT
 from tests.lib.emulated_kinds import KINDS
 from tests.lib.nightly import LIMIT_S, nightly, slow
 
-CHECKOUT = Path(__file__).parents[2]
 SHOWN = ["auto", "packed", "ghost", "contrastive", "chat"]
 PAIRS = [slow("auto", "deep"), nightly("adapter", "deep adapter")]
 LEARNING = [k for k in KINDS if k != "mixed devices"]

@@ -1,7 +1,6 @@
 """What cannot be is told in one line: the key or the sample, the value, and what to do."""
 
 import html
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,17 +72,15 @@ class Watches:
 """
 
 
-@pytest.fixture
-def own_faults(own_folder: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def own_faults(own_folder: object) -> None:
     Path("own_faults.py").write_text(FAULTS)
-    monkeypatch.delitem(sys.modules, "own_faults", raising=False)
 
 
 def line_of(text: str) -> int:
     return 1 + next(n for n, line in enumerate(FAULTS.splitlines()) if text in line)
 
 
-@pytest.mark.usefixtures("own_faults")
 def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it():
     with pytest.raises(ConfigError) as caught:
         go("model._target_=own_faults.Builds")
@@ -100,7 +97,6 @@ def test_a_fault_in_a_constructor_names_the_users_line_and_what_caused_it():
     assert 'self.table = table["width"]' in (run / "errors" / "rank0.txt").read_text()
 
 
-@pytest.mark.usefixtures("own_faults")
 def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(capsys):
     line = "model._target_=own_faults.Computes hydra.run.dir=run checkpoint.every=2"
     assert shell(" ".join(overrides(line))) == 1
@@ -124,7 +120,6 @@ def test_a_fault_in_a_forward_shows_the_users_line_with_shapes_and_how_to_go_on(
     assert not Path("run/errors").exists(), "of the last time that it failed, and it did not"
 
 
-@pytest.mark.usefixtures("own_faults")
 def test_a_fault_in_data_or_a_hook_names_the_users_line(capsys, monkeypatch):
     line = " ".join(overrides("data._target_=own_faults.Reads hydra.run.dir=run"))
     assert shell(line) == 3

@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tests.lib.run_support import (
     TOYS,
     curve,
-    entries,
     go,
     only_run,
     overrides,
@@ -73,10 +72,8 @@ def test_an_update_that_runs_out_of_memory_is_never_tried_again(capsys, monkeypa
     assert end.startswith("train: after step 2; step 2 is saved: go on with: train resume=")
     assert tried[-3:] == [2, 1, 0], "predicting memory steps copies, before"
     assert tried.count(0) == 1
-    run = only_run()
-    assert len(steps(run)) == 2
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
-    assert read_json(run / "status.json")["exit_code"] == 5
+    assert len(steps(only_run())) == 2
+    assert read_json(only_run() / "status.json")["exit_code"] == 5
 
 
 def test_memory_that_runs_out_elsewhere_ends_with_5_too(capsys, monkeypatch):
@@ -97,7 +94,6 @@ def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(
     line = f"accum=auto steps=4 batch.global=40 {CRAMPED} accum.gradient.after=2"
     short = go(f"{line} accum.gradient.limit=12000")
     assert capsys.readouterr().out.count("out of memory: computed again") == 1
-    assert [len(entry["ids"]) for entry in entries(short, "samples.jsonl")] == [40, 2, 40, 2]
     replays = [entry.get("replays", 0) for entry in steps(short)]
     assert [bool(count) for count in replays] == [False, False, True, False]
     assert sum(replays) == short.result["replays"]
@@ -105,10 +101,8 @@ def test_a_device_smaller_than_the_tuner_knew_costs_a_replay_and_lowers_the_cap(
     assert written.name == "out-of-memory-step3-rank0.txt"
     first, predicted, limit, _, *shapes = written.read_text().splitlines()
     assert "rank 0, micro-batch 1, on cpu: tensors exceed the limit of 12000" in first
-    assert (predicted.partition(": ")[0], limit.partition(": ")[0]) == (
-        "predicted peak",
-        "limit of tensors",
-    )
+    assert predicted.startswith("predicted peak: ")
+    assert limit.startswith("limit of tensors: ")
     assert [shape[0] for shape in shapes] == [">", *" " * (len(shapes) - 1)]
     assert sum(int(shape[2:].split()[1]) for shape in shapes) == 40
     cap = read_json(short.folder / "plan.json")["max_tokens"]

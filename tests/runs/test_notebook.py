@@ -27,10 +27,9 @@ def test_the_notebook_of_the_documentation_runs(monkeypatch):
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SMALL))
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     _, first, table, more, shown = (cell.outputs for cell in notebook.cells if "outputs" in cell)
-    drawn = [each.data["text/plain"] for each in first if each.output_type == "display_data"]
-    assert len(drawn) == 1  # one line, drawn anew
-    assert drawn[0].startswith("█")
-    assert "step 8/8  loss" in drawn[0]
+    (drawn,) = [each.data["text/plain"] for each in first if each.output_type == "display_data"]
+    assert drawn.startswith("█")  # one line, drawn anew
+    assert "step 8/8  loss" in drawn
     printed = "".join(each.text for each in first if each.output_type == "stream")
     assert "step 4/8  held out: loss" in printed
     assert "step 3/8" not in printed

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.nightly import nightly
-from tests.lib.run_support import go, read_json, saved, state, steps
+from tests.lib.run_support import go, read_json, saved, state
 from tests.lib.support import EXACT, VOCABULARY, Bench, relative_error
-from tests.lib.tune_support import Encoder, gpt, measured_peak, workload
+from tests.lib.tune_support import gpt, measured_peak, workload
 from trainer.core.errors import ConfigError
 from trainer.models.compilation import COMPILED_SHAPES
 from trainer.models.gpt import GPT
@@ -34,41 +33,23 @@ def small_gpt(**changes) -> GPT:
     return GPT(vocab_size=VOCABULARY, **(settings | changes))
 
 
-def gradients_of_one_step(bench: Bench) -> dict[str, torch.Tensor]:
-    batch = bench.feed.next()
-    context = bench.context
-    weights = sum(m.weights["cross_entropy"] for m in batch.micro_batches)
-    for micro_batch in batch.micro_batches:
-        sums = bench.objective.sums(context.parallel.call, micro_batch.fields)
-        (sum(sums.losses.values()) / weights).backward()
-    return {name: p.grad for name, p in bench.module.named_parameters()}
-
-
-def test_a_packed_step_is_the_padded_step_is_the_whole_batch():
-    def step(cut, **layout):
-        return gradients_of_one_step(Bench(cut, model=small_gpt, layout=Layout(**layout)))
-
-    whole = step(Fixed())
-    for found in (
-        step(Budget(max_tokens=60)),
-        step(Budget(max_tokens=60), packed=True),
-        step(Budget(max_tokens=64), packed=True, pad_multiple=8),
-        step(Fixed(micro=5), packed=True),
-    ):
-        assert relative_error(found, whole) <= EXACT[torch.float64]
-
-
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_rows_of_few_lengths_compute_the_step_though_filler_is_longer_than_any_sample(positions):
+def test_a_packed_step_is_the_whole_batch_though_filler_is_longer_than_any_sample(positions):
     def bench(cut, **layout):
         model = partial(small_gpt, positions=positions, max_length=23)
         return Bench(cut, model=model, layout=Layout(**layout))
 
-    whole = gradients_of_one_step(bench(Fixed()))
+    whole, _ = bench(Fixed()).gradient_and_loss()
     few = bench(Budget(max_tokens=150), packed=True, max_shapes=2)
     plan = Budget(max_tokens=150).cut(few.dataset.lengths[:16], few.feed.layout)
     assert sum(plan.padded_lengths[0]) - plan.lengths.sum() > 23, "filler, at most a row of 75"
-    assert relative_error(gradients_of_one_step(few), whole) <= EXACT[torch.float64]
+    for each in (
+        few,
+        bench(Budget(max_tokens=64), packed=True, pad_multiple=8),
+        bench(Fixed(micro=5), packed=True),
+    ):
+        found, _ = each.gradient_and_loss()
+        assert relative_error(found, whole) <= EXACT[torch.float64]
 
 
 def test_a_deterministic_run_cuts_and_ends_the_same_whatever_was_timed_before(monkeypatch):
@@ -84,9 +65,8 @@ def test_a_deterministic_run_cuts_and_ends_the_same_whatever_was_timed_before(mo
     assert cut["max_tokens"] <= NEAR_BEST_TOKENS["cpu"]
     assert cut["cost"] == asdict(Cost()), "fitted to no timing"
     assert "not timed: deterministic" in read_json(runs[0].folder / "plan.json")["cap_source"]
-    weights = [state(run) for run in runs]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    found, expected = map(state, runs)
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 class Asked(nn.Module):
@@ -136,21 +116,6 @@ def test_packing_asks_the_model_and_the_data_whether_it_gains_anything():
         packs(True, HuggingFace("sdpa"), fault=lambda: "it mixes documents", **given)
 
 
-HUGGING_FACE = """model._target_=transformers.{0}{1} model.config._target_=transformers.{0}Config
-model.config.vocab_size=16 model.config.hidden_size=16 model.config.num_hidden_layers=1
-model.config.num_attention_heads=2 model.config.intermediate_size=16
-accum=budget accum.max_tokens=30 accum.packed=true steps=2"""
-
-
-def test_a_hugging_face_model_runs_packed_or_says_why_it_cannot():
-    (first, second) = steps(go(HUGGING_FACE.format("Llama", "ForCausalLM")))
-    assert first["padding"] == second["padding"] == 0.0
-    padded = go(f"{HUGGING_FACE.format('Llama', 'ForCausalLM')} accum.packed=false")
-    assert second["loss"] == pytest.approx(steps(padded)[1]["loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"^accum\.packed=true: BertForMaskedLM does not hold"):
-        go(f"{HUGGING_FACE.format('Bert', 'ForMaskedLM')} objective=token_classify")
-
-
 def test_a_gpu_pads_to_eight_but_never_beyond_what_the_data_hold():
     lengths = np.array([3, 9, 30])
     layout = layout_for(lengths, **SHAPE | {"device_type": "cuda"})
@@ -172,12 +137,9 @@ def test_a_compiled_model_sees_few_lengths_the_same_for_every_batch():
     assert len(seen) <= COMPILED_SHAPES
 
 
-@pytest.mark.parametrize("name", ["gpt", nightly("encoder")])
-def test_the_peak_under_bf16_autocast_is_predicted(name):
-    model = gpt() if name == "gpt" else Encoder()
+def test_the_peak_under_bf16_autocast_is_predicted():
+    model, shape = gpt(), Shape(6, 40)
     work = workload(model, precision="bf16")
-    shape = Shape(6, 40)
     predicted = predict_peak(work, shape).peak_bytes
     assert predicted < predict_peak(workload(model), shape).peak_bytes
-    measured = measured_peak(work, shape).peak_bytes
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured_peak(work, shape).peak_bytes, rel=0.05)

@@ -1,8 +1,6 @@
 """What `train evaluate` writes of each sample, where it is asked for."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lib.run_support import TOYS, go, read_json, shell, state
+from tests.lib.run_support import TOYS, entries, go, read_json, shell, state
 from tests.lib.run_toys import DoubleNet, Images, Rows, Vision
 from trainer.cli.python_api import FinishedRun
 
@@ -26,10 +24,9 @@ class Kinds(Images):
         return {**super().__getitem__(index), "labels": -100 if index == 20 else index % 4}
 
 
-def predictions(run: FinishedRun, name: str = "predictions.jsonl") -> list[dict[str, Any]]:
-    asked = f"evaluate run={run.folder} trust=[tests] eval.predictions=true"
-    assert shell(asked) == 0
-    return [json.loads(line) for line in (run.folder / name).read_text().splitlines()]
+def predictions(run: FinishedRun) -> list[dict[str, Any]]:
+    assert shell(f"evaluate run={run.folder} trust=[tests] eval.predictions=true") == 0
+    return entries(run, "predictions.jsonl")
 
 
 def trained(run: FinishedRun, module: torch.nn.Module) -> torch.nn.Module:
@@ -39,16 +36,13 @@ def trained(run: FinishedRun, module: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_a_classifier_names_the_class_of_every_sample(capsys):
-    run = go(
-        f"model._target_={TOYS}.Vision data._target_={__name__}.Kinds data.holdout=0.7 "
-        "objective=classify steps=2"
-    )
+    data = f"data._target_={__name__}.Kinds data.holdout=0.7"
+    run = go(f"model._target_={TOYS}.Vision {data} objective=classify steps=2")
     found, model, data = predictions(run), trained(run, Vision()), Kinds()
     held_out = read_json(run.folder / "splits.json")["held_out"]
     assert [line["id"] for line in found] == sorted(held_out)
-    place = run.folder.relative_to(Path.cwd()) / "predictions.jsonl"
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"{len(held_out)} predictions written to {place}" in shown
+    assert f"{len(held_out)} predictions written to outputs/" in shown
     for line in found:
         sample = data[line["id"]]
         with torch.no_grad():
@@ -87,5 +81,4 @@ def test_tokens_have_their_tags_and_language_models_a_loss_alone(objective):
         if line["terms"]:
             expected = float(F.cross_entropy(logits, labels))
             assert line["loss"] == pytest.approx(expected, rel=1e-12)
-    more = (run.folder / "predictions-more.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in more] == [*range(9)]
+    assert [line["id"] for line in entries(run, "predictions-more.jsonl")] == [*range(9)]

@@ -1,11 +1,11 @@
 """`data.show` under plan: samples as the model gets them, with what is learned in brackets."""
 
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import go, read_json
+from tests.lib.run_support import TOYS, go, read_json
 
 MINE = '''
 import torch
@@ -49,33 +49,11 @@ class Words:
 
 class Plain(Words):
     decode = property()  # as a data set that has none
-
-
-class Images:
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, i):
-        return {"image": torch.zeros(1, 4, 4), "labels": 3}
-
-
-class Flat(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, image):
-        return self.head(image.flatten(1))
 '''
 
 
-@pytest.fixture(autouse=True)
-def classes(own_folder, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("showing.py").write_text(MINE)
-
-
 def shown(line: str) -> list[str]:
+    Path("showing.py").write_text(MINE)
     run = go(f"command=plan data.show=2 data.holdout=0 {line}")
     first, second = read_json(run.folder / "plan.json")["shown_samples"]
     assert first["id"] != second["id"]
@@ -99,13 +77,15 @@ def shown(line: str) -> list[str]:
             "the step is exact and the sum too -> [[1]]",
         ),
         ("data._target_=showing.Plain", "0 1 2 [[3 4 5 6 7 ]]"),
-        ("data._target_=showing.Images model._target_=showing.Flat", "image (1, 4, 4) -> [[3]]"),
     ],
 )
 def test_samples_are_decoded_with_what_is_learned_in_brackets(line, text):
-    own = "" if "data._target_" in line else "data._target_=showing.Words"
-    own += "" if "model._target_" in line else " model._target_=showing.Net"
-    assert shown(f"{own} {line}") == [text] * 2
+    assert shown(f"data._target_=showing.Words model._target_=showing.Net {line}") == [text] * 2
+
+
+def test_a_picture_is_shown_by_its_size_and_class():
+    texts = shown(f"data._target_={TOYS}.Images model._target_={TOYS}.Vision")
+    assert all(re.fullmatch(r"pixels \(3, 6, 6\) -> \[\[[0-3]\]\]", text) for text in texts)
 
 
 def test_bytes_are_shown_as_text_on_the_screen(capsys):

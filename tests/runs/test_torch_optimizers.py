@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.lib.cli_support import prepared
 from tests.lib.nightly import nightly
-from tests.lib.run_support import TOYS, go, overrides, read_json, shell, state
-from tests.lib.run_toys import VOCABULARY, Net
+from tests.lib.run_support import TOYS, go, overrides, read_json, state
+from tests.lib.run_toys import DeepNet
 from tests.reliability.rank_work import run_as_rank
 from trainer.config.option_files import options_of
 
@@ -44,22 +43,19 @@ def test_an_option_is_the_class_that_it_names_bit_for_bit(name):
     assert name == "rprop" or not all(tensor.equal(ends[key]) for key, tensor in control.items())
 
 
-class HeadFirst(Net):
-    """Registers its output layer ahead of its hidden ones."""
+class HeadFirst(DeepNet):
+    """Registers its output layer ahead of its hidden one."""
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.head, self.embed = nn.Linear(8, VOCABULARY), nn.Embedding(VOCABULARY, 8)
-        self.norm, self.dropout = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        super().__init__()
+        self.norm = self._modules.pop("norm")
 
 
 def test_muon_leaves_out_the_layer_that_gives_the_output_and_the_plan_names_the_rest(capsys):
-    typed = overrides(f"model._target_={__name__}.HeadFirst optimizer=muon steps=1")
-    assert shell(f"plan {shlex.join(typed)}") == 0
+    run = go(f"command=plan model._target_={__name__}.HeadFirst optimizer=muon")
     text = " ".join(capsys.readouterr().out.split())
-    assert "2 hidden matrices (dropout.*.weight); adamw for all else" in text
-    (plan,) = Path().glob("outputs/*/*/plan.json")
-    assert read_json(plan)["muon"] == ["dropout.0.weight", "dropout.1.weight"]
+    assert "(norm.*.weight); adamw for all else" in text
+    assert read_json(run.folder / "plan.json")["muon"] == ["norm.1.weight"]
 
 
 def test_what_takes_no_shards_is_refused_under_them(ranks):
