@@ -1,13 +1,12 @@
 """`adapter=lora`: what is trained, stored, resumed and exported, and what is refused."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
 
-from tests.lib.heads import Head, save_tokens
+from tests.lib.heads import Examples, Head, save_tokens
 from tests.lib.nightly import nightly, slow
 from tests.lib.run_support import curve, go, overrides, read_json, shell, state
 from tests.reliability.rank_work import on_ranks
@@ -28,17 +27,11 @@ GPT = (
 IDS = torch.arange(3, 15)[None]
 
 
-class Made(NamedTuple):
-    """A run with an adapter, and a folder that all tests share."""
-
-    folder: Path
-    run: FinishedRun
-
-
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """A run with an adapter, in a folder that all tests share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder := tmp_path_factory.mktemp("adapters"))
+        patch.chdir(tmp_path_factory.mktemp("adapters"))
         torch.manual_seed(0)
         deep = {"num_hidden_layers": 2}
         Head("LlamaForCausalLM", "LlamaConfig", "causal", deep).build().save_pretrained("llama")
@@ -46,16 +39,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         wide = {**deep, "hidden_size": 16}
         Head("LlamaForCausalLM", "LlamaConfig", "causal", wide).build().save_pretrained("wide")
         save_tokens(Path("causal"))
-        save_tokens(Path("classes"), "class")
         Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
         run = go(LLAMA)
         export(run, "first")
-        return Made(folder, run)
+        return run
 
 
 @pytest.fixture(autouse=True)
-def _beside(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(made.folder)
+def _beside(made: FinishedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made.folder.parents[2])
 
 
 def loaded_as_shown(shown: str) -> torch.nn.Module:
@@ -80,12 +72,12 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_model_with_equal_log
     import peft  # noqa: PLC0415 - seconds, of every process that collects tests
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    export(made.run, "merged", "export.merge=true")
+    export(made, "merged", "export.merge=true")
     base = transformers.AutoModelForCausalLM.from_pretrained("llama")
     before = logits(base)
     adapted = logits(peft.PeftModel.from_pretrained(base, "first"))
     assert (adapted - before).abs().max() > 1e-2
-    export(made.run, "shown")
+    export(made, "shown")
     assert torch.equal(logits(loaded_as_shown(capsys.readouterr().out)), adapted)
     merged, faults = transformers.AutoModelForCausalLM.from_pretrained(
         "merged", output_loading_info=True
@@ -103,12 +95,21 @@ def test_a_run_goes_on_bit_for_bit_from_its_adapter_alone_and_not_with_another_r
     assert all(torch.equal(state(early)[name], tensor) for name, tensor in state(whole).items())
     assert all("lora_" in name for name in state(whole) if name.startswith("model."))
     with pytest.raises(ConfigError, match=r"adapter\.r=4: the run has 8"):
-        train([f"resume={made.run.folder}", "adapter.r=4", "steps=5", "trust=[datasets]"])
+        train([f"resume={made.folder}", "adapter.r=4", "steps=5", "trust=[datasets]"])
+
+
+class Named(Examples):
+    """Samples of classes that have names."""
+
+    label_names = ("low", "even", "high")
+
+    def __init__(self) -> None:
+        super().__init__("class")
 
 
 CLASSIFIER = (
-    f"model=hf model.path=bert model.task=sequence_classification {DATA}=classes adapter=lora "
-    "optimizer.lr=0.05 steps=3"
+    "model=hf model.path=bert model.task=sequence_classification adapter=lora "
+    f"data._target_={__name__}.Named optimizer.lr=0.05 steps=3"
 )
 
 
@@ -131,7 +132,7 @@ def test_two_ranks_take_the_same_steps(line, bound, ranks):
 def test_the_step_of_an_adapter_is_exact_packed_and_recomputed_too(made):
     line = f"{LLAMA} accum.packed=true activation_checkpointing=true"
     assert train(["verify", *overrides(line)]).result["verdict"] == "exact"
-    assert curve(go(line), "loss") == pytest.approx(curve(made.run, "loss"), rel=1e-5)
+    assert curve(go(line), "loss") == pytest.approx(curve(made, "loss"), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -144,6 +145,7 @@ def test_a_new_head_is_trained_whole_and_stored_with_the_adapter(monkeypatch, ca
     stored = read_json(Path("classifier/adapter_config.json"))
     assert stored["modules_to_save"] == ["bert.pooler", "classifier"]
     loaded = loaded_as_shown(shown)
+    assert loaded.config.id2label == dict(enumerate(Named.label_names))
     adapted = logits(loaded)
     merged = transformers.AutoModelForSequenceClassification.from_pretrained("merged_classifier")
     assert torch.allclose(logits(merged), adapted, atol=1e-5)

@@ -31,10 +31,9 @@ def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> 
         (folder / "preempt").write_text(str(preempted_at))
     subprocess.run(["sbatch", *command], env=environment, check=True, capture_output=True)
     until = time.monotonic() + LIMIT_S
-    while not (done := folder / "job-1" / "done").exists():
+    while not (folder / "job-1" / "done").exists():
         assert time.monotonic() < until, (folder / "job-1" / "log").read_text()
         time.sleep(0.1)
-    assert done.exists()
     assert not (folder / "preempt").exists(), "it was preempted"
     return (folder / "job-1" / "log").read_text()
 
@@ -45,7 +44,6 @@ def ended(command: list[str], folder: Path, preempted_at: int | None = None) -> 
 def test_a_job_that_is_preempted_and_requeued_has_the_bits_of_an_unbroken_one(
     name, ranks, tmp_path, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANKS", "1")  # of each node, under torchrun
     text = FILES[name].replace("--ntasks-per-node=8", "--ntasks-per-node=1")
     Path("job.sh").write_text(text)
@@ -80,8 +78,7 @@ def test_a_job_is_put_back_where_a_signal_ended_it_and_not_where_it_failed(name,
 
 
 @pytest.mark.nightly
-def test_every_job_of_an_array_ends_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_job_of_an_array_ends_in_a_folder_of_its_own(tmp_path):
     Path("job.sh").write_text(FILES["array.sh"])
     typed = [each for each in overrides(LINE) if not each.startswith("optimizer.lr")]
     ended(["job.sh", *typed], tmp_path / "slurm", PREEMPTED_AT)
@@ -92,8 +89,7 @@ def test_every_job_of_an_array_ends_in_a_folder_of_its_own(tmp_path, monkeypatch
 
 
 @pytest.mark.nightly
-def test_submitit_puts_a_job_that_is_preempted_back_into_the_queue(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_submitit_puts_a_job_that_is_preempted_back_into_the_queue(tmp_path):
     environment = install(tmp_path / "slurm", CHECKOUT)
     (tmp_path / "slurm" / "preempt").write_text(str(PREEMPTED_AT))
     typed = ["hydra/launcher=submitit_slurm", "seed=0,1", *overrides(LINE)]
