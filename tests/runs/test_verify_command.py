@@ -12,6 +12,10 @@ FIELDS = {
     "verdict", "exact", "max_relative_error", "reference", "dtype", "culprits", "worst", "limit",
     "notes",
 }  # fmt: skip
+PACKED = (
+    "model=gpt_tiny model.width=12 model.num_layers=1 model.num_heads=2 model.vocab_size=16 "
+    "model.max_length=12 batch.global=8 accum=budget accum.max_tokens=24 accum.packed=true"
+)
 BY_TOKENS = "batch.unit=tokens batch.global=60 accum=budget accum.max_tokens=30 "
 FROZEN = "optimizer.groups='{\"embed*\": {frozen: true}}'"
 NOISY = "model._target_=tests.lib.run_toys.NoisyNet"
@@ -25,7 +29,7 @@ NOT_PROVEN = "not proven that the planned step is the whole-batch step: dropout 
     ("line", "notes"),
     [
         (f"{BY_TOKENS} {FROZEN} batch.normalizer=samples", []),
-        slow("compile=true", [COMPILED]),
+        slow(f"{PACKED} compile=true", [COMPILED]),
         ("accum.micro=8", ["the plan is one micro-batch"]),
         ("precision=bf16", [ROUNDED]),
         nightly("parallel.ranks=2 precision=bf16", [OF_RANKS, ROUNDED]),
@@ -44,6 +48,7 @@ def test_an_exact_step_is_said_in_the_file_and_on_the_screen_with_what_a_reader_
     screen = " ".join(capsys.readouterr().out.split())
     assert "verdict exact: the planned step is the whole-batch step" in screen
     assert all(note in screen for note in notes)
+    assert "up to 1e-10 is rounding" in screen
     assert not (only_run() / "metrics.jsonl").exists()
     assert read_json(only_run() / "status.json")["state"] == "completed"
 
@@ -67,9 +72,11 @@ def test_a_culprit_stands_in_the_file_on_the_screen_and_in_the_last_line(
     [found] = report["culprits"]
     assert (found["module"], bool(found["reason"])) == (culprit, True)
     screen, error = capsys.readouterr()
-    assert f"verdict {verdict.replace('_', ' ')}" in " ".join(screen.split())
+    words = " ".join(screen.split())
+    assert f"verdict {verdict.replace('_', ' ')}" in words
     off = report["error_without_draws"]
     assert (off is not None and off <= 1e-10) == (verdict == "exact_without_dropout")
+    assert off is None or f"error {off:.2e} without random draws" in words
     assert ("culprits" in screen) == (last is not None)
     if last is not None:
         text, _, file = error.splitlines()[-1].partition("; see ")
