@@ -54,6 +54,7 @@ def test_a_plan_for_eight_gpus_that_are_not_here_is_that_of_the_machine_it_is_fo
     assert plan["device"] == "cuda (not here)"
     assert plan["memory_limit_bytes"] == int(80 * 2**30 * 0.92)
     assert plan["step_seconds"] is None
+    assert all(row["predicted_seconds"] is None for row in plan["candidates"])
     screen = " ".join(capsys.readouterr().out.split())
     assert "estimate" in screen
     assert "unknown: nothing can be timed" in screen
