@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer.config.components import Betas, Count, NonNegative, Share
 from trainer.core.errors import ConfigError
+from trainer.core.format import plural
 from trainer.core.rows import Row, row
 from trainer.models.output_layer import output_matrices
 from trainer.optim.optimizers import (
@@ -98,7 +99,8 @@ class Muon(OptimizerSpec):
                 names.append(name)
         # Weights of the same place in all blocks are listed once, as `blocks.*.mlp.up.weight`.
         of_all_blocks = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
-        text = f"{len(names)} hidden matrices ({', '.join(of_all_blocks)}); adamw for all else"
+        count = plural(len(names), "hidden weight")
+        text = f"{count} ({', '.join(of_all_blocks)}); adamw for all else"
         return [row("muon", text, muon=names)]
 
 
