@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from trainer.features.batch_size.ramp import Ramp
-from trainer.plan.batch_size import Position
 from trainer.plan.order import Order
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
@@ -16,7 +15,6 @@ LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
         # Epochs of 50 end with a short step, which the next stage begins behind.
         ("samples", {0: 8, 20: 16, 90: 4}, [8, 8, 8, 16, 16, 16, 16, 16, 4]),
         ("epochs", {0: 20, 0.5: 7, 1: 25}, [20, 20, 7, 7, 25, 25]),
-        ("epochs", {0: 60, 1: 30}, [60, 30, 30]),
     ],
 )
 def test_a_step_has_the_size_of_the_last_stage_that_it_has_reached(at, stages, sizes):
@@ -39,11 +37,3 @@ def test_a_ramp_by_tokens_counts_those_of_the_steps_before(unit):
         assert (batch.size, batch.before.tokens) == (expected, behind)
         cursor, behind = batch.after, behind + int(LENGTHS[batch.ids].sum())
     assert behind == 2 * LENGTHS.sum()
-
-
-def test_stages_without_a_step_are_named():
-    order = Order(50, 0, sizes := Ramp(stages={0: 20, 10: 30, 15: 40, 2000: 7}))
-    begins = [order.position(stage.first) for stage in order.stages(3)]
-    warnings = sizes.warnings(begins, Position(3, 100, 0, 2.0))
-    text = "batch.stages: the run ends after 100 samples, and has no step of the stage at"
-    assert warnings == [f"{text} 10", f"{text} 2000"]

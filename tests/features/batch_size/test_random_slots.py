@@ -9,9 +9,7 @@ from trainer.plan.cuts import Budget
 
 RAGGED = np.exp(np.random.default_rng(0).normal(3.0, 0.8, 256)).astype(np.int64) + 1
 LAYOUTS = {
-    "one rank": Layout(),
     "packed": Layout(packed=True),
-    "two ranks": Layout(world_size=2),
     "lockstep": Layout(world_size=3, lockstep=True),
     "groups": Layout(group_size=6, world_size=2),
     "many ranks": Layout(world_size=64),
