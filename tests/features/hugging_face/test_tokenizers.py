@@ -21,20 +21,19 @@ def test_ids_of_bytes_are_the_bytes_between_begin_and_end():
 
 
 def test_a_model_gives_its_tokenizer_and_one_without_bytes(tmp_path):
-    own = save_tokenizer(tmp_path / "own")
+    own, none = (str(tmp_path / name) for name in ("own", "none"))
+    size = len(save_tokenizer(tmp_path / "own"))
     (tmp_path / "own/config.json").write_text("{}")
     (tmp_path / "none").mkdir()
-    size = len(own)
-    for model in (tmp_path / "own", tmp_path / "own/config.json"):
-        assert len(tokenizer_of_model(model=str(model))) == size
-    assert len(hugging_face_tokenizer(model=str(tmp_path / "own"))) == size
-    for model in (str(tmp_path / "none"), None):
-        assert len(tokenizer_of_model(model=model)) == 258
+    assert len(tokenizer_of_model(model=own)) == size
+    assert len(tokenizer_of_model(model=f"{own}/config.json")) == size
+    assert len(hugging_face_tokenizer(model=own)) == size
+    assert len(tokenizer_of_model(model=none)) == 258
     # A path that was typed comes before the model's.
-    assert len(tokenizer_of_model(str(tmp_path / "own"), model=str(tmp_path / "none"))) == size
+    assert len(tokenizer_of_model(own, model=none)) == size
 
 
-def test_what_is_no_tokenizer_is_one_line(tmp_path):
+def test_what_is_no_tokenizer_or_needs_code_of_its_folder_is_one_line(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match=r"tokenizer.path: type the folder of a tokenizer"):
         hugging_face_tokenizer()
@@ -44,16 +43,10 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path):
         tokenizer_of_model(model="gone")
     with pytest.raises(ConfigError, match=r"gone: no such folder, and no tokenizer that the hub"):
         hugging_face_tokenizer(str(tmp_path / "gone"))
-
-
-def test_code_in_the_folder_of_a_tokenizer_is_refused(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "mine.py").write_text("raise SystemExit('run')")
     file = tmp_path / "tokenizer_config.json"
-    config = json.loads(file.read_text()) | {
-        "tokenizer_class": "Mine",
-        "auto_map": {"AutoTokenizer": [None, "mine.Mine"]},
-    }
-    file.write_text(json.dumps(config))
+    code = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | code))
     with pytest.raises(ConfigError, match="needs code from its own folder, which is not run"):
         hugging_face_tokenizer(str(tmp_path))

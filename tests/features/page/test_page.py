@@ -195,72 +195,69 @@ def test_texts_of_a_run_are_never_markup(tmp_path):
     assert (run.parent / "page.html").read_text().lower().count("<script") == 2
 
 
-@pytest.mark.parametrize(
-    "left",
-    ["nothing", "one step", "torn", "odd values", "odd files"],
+ODD = json.dumps(
+    {name: [{}, "x"] for name in [*PLAN, *RESULT]} | {"state": "completed", "worst": [1]}
 )
+LEFT = {
+    "nothing": {},
+    "torn": {"metrics.jsonl": json.dumps(entry(1)) + '\n{"step": 2, "lo'},
+    "odd values": {
+        "metrics.jsonl": '{"step": 1, "loss": "x", "lr": [], "seconds": {}}\n{"eval_loss": null}\n',
+        **dict.fromkeys(("plan.json", "result.json", "status.json", "evaluate.json"), ODD),
+        **{"forked.json": ODD, "config.yaml": "[1, 2]"},
+    },
+    "odd files": {"plan.json": "{", "config.yaml": "{", "metrics.jsonl": "\xff\x00\n"},
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
 def test_a_page_is_made_of_whatever_is_left(tmp_path, left):
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    if left == "one step":
-        (run / "metrics.jsonl").write_text(json.dumps(entry(1)) + "\n")
-    elif left == "torn":
-        (run / "metrics.jsonl").write_text(json.dumps(entry(1)) + '\n{"step": 2, "lo')
-    elif left == "odd values":
-        lines = [{"step": 1, "loss": "x", "lr": [], "seconds": {}}, {"step": 1, "eval_loss": None}]
-        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        odd = {name: [{}, "x"] for name in [*PLAN, *RESULT]}
-        for name in ("plan", "result", "status", "evaluate", "forked"):
-            (run / f"{name}.json").write_text(
-                json.dumps(odd | {"state": "completed", "worst": [1]})
-            )
-        (run / "config.yaml").write_text("[1, 2]")
-    elif left == "odd files":
-        (run / "plan.json").write_text("{")
-        (run / "config.yaml").write_text("{")
-        (run / "metrics.jsonl").write_bytes(b"\xff\x00\n")
-    found = page_of(run)
-    assert ("No step was taken yet." in found.text) == (
-        left in {"nothing", "odd files", "odd values"}
-    )
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for name, text in LEFT[left].items():
+        (tmp_path / "run" / name).write_bytes(text.encode("latin-1"))
+    found = page_of(tmp_path / "run")
+    assert ("No step was taken yet." in found.text) == (left != "torn")
+
+
+def table_of(folders):
+    text = page_of(*folders).text
+    return text.partition("Runs, and what differs")[2].partition("Curves")[0]
+
+
+def ranked(folders):
+    return re.findall(r"\b(\d) (?:unknown|failed|completed)", table_of(folders))
+
+
+def add(folder, **figures):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, **figures}) + "\n")
 
 
 def test_runs_are_compared_by_what_differs_and_the_best_is_first(tmp_path):
     folders = []
     for n, best in enumerate([3.0, 1.0, 2.0]):
-        lines = [entry(1), {"step": 1, "eval_loss": best}]
-        folders.append(saved(tmp_path / f"{n}", lines))
+        folders.append(saved(tmp_path / f"{n}", [entry(1), {"step": 1, "eval_loss": best}]))
         (folders[-1] / "config.yaml").write_text(f"seed: 7\noptimizer: {{lr: {n}e-3}}\n")
-    found = page_of(*folders)
-    table = found.text.partition("Runs, and what differs")[2].partition("Curves")[0]
+    table = table_of(folders)
     assert "seed" not in table
     assert "optimizer.lr" in table
-    assert re.findall(r"\b(\d) unknown", table) == ["1", "2", "0"]
-    for n, folder in enumerate(folders):
-        (folder / "config.yaml").write_text("sweep: {metric: eval_accuracy, mode: auto}\n")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 1, "eval_accuracy": [0.5, 0.25, 0.75][n]}) + "\n")
-    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
-    assert re.findall(r"\b(\d) unknown", table) == ["2", "0", "1"]
-    for n, folder in enumerate(folders):
-        name = ["Cosine", "Linear", "Linear"][n]
+    assert ranked(folders) == ["1", "2", "0"]
+    for n, name in enumerate(["Cosine", "Linear", "Linear"]):
         text = f"steps: {n + 1}\nscheduler: {{_target_: trainer.optim.schedules.{name}}}\n"
-        (folder / "config.yaml").write_text(f"{text}choices: {{scheduler: {name.lower()}}}\n")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 1, "eval_f1": 0.125, "eval_seconds": 2.0}) + "\n")
-    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
+        (folders[n] / "config.yaml").write_text(f"{text}choices: {{scheduler: {name.lower()}}}\n")
+        add(folders[n], eval_accuracy=[0.5, 0.25, 0.75][n])
+        add(folders[n], eval_f1=0.125, eval_seconds=2.0)
+    table = table_of(folders)
     head = "steps done loss held-out loss held-out accuracy held-out f1 time steps scheduler"
     assert table.partition("run state ")[2].startswith(f"{head} 1 unknown")
     assert "0.1250" in table
     for folder in folders:
         (folder / "config.yaml").write_text("sweep: {metric: eval_accuracy, mode: auto}\n")
+    assert ranked(folders) == ["2", "0", "1"]
     for n, folder in enumerate(folders):
         state = "failed" if n == 2 else "completed"
         (folder / "status.json").write_text(json.dumps({"state": state}))
-    table = page_of(*folders).text.partition("Runs, and what differs")[2].partition("Curves")[0]
-    assert re.findall(r"\b(\d) (?:failed|completed)", table) == ["0", "1", "2"], (
-        "as a sweep's table"
-    )
+    assert ranked(folders) == ["0", "1", "2"], "as a sweep's table"
 
 
 def test_what_cannot_be_written_is_one_warning(tmp_path, caplog):

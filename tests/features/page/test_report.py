@@ -4,22 +4,22 @@ import html
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT
+from tests.lib.cli_support import python
 from tests.lib.nightly import nightly
 from tests.lib.run_support import go, shell
 from trainer.assemble.shown_samples import _by_loss
 from trainer.core.errors import TrainError
 from trainer.features.page import page as page_module
-from trainer.features.page.page import write_page as write
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -61,14 +61,10 @@ def hash_of(script):
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
-def test_a_run_ends_with_its_page_and_two_are_compared(capsys, monkeypatch):
-    written = []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            page_module, "write_page", lambda *each: written.append(each[1]) or write(*each)
-        )
+def test_a_run_ends_with_its_page_and_two_are_compared(capsys):
+    with mock.patch.object(page_module, "write_page", wraps=page_module.write_page) as written:
         first = go("steps=4 eval.every=2")
-    assert written == [first.folder / "report.html"], "once"
+    assert [call.args[1] for call in written.call_args_list] == [first.folder / "report.html"]
     second = go("steps=4 eval.every=2 optimizer.lr=0.003")
     page = (first.folder / "report.html").read_text()
     assert "completed</span>" in page
@@ -100,9 +96,8 @@ def test_a_page_is_made_without_torch(tmp_path):
         "import sys; from trainer.cli.main import run;"
         f"assert run(['report', 'run={run.folder}']) == 0; assert 'torch' not in sys.modules"
     )
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, cwd=tmp_path, env={"PYTHONPATH": str(CHECKOUT)}, check=False)
-    assert done.returncode == 0
+    done = python(shlex.join(["-c", code]), tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_worst_samples_are_shown_with_their_texts(capsys):
@@ -134,21 +129,10 @@ def test_a_browser_draws_it_and_nothing_scrolls_sideways(tmp_path, width):
     outer += "<script>addEventListener('load', () => { document.body.textContent ="
     outer += " frames[0].document.getElementById('probe').textContent; });</script>"
     (tmp_path / "outer.html").write_text(f"<!doctype html><body>{outer}</body>")
-    argv = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--allow-file-access-from-files",
-    ]
-    argv += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
-    done = subprocess.run(
-        [*argv, (tmp_path / "outer.html").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    argv = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    argv += ["--allow-file-access-from-files", "--virtual-time-budget=3000"]
+    argv += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     seen = json.loads(re.search(r"\{.*\}", done.stdout, re.DOTALL)[0])
     assert seen["faults"] == []
     assert (seen["injected"], seen["refused"]) == (0, ["script-src-elem", "script-src-attr"])

@@ -10,17 +10,7 @@ from torch import Tensor, nn
 from tests.lib.nightly import nightly
 from trainer.features.watch.early import BEGINNING, QUIET_STEPS, EarlyWatch
 
-Batch = tuple[Tensor, Tensor]
 SEEDS = [0, *map(nightly, range(1, 5))]
-
-
-def batches(seed: int, steps: int, size: int) -> Iterator[Batch]:
-    """Points in three clouds that overlap."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(3, 8, generator=generator) * 1.5
-    for _ in range(steps):
-        labels = torch.randint(3, (size,), generator=generator)
-        yield centres[labels] + torch.randn(size, 8, generator=generator), labels
 
 
 def entries(
@@ -28,21 +18,26 @@ def entries(
     steps: int = 300,
     lr: float = 0.01,
     size: int = 32,
-    change: Callable[[int, Batch, torch.optim.Optimizer], Batch] = lambda _, batch, __: batch,
+    labelled: Callable[[int, Tensor], Tensor] = lambda _, labels: labels,
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    raised_at: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """A small classifier learns; gives what metrics.jsonl has of its steps."""
+    """A small classifier learns three clouds that overlap; gives what metrics.jsonl has of it."""
     torch.manual_seed(seed)
+    centres = torch.randn(3, 8) * 1.5
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = kind(model.parameters(), lr=lr)
-    for step, batch in enumerate(batches(seed, steps, size), 1):
-        x, labels = change(step, batch, optimizer)
-        value = nn.functional.cross_entropy(model(x), labels)
+    for step in range(1, steps + 1):
+        labels = torch.randint(3, (size,))
+        x = centres[labels] + torch.randn(size, 8)
+        value = nn.functional.cross_entropy(model(x), labelled(step, labels))
         optimizer.zero_grad()
         value.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         yield {"step": step, "loss": value.item(), "grad_norm": float(norm)}
+        if step == raised_at:
+            optimizer.param_groups[0]["lr"] *= 30
 
 
 def said(found: Iterator[dict[str, Any]], ids: Sequence[int] = range(32), **how: Any) -> list[str]:
@@ -53,33 +48,28 @@ def said(found: Iterator[dict[str, Any]], ids: Sequence[int] = range(32), **how:
     return lines
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_said_of_runs_that_learn(seed, kind):
-    assert said(entries(seed, lr=0.01 if kind is torch.optim.AdamW else 0.1, kind=kind)) == []
+def test_nothing_is_said_of_runs_that_learn(seed):
+    assert said(entries(seed)) == []
+    assert said(entries(seed, lr=0.1, kind=torch.optim.SGD)) == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_batch_whose_labels_are_shuffled_is_named_with_its_samples_once(seed):
-    def shuffle(step: int, batch: Batch, _: Any) -> Batch:
-        return (batch[0], (batch[1] + 1) % 3) if step in {150, 155} else batch
+    def shuffled(step: int, labels: Tensor) -> Tensor:
+        return (labels + 1) % 3 if step in {150, 155} else labels
 
-    (line,) = said(entries(seed, change=shuffle), ids=range(40, 72))
+    (line,) = said(entries(seed, labelled=shuffled), ids=range(40, 72))
     assert line.startswith("step 150: loss ")
     assert line.endswith("samples 40, 41, 42, ... of 32 (log.samples=true lists all)")
     assert "learning rate too high" in line
-    (line,) = said(entries(seed, change=shuffle), ids=[7, 8], keeps_samples=True)
+    (line,) = said(entries(seed, labelled=shuffled), ids=[7, 8], keeps_samples=True)
     assert line.endswith("samples 7, 8 (all in samples.jsonl)")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_learning_rate_that_is_thirty_times_as_high_is_seen_and_not_spoken_of_each_step(seed):
-    def raise_rate(step: int, batch: Batch, optimizer: torch.optim.Optimizer) -> Batch:
-        for group in optimizer.param_groups:
-            group["lr"] *= 30 if step == 120 else 1
-        return batch
-
-    lines = said(entries(seed, change=raise_rate, lr=0.1, steps=200))
+    lines = said(entries(seed, lr=0.1, steps=200, raised_at=120))
     assert 1 <= len(lines) <= 1 + 80 // QUIET_STEPS
     assert 120 < int(lines[0].split(":")[0].removeprefix("step ")) < 150
 
@@ -95,7 +85,6 @@ def test_a_learning_rate_of_next_to_nothing_is_a_plateau_once_behind_the_warm_up
 def test_steps_without_an_update_are_no_matter():
     odd = {"loss": None, "grad_norm": None}, {"loss": float("nan"), "grad_norm": float("inf")}
     found = [
-        entry | odd[entry["step"] % 2] if entry["step"] % 10 < 2 else entry
-        for entry in entries(0, lr=0.01)
+        entry | odd[entry["step"] % 2] if entry["step"] % 10 < 2 else entry for entry in entries(0)
     ]
     assert said(iter(found)) == []
