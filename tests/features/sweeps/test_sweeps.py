@@ -5,8 +5,6 @@ import math
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import yaml
 
 from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, faults, make_own_folder
 from tests.lib.nightly import nightly
-from tests.lib.run_support import read_json, shell
+from tests.lib.processes import Command
+from tests.lib.run_support import TOYS, read_json, shell
 from trainer.features.sweeps.jobs import Slots
 from trainer.features.sweeps.sweep import cover
 
@@ -27,22 +26,19 @@ from pathlib import Path
 _broken, _Net = broken, Net
 
 
-def broken(width=8):
+def note_threads():
     Path(f"threads-{os.getpid()}").write_text(os.environ.get("OMP_NUM_THREADS", ""))
+
+
+def broken(width=8):
+    note_threads()
     return _broken(width)
 
 
 class Net(_Net):
-    def __init__(self, width=8, wait=0.0):
+    def __init__(self, width=8):
         super().__init__(width)
-        self.wait = wait
-        Path(f"threads-{os.getpid()}").write_text(os.environ.get("OMP_NUM_THREADS", ""))
-
-    def forward(self, input_ids):
-        import time
-
-        time.sleep(self.wait)
-        return super().forward(input_ids)
+        note_threads()
 """
 
 
@@ -138,24 +134,6 @@ def test_what_is_not_installed_is_one_line(monkeypatch, capsys):
     assert not list(Path("outputs").glob("*"))
 
 
-def begun(line: str, count: int) -> subprocess.Popen[str]:
-    """Start a sweep as a terminal does, and wait until some of its jobs have taken a step."""
-    with Path("printed").open("w") as printed:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", *shlex.split(line)],
-            start_new_session=True,
-            text=True,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-        )
-    until = time.monotonic() + 200
-    while time.monotonic() < until and process.poll() is None:
-        if len([*Path().glob("outputs/multirun/*/*/*/metrics.jsonl")]) >= count:
-            return process
-        time.sleep(0.1)
-    raise AssertionError(Path("printed").read_text())
-
-
 def statuses() -> list[dict[str, Any]]:
     return [read_json(path) for path in Path().glob("outputs/multirun/*/*/*/status.json")]
 
@@ -172,19 +150,17 @@ def statuses() -> list[dict[str, Any]]:
     ],
 )
 def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(launcher, number):
-    line = f"-m {OWN_RUN.replace('steps=2', 'steps=20')} seed=1,2,3 model.wait=0.1"
-    line += f" hydra/launcher={launcher} checkpoint.every=5"
-    process = begun(line, 1)
-    until = time.monotonic() + 100
-    while launcher == "basic" and not [*Path().glob("outputs/multirun/*/*/*/checkpoints/step-*")]:
-        assert time.monotonic() < until  # what is killed in this process saves nothing more
-        time.sleep(0.1)
+    line = f"-m {OWN_RUN.replace('steps=2', 'steps=100')} seed=1,2,3 hooks=[{TOYS}.Slow]"
+    line += f" hydra/launcher={launcher} checkpoint.every=25"
+    command = Command.start(Path.cwd(), shlex.split(line))
+    command.wait_for("outputs/multirun/*/*/*/metrics.jsonl")
+    if launcher == "basic":  # what is killed in its process saves nothing more
+        command.wait_for("outputs/multirun/*/*/*/checkpoints/step-*")
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
+        os.killpg(command.process.pid, number)  # as a terminal does
     else:
-        process.send_signal(number)
-    code = process.wait(timeout=200)
-    assert code == (-9 if number == signal.SIGKILL else 75), Path("printed").read_text()
+        command.process.send_signal(number)
+    assert command.end().code == (-9 if number == signal.SIGKILL else 75)
     until = time.monotonic() + 100  # in which its jobs see it, and save
     while launcher != "basic" and any(each["state"] == "running" for each in statuses()):
         assert time.monotonic() < until
@@ -194,5 +170,5 @@ def test_a_sweep_that_is_stopped_saves_and_goes_on_by_the_same_command(launcher,
     assert any(each["step"] > 0 for each in statuses())
     assert shell(f"{line} resume=auto") == 0
     _, rows = table()
-    assert [row["step"] for row in rows] == ["20"] * 3
+    assert [row["step"] for row in rows] == ["100"] * 3
     assert all(math.isfinite(float(row["eval_loss"])) for row in rows)

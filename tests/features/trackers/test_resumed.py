@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
+import shlex
 import time
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT
+from tests.lib.cli_support import python
 from tests.lib.nightly import nightly
 from tests.lib.tracked import mirror_of, mlflow_steps, tensorboard_steps, wandb_steps
 from trainer.features.trackers.mlflow import MlflowTracker
@@ -70,17 +69,10 @@ def test_after_a_kill_each_step_is_there_once_wherever_the_run_goes_on(
     folder = tmp_path / "run"
     folder.mkdir()
     program = (
-        f"import sys; sys.path.insert(0, {str(CHECKOUT / 'tests/features/trackers')!r})\n"
-        "from pathlib import Path; import test_resumed\n"
-        "test_resumed.run_until_killed(Path(sys.argv[1]), *sys.argv[2:])"
+        "import sys; from pathlib import Path; from tests.features.trackers import test_resumed\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), *names],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program += "test_resumed.run_until_killed(Path(sys.argv[1]), *sys.argv[2:])"
+    done = python(shlex.join(["-c", program, str(folder), *names]), tmp_path)
     assert done.returncode == -9, done.stderr
     warnings: list[str] = []
     for resumed, last in ((80, 90), (50, 100)):

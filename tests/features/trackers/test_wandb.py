@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN
+from tests.lib.cli_support import CHECKOUT, OWN_CLASSES, OWN_RUN, python
 from tests.lib.nightly import nightly
 from tests.lib.run_support import read_json
 from tests.lib.tracked import mirror_of
@@ -95,19 +96,16 @@ def write(folder, *steps):
 def test_steps_and_evaluations_arrive_in_order_under_their_names(mirror):
     exits = sys.exit, sys.excepthook
     run = mirror(project="p", tags=("a", "b"), group="sweep 1")
-    write(mirror.folder, 1, 2)
+    write(mirror.folder, 1)
     with (mirror.folder / RunFolder.METRICS).open("a") as file:
-        file.write('{"step": 2, "skipped": "not finite", "grad_norm": null}\n')
-        file.write('{"step": 2, "eval_loss": 2.5, "bleu": 3, "eval_seconds": 1}\n{"step": 3, "lo')
+        file.write('{"step": 1, "eval_loss": 2.5, "eval_seconds": 1}\n{"step": 2, "lo')
     close_all([run], {"loss": 1.0, "eval_loss": float("nan")})
     given = mirror.given()
     assert given[1:] == [
         ["metric", ["train/*", "train/step"]],
         ["metric", ["eval/*", "train/step"]],
         ["log", [1, {"train/loss": 1.0, "train/step": 1}]],
-        ["log", [2, {"train/loss": 1.0, "train/step": 2}]],
-        ["log", [2, {"train/skipped": 1, "train/step": 2}]],
-        ["log", [2, {"eval/loss": 2.5, "eval/bleu": 3, "eval/seconds": 1, "train/step": 2}]],
+        ["log", [1, {"eval/loss": 2.5, "eval/seconds": 1, "train/step": 1}]],
         ["summary", {"loss": 1.0, "eval_loss": None}],
         ["finish", 0],
     ]
@@ -150,13 +148,12 @@ def test_without_a_way_online_a_run_is_recorded_offline_or_not_with_one_warning(
     close_all([run], {})
     assert any(warned in warning for warning in mirror.warnings)
     assert len(mirror.warnings) == 1 + (not given)
-    expected = {RunFolder.METRICS, "wandb", *(["given.jsonl"] if given else [])}
+    assert (mirror.folder / "given.jsonl").exists() == given
     if given:
         done = ["init", "metric", "metric", "log", "summary", "finish"]
         assert [what for what, _ in mirror.given()] == done
         assert "wandb sync" in mirror.warnings[0]
     assert not WandbTracker(mode="disabled").is_on
-    assert {path.name for path in mirror.folder.iterdir()} == expected
 
 
 def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp_path):
@@ -173,13 +170,8 @@ def test_the_real_package_records_a_run_offline_and_asks_git_for_no_contents(tmp
         "mirror.start(); (folder / 'metrics.jsonl').write_text('{\"step\": 1, \"loss\": 1.0}\\n')\n"
         "close_all([mirror], {'loss': 1.0}); sys.exit(3)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    paths = f"{tools}:{os.environ['PATH']}"
+    done = python(shlex.join(["-c", program, str(tmp_path)]), tmp_path, PATH=paths)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
     run_id = (tmp_path / "wandb" / "id").read_text()
     (record,) = tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -27,16 +26,16 @@ class Shift:
         return image.roll(int(torch.randint(1, 8, ())), -1)
 
 
-def write(path: Path, value: int = 100, size: tuple[int, int] = (12, 8)) -> None:
+def write(path: Path, value: int = 100) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.full((size[1], size[0]), value, dtype=np.uint8)).save(path)
+    Image.new("L", (12, 8), value).save(path)
 
 
 def test_a_folder_per_class_gives_images_of_one_size_with_the_mean_taken_off(tmp_path):
-    pixels = np.zeros((8, 16, 3), dtype=np.uint8)
-    pixels[:, 4:12] = (255, 51, 0)  # the centre, which is not cut off
+    picture = Image.new("RGB", (16, 8))
+    picture.paste((255, 51, 0), (4, 0, 12, 8))  # the centre, which is not cut off
     (tmp_path / "dog").mkdir()
-    Image.fromarray(pixels).save(tmp_path / "dog/a.png")
+    picture.save(tmp_path / "dog/a.png")
     write(tmp_path / "cat/deep/b.JPG")
     write(tmp_path / ".hidden/c.png")
     (tmp_path / "cat/notes.txt").write_text("no image")
@@ -153,9 +152,8 @@ def test_a_model_s_own_processor_makes_the_pixels(tmp_path):
         assert data[1]["pixel_values"].equal(theirs[0])
         assert data[0]["pixel_values"].amax((1, 2)).tolist() == [1, 2, 1], "white"
     (said,) = data.describe_records(None)
-    assert (
-        said.text == "20 x 20 pixels, mean 0.5 0.5 0.5, std 0.5 0.25 0.5, by ViTImageProcessorPil"
-    )
+    words = "20 x 20 pixels, mean 0.5 0.5 0.5, std 0.5 0.25 0.5, by ViTImageProcessorPil"
+    assert said.text == words
     other = part(size=8)  # is cut, and not squeezed, and normalised as the model takes it
     assert other[0]["pixel_values"].equal(torch.tensor([1.0, 2, 1])[:, None, None].expand(3, 8, 8))
     assert other.fingerprint != data.fingerprint
@@ -172,21 +170,22 @@ def images(loader: Loader, ids: tuple[int, ...], epoch: int = 0) -> torch.Tensor
 
 def test_augmentations_follow_seed_sample_and_epoch_alone_and_spare_what_is_evaluated():
     data = DataView(Digits(augment=[Shift()]))
-    loader = Loader(data, num_workers=0, seed=0)
-    loader.augment_with(data.facts.augment)
+
+    def loader_of(num_workers: int = 0, seed: int = 0) -> Loader:
+        made = Loader(data, num_workers=num_workers, seed=seed)
+        made.augment_with(data.facts.augment)
+        return made
+
+    loader, with_workers = loader_of(), loader_of(num_workers=1)
     before = torch.random.get_rng_state()
     whole = images(loader, (3, 1, 2))
     assert torch.random.get_rng_state().equal(before)
     assert torch.cat([images(loader, (i,)) for i in (3, 1, 2)]).equal(whole), "whatever the cut"
-    with_workers = Loader(data, num_workers=1, seed=0)
-    with_workers.augment_with(data.facts.augment)
     (loaded,) = with_workers.stream(iter([Request((3, 1, 2), 0, 1)]))
     with_workers.close()
     assert loaded["pixel_values"].equal(whole)
     assert not images(loader, (3, 1, 2), epoch=1).equal(whole)
-    other = Loader(data, num_workers=0, seed=1)
-    other.augment_with(data.facts.augment)
-    assert not images(other, (3, 1, 2)).equal(whole)
+    assert not images(loader_of(seed=1), (3, 1, 2)).equal(whole)
     plain = torch.stack([data.dataset[i]["pixel_values"] for i in (3, 1, 2)])
     assert images(loader.of(data, 0), (3, 1, 2)).equal(plain)
     assert not whole.equal(plain)

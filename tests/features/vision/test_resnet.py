@@ -1,4 +1,4 @@
-"""The models of images take any size, and take from the data what was not typed."""
+"""The models of images take any size."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from trainer.features.vision.vit import ViT, positions_of_grid
     [ResNet(5, 3, 8, depth=2, stages=2), ResNet(5, 3, 8, stride=4), ViT(5, 3, 2, 8, 2, 2)],
     ids=["resnet", "stride", "vit"],
 )
-@pytest.mark.parametrize("size", [(8, 8), (32, 24)])
-def test_images_of_any_size_give_a_score_for_each_class(model, size):
-    logits = model(torch.rand(3, 3, *size))
-    assert logits.shape == (3, 5)
+def test_images_of_any_size_give_a_score_for_each_class(model):
+    for size in ((8, 8), (32, 24)):
+        logits = model(torch.rand(3, 3, *size))
+        assert logits.shape == (3, 5)
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
