@@ -65,6 +65,7 @@ def test_the_plan_shows_every_stage_and_names_those_without_a_step(capsys):
     assert "lr 0.024 (0.012 x 16/8)" in shown
     for begin in (19, 2000000):
         assert f"ends after 84 samples, and has no step of the stage at {begin}" in shown
+    assert shown.count("has no step of the stage at") == 2
     (file,) = Path().glob("outputs/*/*/plan.json")
     plan = read_json(file)
     assert [each["steps"] for each in plan["stages"]] == [5, 6, 2]

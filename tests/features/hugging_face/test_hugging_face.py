@@ -249,6 +249,7 @@ def test_only_answers_are_learned_and_long_conversations_are_dropped(tmp_path):
     ):
         (sample,) = listed(opened(tmp_path, [record], tokenizer, **how))
         assert learned(sample) == expected
+    assert bytes(sample["input_ids"]).decode() == "<user>a\n\nx;<assistant>b;"
 
 
 def ids_of(text: str) -> list[int]:

@@ -187,6 +187,7 @@ def test_augmentations_follow_seed_sample_and_epoch_alone_and_spare_what_is_eval
     assert not images(loader, (3, 1, 2), epoch=1).equal(whole)
     assert not images(loader_of(seed=1), (3, 1, 2)).equal(whole)
     plain = torch.stack([data.dataset[i]["pixel_values"] for i in (3, 1, 2)])
+    assert (plain.min(), plain.max()) == (0, 1)
     assert images(loader.of(data, 0), (3, 1, 2)).equal(plain)
     assert not whole.equal(plain)
 
