@@ -1,17 +1,16 @@
-"""Experts are balanced over the whole global batch, however it is cut."""
+"""DoubleExperts are balanced over the whole global batch, however it is cut."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.lib.pair_toys import Experts
-from tests.lib.ranks_support import Ranks
-from tests.lib.ranks_work import MODES, error, plain
+from tests.lib.heads import VOCABULARY, Head
+from tests.lib.pair_toys import DoubleExperts
+from tests.lib.ranks_work import MODES, error, gradient_of_step
 from tests.lib.support import Bench, RaggedText, replicated
 from trainer import train
 from trainer.accumulate.sum import Sum
@@ -20,10 +19,11 @@ from trainer.core.errors import ConfigError
 from trainer.core.world import World
 from trainer.objectives.balanced import BalancedNextToken
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.step import train_step
 
 EXACT, SINGLE, WRONG = 1e-12, 1e-6, 1e-3  # Mixtral normalises in fp32
 OBJECTIVE = BalancedNextToken(coefficient=1.0)
+MIXTRAL = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "num_local_experts": 4}
+MIXTRAL |= {"output_router_logits": True, "initializer_range": 0.5}
 
 
 class Text(RaggedText):
@@ -35,87 +35,54 @@ class Text(RaggedText):
 
 
 def mixtral() -> nn.Module:
-    module = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            **{"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2},
-            **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4},
-            **{
-                "output_router_logits": True,
-                "initializer_range": 0.5,
-                "attn_implementation": "eager",
-            },
-        )
-    )
-    module.set_experts_implementation("eager")  # the fast one knows no float64
-    return module
+    return Head("MixtralForCausalLM", "MixtralConfig", "causal", MIXTRAL).build()
 
 
 def gradient_of(world, cut, strategy, build=mixtral, objective=OBJECTIVE):
-    bench = Bench(
-        cut,
-        dataset=Text(),
-        model=build,
-        objective=objective,
-        strategy=strategy,
-        world=world,
-        lay_out=MODES["ddp"] if world.size > 1 else replicated,
-    )
-    found = {}
-
-    def keep(*_):
-        named = bench.module.named_parameters()
-        found.update({n: plain(p.grad) for n, p in named if p.grad is not None})
-
-    bench.context.optimizer.register_step_pre_hook(keep)
-    report = train_step(bench.context, bench.feed.next(), bench.feed)
-    bench.feed.close()
-    return found, float(report.loss)
+    lay_out = MODES["ddp"] if world.size > 1 else replicated
+    how = {"dataset": Text(), "model": build, "objective": objective, "strategy": strategy}
+    return gradient_of_step(Bench(cut, world=world, lay_out=lay_out, **how))
 
 
 @pytest.mark.parametrize(
     ("build", "objective"),
-    [(mixtral, OBJECTIVE), (Experts, BalancedNextToken(coefficient=1.0, experts_per_token=1))],
+    [
+        (mixtral, OBJECTIVE),
+        (DoubleExperts, BalancedNextToken(coefficient=1.0, experts_per_token=1)),
+    ],
 )
-def test_every_cut_and_two_ranks_give_the_gradient_of_the_whole_batch(build, objective):
-    limit = EXACT if build is Experts else SINGLE
-    two, how = TwoPass(objective), {"build": build, "objective": objective}
-    whole, loss = gradient_of(World(), Fixed(steps=1), Sum(), **how)
+def test_every_cut_and_two_ranks_give_the_gradient_of_the_whole_batch(build, objective, ranks):
+    limit = EXACT if build is DoubleExperts else SINGLE
+    two, how = TwoPass(objective), (build, objective)
+    whole, loss, _ = gradient_of(World(), Fixed(steps=1), Sum(), *how)
     for cut in (Fixed(micro=1), Fixed(micro=3), Budget(max_tokens=60)):
-        found, total = gradient_of(World(), cut, two, **how)
+        found, total, _ = gradient_of(World(), cut, two, *how)
         assert error(found, whole) <= limit, cut
         assert total == pytest.approx(loss, rel=limit)
-        naive, _ = gradient_of(World(), cut, Sum(), **how)
+        naive, *_ = gradient_of(World(), cut, Sum(), *how)
         assert error(naive, whole) > WRONG
-    ranks = Ranks()
-    try:
-        for found, _ in ranks.run(2, partial(gradient_of, **how), Fixed(micro=3), two):
-            assert error(found, whole) <= limit
-    finally:
-        ranks.close()
+    for found, *_ in ranks.run(2, gradient_of, Fixed(micro=3), two, *how):
+        assert error(found, whole) <= limit
 
 
 def test_it_is_the_balance_of_transformers():
     module = mixtral().double()
-    reference = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
-    ids = torch.randint(0, 64, (3, 7))
+    ids = torch.randint(0, VOCABULARY, (3, 7))
     fields = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     fields["attention_mask"][0, 4:] = 0
     output = module(input_ids=ids, attention_mask=fields["attention_mask"])
-    expected = reference(output.router_logits, 4, 2, fields["attention_mask"])
+    balance = load_balancing_loss_func(output.router_logits, 4, 2, fields["attention_mask"])
+    entropy = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     objective = BalancedNextToken(coefficient=1.0, experts_per_token=2)
-    sums = objective.sums(lambda given: module(**given), fields)
+    losses = objective.sums(lambda given: module(**given), fields).losses
     weights = objective.weights(fields)
-    assert float(sums.losses["balance"].detach()) / weights["balance"] == pytest.approx(
-        float(expected.detach()), rel=1e-6
-    )
-    own = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert float(sums.losses["cross_entropy"].detach()) / weights["cross_entropy"] == pytest.approx(
-        float(own.detach()), rel=EXACT
-    )
+    means = {name: float(loss.detach()) / weights[name] for name, loss in losses.items()}
+    assert means["balance"] == pytest.approx(float(balance.detach()), rel=1e-6)
+    assert means["cross_entropy"] == pytest.approx(float(entropy.detach()), rel=EXACT)
 
 
 def test_a_router_that_corrects_its_scores_is_refused():
-    experts = Experts()
+    experts = DoubleExperts()
     experts.register_buffer("e_score_correction_bias", torch.zeros(4))
     with pytest.raises(ConfigError, match="corrects its scores by e_score_correction_bias"):
         gradient_of(World(), Fixed(steps=1), TwoPass(OBJECTIVE), build=lambda: experts)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from tests.lib import head_toys, pair_toys, run_toys
+from tests.lib import objective_toys, pair_toys, run_toys
 from tests.lib.cli_support import prepared
 from tests.lib.config_support import CONF
-from tests.lib.nightly import nightly, slow
+from tests.lib.nightly import slow
 from tests.lib.picture_toys import draw_pictures
 from tests.lib.run_support import (
     TOYS,
@@ -30,14 +30,14 @@ from tests.lib.run_support import (
     small_library,
     state,
 )
-from tests.reliability.rank_work import run_as_rank
+from tests.reliability.rank_work import on_ranks, run_as_rank
 from trainer.assemble import reporter as assemble_reporter
 from trainer.cli import saved_runs
 from trainer.cli.main import run as run_line
 from trainer.cli.python_api import FinishedRun
 from trainer.core.errors import ConfigError
 
-HEADS, PAIRS = head_toys.__name__, pair_toys.__name__
+OBJECTIVES, PAIRS = objective_toys.__name__, pair_toys.__name__
 EXACT = 1e-12
 """Relative difference in float64 of what is only cut differently."""
 
@@ -47,6 +47,7 @@ UPDATE = (
 )
 """One step that moves every weight by minus its gradient."""
 
+SCORES = f"model._target_={OBJECTIVES}.Scorer data._target_={OBJECTIVES}.Scores"
 NEEDED = {
     "accum/fixed": "accum.micro=3",
     "accum/budget": "accum.max_tokens=40",
@@ -58,12 +59,8 @@ NEEDED = {
     "objective/next_token_balanced": f"model._target_={PAIRS}.DoubleExperts "
     "objective.experts_per_token=1",
     "objective/model_loss": f"model._target_={TOYS}.LossNet",
-    "objective/masked_lm": f"tokenizer._target_={HEADS}.Tokens objective.mlm_probability=0.5",
-    "objective/seq2seq": f"model._target_={HEADS}.Translator data._target_={HEADS}.Translations",
-    "objective/question_answering": f"model._target_={HEADS}.Finder data._target_={HEADS}.Answers",
-    "objective/regression": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores",
-    "objective/multi_label": f"model._target_={HEADS}.Scorer data._target_={HEADS}.Scores "
-    "data.whole=true",
+    "objective/regression": SCORES,
+    "objective/multi_label": f"{SCORES} data.whole=true",
     "model/hf": "model.config=llama.json",
     "batch/noise_ramp": "batch.max=16",
     "batch/ramp": "batch.stages={0:4,8:8}",
@@ -90,6 +87,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def options(group: str) -> list[str]:
     """The files of a group, without the one that stands for a user's own class."""
     others = {"own", "two_pass"}  # the latter for an objective of its own: test_contrastive.py
+    others |= {"masked_lm", "seq2seq", "question_answering"}  # test_hugging_face_steps.py
     return sorted(f.stem for f in (CONF / group).glob("*.yaml") if f.stem not in others)
 
 
@@ -134,6 +132,7 @@ def test_every_cut_strategy_and_policy_gives_the_gradient_of_the_whole_batch(pic
 
 
 POLICY = """
+import torch.distributed as dist
 from trainer.parallel.sync import SyncPolicy
 
 
@@ -149,8 +148,6 @@ class Halves(SyncPolicy):
 
 class Torn(Halves):
     def reduction(self, index, *, is_last):
-        import torch.distributed as dist
-
         return super().reduction(index + dist.get_rank(), is_last=is_last)
 """
 
@@ -158,43 +155,27 @@ class Torn(Halves):
 def with_policy(line: str) -> list[str]:
     """Define a policy in two files, and type it."""
     Path("policy.py").write_text(POLICY)
-    Path("own/sync").mkdir(parents=True)
+    Path("own/sync").mkdir(parents=True, exist_ok=True)
     text = "_target_: policy.Halves\nlockstep: true\nanswer: across\n"
     Path("own/sync/halves.yaml").write_text(text)
-    return ["--config-dir=own", *overrides(f"{line} sync=halves parallel.ranks=2")]
+    return ["--config-dir=own", *overrides(f"sync=halves {UPDATE} parallel.ranks=2 {line}")]
 
 
-@pytest.mark.parametrize("mode", ["fsdp", nightly("ddp")])
-def test_a_policy_that_reduces_in_every_second_micro_batch_gives_the_whole_gradient(
-    mode, whole, ranks, monkeypatch
-):
+def test_a_policy_that_reduces_in_every_second_micro_batch_gives_the_whole_gradient(whole, ranks):
     """What is computed between two reductions goes along with the second, the last included."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
-    typed = with_policy(f"{UPDATE} accum.micro=1 parallel={mode}")
-    config, run = prepared(shlex.join(typed)).config, Path("run").absolute()
-    assert ranks.run(2, run_as_rank, config, run, {}) == [{"code": 0}] * 2
+    run = on_ranks(ranks, with_policy("accum.micro=1 parallel=fsdp"))
     assert read_json(run / "plan.json")["accum_steps"] == 4
     assert_same_gradient(run, whole)
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("sync.lockstep=false", "set Halves.lockstep = True"),
-        ("sync.answer=all", "`reduction` of Halves gives 'all': give 'none', 'within', 'across'"),
-    ],
-)
-def test_a_policy_whose_answer_no_micro_batch_may_have_is_refused(key, text, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    typed = with_policy(f"{UPDATE} {key}")
-    assert run_line(["plan", *typed]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_a_policy_that_answers_otherwise_on_another_rank_is_refused(ranks, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    typed = [*with_policy(UPDATE), "sync._target_=policy.Torn"]
-    typed = [each for each in typed if each != "sync=halves"]
+def test_a_policy_whose_answer_no_micro_batch_may_have_is_refused(ranks, capsys):
+    for typed, words in {
+        "sync.lockstep=false": "set Halves.lockstep = True",
+        "sync.answer=all": "`reduction` of Halves gives 'all': give 'none', 'within', 'across'",
+    }.items():
+        assert run_line(["plan", *with_policy(typed)]) == 2
+        assert words in capsys.readouterr().err
+    typed = [each for each in with_policy("sync._target_=policy.Torn") if each != "sync=halves"]
     config, run = prepared(shlex.join(typed)).config, Path("run").absolute()
     for answer in ranks.run(2, run_as_rank, config, run, {}):
         assert answer["code"] == 2
@@ -259,13 +240,11 @@ def test_every_model_learns_from_every_data_set_and_its_step_does_not_depend_on_
     assert [len(entry["ids"]) for entry in entries(run, "samples.jsonl")] == [8, 8]
 
 
-OBJECTIVES = ["next_token", "classify", "model_loss"]
+WAYS = ["next_token", "classify", "model_loss"]
 """One of each way to a loss: of tokens, of rows, the model's own."""
 
 
-@pytest.mark.parametrize(
-    "option", [o if o in OBJECTIVES else slow(o) for o in options("objective")]
-)
+@pytest.mark.parametrize("option", [o if o in WAYS else slow(o) for o in options("objective")])
 def test_every_objective_sums_alike_for_every_cut(option):
     line = f"{UPDATE} {chosen('objective', option)}"
     run, other = go(line), go(f"{line} accum=budget accum.max_tokens=40")
@@ -309,20 +288,14 @@ OWN = (
     "objective._target_=mine.Squared optimizer._target_=torch.optim.SGD optimizer.lr=1 "
     "scheduler=constant clip_norm=null steps=1 hooks=[mine.Watch]"
 )
-OPTIONS = {
-    "accum/pairs": "_target_: mine.Pairs\nsize: 2\n",
-    "accum/gradient/back": "_target_: mine.Scaled\nscale: 1.0\n",
-}
 
 
-def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
+def test_classes_of_one_s_own_take_two_files_or_their_name():
     """A module in the current folder; options in another, for a cut and a gradient strategy."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     Path("mine.py").write_text(Path(run_toys.__file__).read_text())
-    for option, text in OPTIONS.items():
-        path = Path("my_conf", f"{option}.yaml")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    Path("my_conf/accum/gradient").mkdir(parents=True)
+    Path("my_conf/accum/pairs.yaml").write_text("_target_: mine.Pairs\nsize: 2\n")
+    Path("my_conf/accum/gradient/back.yaml").write_text("_target_: mine.Scaled\nscale: 1.0\n")
     whole = go(f"{OWN} accum.micro=8")
     assert [name for name, _ in sys.modules["mine"].Watch.seen[:1]] == ["step"]
     assert state(whole)["model.embed.weight"].shape == (16, 4)
@@ -335,14 +308,10 @@ def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
     assert curve(both, "loss")[0] == pytest.approx(2 * curve(whole, "loss")[0], rel=EXACT)
     options = "accum=pairs accum.gradient=back accum.gradient.scale=2"
     assert_same_gradient(go(f"{OWN} {options}", config_dir="my_conf"), both)
-    for run in (pairs, both):
-        plan = read_json(run.folder / "plan.json")
-        assert plan["neighbours"] == 2
-        assert "  pairs       2 neighbours of 1 rank" in (run.folder / "train.log").read_text()
-        shapes = plan["shapes"]
-        assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
-        lengths = [shape["length"] for shape in shapes]
-        assert lengths == sorted(lengths)
+    plan = read_json(pairs.folder / "plan.json")
+    assert plan["neighbours"] == 2
+    assert [shape["num_samples"] for shape in plan["shapes"]] == [2, 2, 2, 2]
+    assert "  pairs       2 neighbours of 1 rank" in (pairs.folder / "train.log").read_text()
 
 
 NOTES = """
@@ -370,12 +339,11 @@ class Asks:
 """
 
 
-def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
+def test_a_tracker_of_one_s_own_takes_two_files_or_its_name():
     """An option of the user's folder, and the class by its path, in one run; the hook's figures."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("notes.py").write_text(NOTES)
-    Path("my_conf", "trackers").mkdir(parents=True)
-    Path("my_conf", "trackers", "notes.yaml").write_text("_target_: notes.Notes\npath: a.txt\n")
+    Path("my_conf/trackers").mkdir(parents=True)
+    Path("my_conf/trackers/notes.yaml").write_text("_target_: notes.Notes\npath: a.txt\n")
     own = "'logger=[notes,{_target_: notes.Notes, path: b.txt}]' hooks=[notes.Asks] name=n steps=2"
     run = go(f"{own} eval.every=2", config_dir="my_conf")
     for path in ("a.txt", "b.txt"):
@@ -386,37 +354,34 @@ def test_a_tracker_of_one_s_own_takes_two_files_or_its_name(monkeypatch):
         assert evaluation.split()[:2] == ["2", "eval/loss"]
     count = sum(t.numel() for n, t in state(run).items() if n.startswith("model."))
     assert curve(run, "weights") == [count] * 2
-    with pytest.raises(
-        ConfigError, match=r"notes\.pth: unknown setting\. Did you mean notes\.path"
-    ):
-        go(f"{own} notes.pth=c.txt", config_dir="my_conf")
-    with pytest.raises(ConfigError, match=r"tensorboard\.folder=x: tensorboard is not among"):
-        go("logger=[] tensorboard.folder=x")
-    bare = go("logger=[tensorboard] tensorboard.folder=boards steps=1")
+    for typed, words in {
+        f"{own} notes.pth=c.txt": r"notes\.pth: unknown setting\. Did you mean notes\.path",
+        "logger=[] tensorboard.folder=x": r"tensorboard\.folder=x: tensorboard is not among",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            go(typed, config_dir="my_conf")
+
+
+def test_trackers_come_and_go_with_a_resumption_unless_a_package_is_missing(monkeypatch):
+    run = go("logger=[tensorboard] tensorboard.folder=boards steps=1")
     assert list(Path("boards").glob("*/events*"))
-    assert on(bare, "logger=[] steps=2").exit_code == 0
+    assert on(run, "logger=[] steps=2").exit_code == 0
     old, new = (saved_runs.parse([each])[0] for each in ("wandb.project=p", "logger=[my.wandb]"))
     assert saved_runs.staying(old, new, {}) == []
-    bare = go("logger=[] steps=1")
-    assert not [path for path in bare.folder.iterdir() if (path / "logged").exists()]
-
-
-def test_a_tracker_without_its_package_is_refused_before_anything_is_written(monkeypatch):
-    run = go("logger=[] steps=1")
     before = (run.folder / "config.yaml").read_bytes()
     monkeypatch.setattr(assemble_reporter, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs tensorboard, .*pip install 'step-trainer\[tens"):
-        on(run, "logger=[tensorboard] steps=2")
+        on(run, "logger=[tensorboard] steps=3")
     assert (run.folder / "config.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("record", ["multirun.yaml", "search.yaml"])
-def test_the_jobs_of_a_sweep_and_of_a_search_are_a_group(tmp_path, record):
-    sweep = tmp_path / "sweep"
-    sweep.mkdir()
-    assert assemble_reporter.group_of(sweep / "0") is None
-    (sweep / record).touch()
-    assert assemble_reporter.group_of(sweep / "0") == "sweep"
+def test_the_jobs_of_a_sweep_and_of_a_search_are_a_group(tmp_path):
+    for record in ("multirun.yaml", "search.yaml"):
+        sweep = tmp_path / record.removesuffix(".yaml")
+        sweep.mkdir()
+        assert assemble_reporter.group_of(sweep / "0") is None
+        (sweep / record).touch()
+        assert assemble_reporter.group_of(sweep / "0") == sweep.name
 
 
 def test_a_data_set_may_have_next_to_nothing_or_bring_its_split_and_its_collate():

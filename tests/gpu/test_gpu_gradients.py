@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from tests.lib.gpu_support import (
     LONGEST,
     ON_A_GPU,
+    bench_of,
     compiled_for,
     documents,
     make_gpt,
     run_out_of_memory,
     soiled_memory,
-    world_of,
 )
 from tests.lib.nightly import nightly
-from tests.lib.support import Bench, relative_error
+from tests.lib.support import relative_error
 from trainer.core.errors import DoesNotFitError
 from trainer.data.collate import pack_samples, pad_samples
 from trainer.models.bind import bind
@@ -81,16 +81,11 @@ def test_compiled_chunks_have_the_gradient_of_whole_logits(device, smoothing, mo
         assert float((one - exact).norm() / exact.norm()) < BF16
 
 
-@pytest.mark.parametrize("steps", [1, 4, 16])
-def test_cuts_make_no_difference(device, steps):
-    world = world_of(device)
-
-    def bench(cut):
-        made = Bench(cut=cut, dtype=torch.float32, model=lambda: make_gpt(device), world=world)
-        return made.gradient_and_loss()[0]
-
-    found, whole = bench(Fixed(steps=steps)), bench(Fixed())
-    assert relative_error(flat(found), flat(whole)) < 1e-6
+def test_cuts_make_no_difference(device):
+    whole, _ = bench_of(device, Fixed()).gradient_and_loss()
+    for steps in (4, 16):
+        found, _ = bench_of(device, Fixed(steps=steps)).gradient_and_loss()
+        assert relative_error(flat(found), flat(whole)) < 1e-6
 
 
 def flat(found):
@@ -99,14 +94,7 @@ def flat(found):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_step_that_ran_out_of_memory_is_the_step_of_a_smaller_cut(device, phase):
-    world = world_of(device)
-
-    def bench(micro):
-        return Bench(
-            cut=Fixed(micro=micro), dtype=torch.float32, model=lambda: make_gpt(device), world=world
-        )
-
-    failing, smaller = bench(8), bench(4)
+    failing, smaller = (bench_of(device, Fixed(micro=micro)) for micro in (8, 4))
     failed = []
 
     def fail(*_):
@@ -114,21 +102,17 @@ def test_a_step_that_ran_out_of_memory_is_the_step_of_a_smaller_cut(device, phas
             failed.append(True)
             run_out_of_memory(device)
 
-    module = failing.module
     if phase == "forward":
-        module.register_forward_hook(fail)
+        failing.module.register_forward_hook(fail)
     else:
-        next(iter(module.parameters())).register_hook(fail)
-    report = failing.step()
-    assert report.replays == 1
+        next(failing.module.parameters()).register_hook(fail)
+    assert failing.step().replays == 1
     smaller.step()
     assert relative_error(failing.parameters(), smaller.parameters()) < 1e-6
 
 
 def test_an_update_that_runs_out_of_memory_ends_the_run(device):
-    bench = Bench(
-        cut=Fixed(), dtype=torch.float32, model=lambda: make_gpt(device), world=world_of(device)
-    )
+    bench = bench_of(device, Fixed())
     bench.context.optimizer.register_step_pre_hook(lambda *_: run_out_of_memory(device))
     with pytest.raises(DoesNotFitError, match="update"):
         bench.step()

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.gpu_waits import GpuWaits, ReadNumbers
 from tests.lib.cli_support import CHECKOUT
-from tests.lib.gpu_support import ON_A_GPU, plan_of, run_gpt
+from tests.lib.gpu_support import ON_A_GPU, run_gpt
 from tests.lib.nightly import nightly
-from tests.lib.run_support import entries, go
+from tests.lib.run_support import entries, go, read_json
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -36,7 +36,8 @@ def test_a_step_takes_the_memory_that_was_predicted(cap, packed, recompute):
         f"activation_checkpointing={recompute}"
     )
     measured = torch.cuda.max_memory_allocated() - held
-    assert plan_of(run)["predicted_peak_bytes"] == pytest.approx(measured, rel=0.05)
+    plan = read_json(run.folder / "plan.json")
+    assert plan["predicted_peak_bytes"] == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
@@ -62,20 +63,17 @@ def test_segments_may_grow_where_nobody_says_otherwise(tmp_path):
         "kept = torch.ones(2**20, device='cuda');"
         "import json; print(json.dumps([s['is_expandable'] for s in torch.cuda.memory_snapshot()]))"
     )
+    settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+    environment = {n: value for n, value in os.environ.items() if n not in settings}
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
-        env={**clean_environment(), "PYTHONPATH": str(CHECKOUT)},
+        env={**environment, "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,
         text=True,
         check=True,
     )
     assert any(json.loads(done.stdout.splitlines()[-1]))
-
-
-def clean_environment():
-    settings = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
-    return {name: value for name, value in os.environ.items() if name not in settings}
 
 
 WAITS: list = []

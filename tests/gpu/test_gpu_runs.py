@@ -5,7 +5,8 @@ import torch
 
 from tests.lib.gpu_support import DATA, MODEL, ON_A_GPU, compiled_for, run_gpt
 from tests.lib.nightly import nightly
-from tests.lib.run_support import curve, overrides, state, steps
+from tests.lib.run_support import TOYS, curve, overrides, state, steps
+from tests.lib.run_toys import Stop
 from trainer import train
 from trainer.core.errors import DataError, Preempted
 
@@ -27,11 +28,12 @@ def test_a_gpu_learns_along_the_curve_of_a_cpu(device):
 
 
 @pytest.mark.parametrize("device", [ON_A_GPU, nightly("cpu")], indirect=True)
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(device):
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(device, monkeypatch):
     line = "steps=5 deterministic=true"
     whole = run_gpt(device, line)
+    monkeypatch.setattr(Stop, "at", 2)
     with pytest.raises(Preempted):
-        run_gpt(device, f"{line} hooks=[tests.lib.gpu_support.Interrupts] hydra.run.dir=stopped")
+        run_gpt(device, f"{line} hooks=[{TOYS}.Stop] hydra.run.dir=stopped")
     resumed = train(["resume=stopped", "trust=[tests]"])
     assert curve(resumed, "loss") == curve(whole, "loss")
     assert_same_state(state(resumed), state(whole))

@@ -57,8 +57,6 @@ class Convolved(nn.Module):
 
 
 class Residual(nn.Module):
-    """Has a stack of blocks with BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -74,8 +72,6 @@ class Residual(nn.Module):
 
 
 class Counting(Convolved):
-    """Moves a buffer of its own in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
@@ -98,8 +94,6 @@ class Looking(Convolved):
 
 
 class Plain(nn.Module):
-    """Has no BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(50, SORTS)

@@ -4,7 +4,9 @@ import random
 from collections.abc import Callable, Iterable
 
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
+
+from tests.lib.hf_toys import train_bpe
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -40,10 +42,8 @@ THOUGHTS = (
 )
 
 Piece = tuple[str, bool]
-SPECIAL = [
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"),
-    "<|eot_id|>",
-]
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
+SPECIAL += ["<|eot_id|>"]
 WORDS = """
 step batch gradient the a of exactly naïve über 東京 café 3.14 x=1 loss sum, mean; weight why?
 because (see) [note] it's don't is are was it we you count token
@@ -74,17 +74,8 @@ def _text(draw: random.Random) -> str:
 
 def chat_tokenizer(template: str | None = CHATML) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE of 400 ids that puts a BOS before a text of its own accord."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = (message["content"] for messages in conversations(50, 1) for message in messages)
-    bpe.train_from_iterator(texts, trainer)
+    bpe = train_bpe(400, SPECIAL, texts)
     bpe.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))]
     )

@@ -67,7 +67,6 @@ def prepared(line: str) -> Job:
 
 
 def python(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder."""
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *shlex.split(line)],

@@ -189,7 +189,6 @@ def _idle(hosts: Hosts) -> str:
 
 
 def wait_for(is_so: Callable[[], object], hosts: Hosts, limit_s: float = LIMIT_S) -> None:
-    """Wait until something is so."""
     limit = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < limit, hosts.printed()

@@ -45,15 +45,12 @@ _FENCE = re.compile(r"^( *)```(?:\{\.)?(\w+)([^\n`}]*)\}?\n(.*?)^ *```", re.M | 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     language: str
     marks: frozenset[str]
     text: str
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Give the fenced blocks of a page that name a language."""
     return [
         Block(language, frozenset(marks.replace(".", " ").split()), textwrap.dedent(indent + inner))
         for indent, language, marks, inner in _FENCE.findall(text)

@@ -55,7 +55,6 @@ class Net(nn.Module):
 
 
 def happen(fault: str) -> None:
-    """What can go wrong."""
     if fault == "data":
         raise DataError("rows.txt: record 7 is torn")
     if fault == "hang":

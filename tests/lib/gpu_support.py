@@ -1,7 +1,5 @@
 """What tests of the GPU share: a small GPT, documents, memory that runs out or is soiled."""
 
-import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.run_support import go, read_json
-from tests.lib.support import VOCABULARY, RaggedText
+from tests.lib.run_support import go
+from tests.lib.support import VOCABULARY, Bench, RaggedText
 from trainer.cli.python_api import FinishedRun
 from trainer.core.world import World
 from trainer.models.gpt import GPT
+from trainer.plan.cut import Cut
 
 ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 """The value of `device` that is skipped without one."""
@@ -42,32 +41,26 @@ def make_gpt(device: str, positions: str = "rotary", **more: Any) -> GPT:
     return GPT(**SHAPE, positions=positions, **more).to(device)
 
 
-def world_of(device: str) -> World:
-    """One rank on a device."""
-    return World(device=torch.device(device))
+def bench_of(device: str, cut: Cut) -> Bench:
+    """Steps of that GPT on one rank."""
+    world = World(device=torch.device(device))
+    return Bench(cut, torch.float32, model=lambda: make_gpt(device), world=world)
 
 
 def documents(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Random documents of these lengths."""
     numbers = torch.Generator().manual_seed(0)
     rows = [torch.randint(VOCABULARY, (length,), generator=numbers) for length in lengths]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-class Windows:
-    """Random windows of one length."""
+class Windows(RaggedText):
+    """Rows of one length."""
 
-    draws_randomness = False
-
-    def __init__(self, num_samples: int = 256, length: int = 256, vocabulary: int = 8192) -> None:
+    def __init__(self) -> None:
+        super().__init__(256)
+        self.lengths[:], self.masked = 256, set()
         numbers = torch.Generator().manual_seed(0)
-        self.rows = torch.randint(vocabulary, (num_samples, length), generator=numbers)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        self.samples = [*torch.randint(8192, (256, 256), generator=numbers)]
 
 
 class OneTooLarge(RaggedText):
@@ -80,14 +73,6 @@ class OneTooLarge(RaggedText):
         ids = sample["input_ids"].clone()
         ids[-1] = VOCABULARY
         return {"input_ids": ids, "labels": sample["labels"]}
-
-
-class Interrupts:
-    """A hook that asks its own process to stop, as a scheduler does."""
-
-    def on_step(self, entry: Mapping[str, Any]) -> None:
-        if entry["step"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_out_of_memory(device: str) -> None:
@@ -105,10 +90,8 @@ def soiled_memory(device: str) -> Iterator[None]:
     if device == "cuda":
         spoilt = [torch.full((2**k,), float("nan"), device=device) for k in range(8, 27)]
         del spoilt
-    was_on, was_filled = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -121,8 +104,3 @@ def soiled_memory(device: str) -> Iterator[None]:
 def compiled_for(device: str) -> Any:
     """Compile on a GPU; go through the same code uncompiled on a CPU, where it takes minutes."""
     return nullcontext() if device == "cuda" else torch.compiler.set_stance("force_eager")
-
-
-def plan_of(run: FinishedRun) -> Mapping[str, Any]:
-    """The plan that a run wrote."""
-    return read_json(run.folder / "plan.json")

@@ -106,7 +106,6 @@ def bert() -> nn.Module:
 
 
 def masked() -> Examples:
-    """Give data for it."""
     return Examples("masked")
 
 
@@ -124,7 +123,6 @@ def gpt2() -> nn.Module:
 
 
 def causal() -> Examples:
-    """Give data for it."""
     return Examples("causal")
 
 
@@ -134,7 +132,6 @@ def classifier() -> nn.Module:
 
 
 def classified() -> Examples:
-    """Give data for it."""
     return Examples("class")
 
 

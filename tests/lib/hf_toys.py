@@ -5,50 +5,34 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-WORDS = [
-    "the",
-    "a",
-    "of",
-    "step",
-    "sums",
-    "batch",
-    "is",
-    "what",
-    "we",
-    "find",
-    "and",
-    "cheapest",
-    "loss",
-    "weight",
-    "rank",
-]
+SENTENCE = "the a of step sums batch is what we find and cheapest loss weight rank"
+WORDS = SENTENCE.split()
 TEXTS = [" ".join(WORDS[(7 * i + j * j) % len(WORDS)] for j in range(3 + i % 9)) for i in range(60)]
 """Sixty texts of 3 to 11 words."""
+
+
+def train_bpe(num_ids: int, special: list[str], texts: Iterable[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    how = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=num_ids, special_tokens=special, **how)
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
 
 
 def save_tokenizer(
     folder: Path, num_ids: int = 300, texts: Iterable[str] = TEXTS, **options: Any
 ) -> Any:
-    """Train a byte-level BPE on texts and write it; ids 0 to 3: begin, end, pad, mask."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+    """Train a tokenizer on texts and write it; ids 0 to 3: begin, end, pad, mask."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    special = ["<s>", "</s>", "<pad>", "<mask>"]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=num_ids,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-    names = dict(zip(("bos_token", "eos_token", "pad_token", "mask_token"), special, strict=True))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names | options)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    special |= {"mask_token": "<mask>"}
+    bpe = train_bpe(num_ids, [*special.values()], texts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **special | options)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -65,7 +49,6 @@ def save_llama(folder: Path, num_ids: int = 320, **settings: Any) -> None:
 
 
 def write_lines(file: Path, records: list[dict[str, Any]]) -> Path:
-    """Write records as JSON lines."""
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
 

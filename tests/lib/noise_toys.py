@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tests.lib.support import Bench
-from trainer.accumulate.base import GradientStrategy
-from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import Fields
 from trainer.core.world import World
 from trainer.features.batch_size.measure import MeasuredNoise
@@ -18,7 +16,6 @@ from trainer.features.batch_size.noise_scale import NoiseScale
 from trainer.objectives.base import Objective, Sums
 from trainer.plan.cut import Cost, Layout
 from trainer.plan.cuts import Budget
-from trainer.training.step import train_step
 
 WIDTH = 64
 NOISE, SIGNAL = 240.0, 1.0  # S of a token, and |G|^2: a noise scale of 240 tokens, 24 samples
@@ -27,9 +24,7 @@ NOISE, SIGNAL = 240.0, 1.0  # S of a token, and |G|^2: a noise scale of 240 toke
 class Gaussian:
     """Samples of 1 to some hundred tokens, each of which adds G and noise to the gradient.
 
-    Args:
-        num_samples: how many.
-        by_length: how much the gradient of a long sample differs from that of a short one.
+    By `by_length` the gradient of a long sample differs from that of a short one.
     """
 
     draws_randomness = False
@@ -67,23 +62,16 @@ class Scale(nn.Module):
         return x @ self.weight
 
 
-class LinearModel(nn.Module):
-    """The product of its weights and a row."""
+class DoubleLinear(nn.Module):
+    """The product of its weights and a row, in double precision as the data of `Gaussian` are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Scale(), Scale()])
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(block(part) for block, part in zip(self.blocks, x.chunk(2, 1), strict=True))
-
-
-class DoubleLinear(LinearModel):
-    """Keeps its weights in double precision, as the data of `Gaussian` are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
 
 
 class Linear(Objective):
@@ -96,23 +84,9 @@ class Linear(Objective):
         return {"linear": float((fields["labels"] > 0).sum())}
 
 
-class FullOnce(GradientStrategy):
-    """Runs out of memory once in a process, behind the micro-batch at which `left` is 0."""
-
-    single_backward = True
-    left: ClassVar[int] = -1
-
-    def micro_batch(self, *given: Any) -> Any:
-        found = Sum().micro_batch(*given)
-        FullOnce.left -= 1
-        if FullOnce.left == 0:
-            raise torch.OutOfMemoryError("none left")
-        return found
-
-
 def bench_of(cut: Any, dataset: Any = None, world: World | None = None, **how: Any) -> Bench:
     """A step whose gradient is Gaussian, of 128 samples."""
-    own = {"model": LinearModel, "objective": Linear(), "dataset": dataset or Gaussian()}
+    own = {"model": DoubleLinear, "objective": Linear(), "dataset": dataset or Gaussian()}
     return Bench(cut, global_batch=128, world=world or World(), **own, **how)
 
 
@@ -124,7 +98,7 @@ def measured(bench: Bench, num_steps: int, random_slots: int | None = None) -> f
     if random_slots is not None:
         bench.feed.recut = lambda plan, *_: replace(plan, random_slots=random_slots)
     for _ in range(num_steps):
-        train_step(bench.context, bench.feed.next(), bench.feed)
+        bench.step()
         figures = part.metrics()
     return float(figures["noise_scale"])
 
@@ -134,17 +108,8 @@ def measure_each(world: World, ways: list[tuple[str, str]], num_steps: int) -> l
     from tests.lib.ranks_work import MODES, POLICIES  # noqa: PLC0415 - which others need not have
 
     # Large micro-batches everywhere, so that all draw as many samples.
-    layout = Layout(cost=Cost(fixed=500.0))
-    return [
-        measured(
-            bench_of(
-                Budget(max_tokens=1000),
-                world=world,
-                layout=layout,
-                lay_out=MODES[mode],
-                sync=POLICIES[sync](),
-            ),
-            num_steps,
-        )
-        for mode, sync in ways
-    ]
+    layout, found = Layout(cost=Cost(fixed=500.0)), []
+    for mode, sync in ways:
+        how = {"world": world, "layout": layout, "lay_out": MODES[mode], "sync": POLICIES[sync]()}
+        found.append(measured(bench_of(Budget(max_tokens=1000), **how), num_steps))
+    return found

@@ -246,7 +246,29 @@ class InBackward(Descent):
 
 
 class Bounded(Net):
-    """Takes document boundaries."""
-
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return super().forward(input_ids)
+
+
+class Scorer(DoubleNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Linear(8, 3).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        tokens = self.embed(input_ids) * attention_mask[..., None]
+        return self.numbers(torch.tanh(tokens.sum(1)))
+
+
+class Scores(Rows):
+    """Numbers from 0 to 1, of which some are not known."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        draws = torch.rand(3, generator=torch.Generator().manual_seed(index)).double()
+        labels = draws.round() if self.whole else draws
+        labels[1 : 1 + (index % 7 == 0)] = -100.0
+        return {"input_ids": self.tokens[index], "labels": labels}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.lib.ranks_work import MODES, POLICIES, Arrays, BlockLM, plain
+from tests.lib.ranks_work import MODES, POLICIES, Arrays, BlockLM, gradient_of_step, plain
 from tests.lib.support import Bench, RaggedText, replicated
 from trainer.accumulate.base import GradientStrategy, divided, seed_draws
+from trainer.accumulate.sum import Sum
 from trainer.core.micro_batch import MicroBatch
 from trainer.core.world import World
 from trainer.data.loader import Request
@@ -20,7 +21,6 @@ from trainer.plan.cuts import Fixed
 from trainer.plan.lengths import Lengths
 from trainer.training.data import HeldOut
 from trainer.training.evaluation import evaluate_parts
-from trainer.training.step import train_step
 
 
 class Pairs(RaggedText):
@@ -58,17 +58,14 @@ class DoubleTowers(Towers):
         self.double()
 
 
-class Experts(nn.Module):
-    """Three experts of one vector each, of which a token takes one."""
+class DoubleExperts(nn.Module):
+    """In double precision, three experts of one vector each, of which a token takes one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.router, self.head = (
-            nn.Embedding(300, 8),
-            nn.Linear(8, 3),
-            nn.Linear(8, 300),
-        )
-        self.experts = nn.Parameter(torch.randn(3, 8))
+        self.words, self.router = nn.Embedding(300, 8), nn.Linear(8, 3)
+        self.head, self.experts = nn.Linear(8, 300), nn.Parameter(torch.randn(3, 8))
+        self.double()
 
     def forward(self, input_ids: Tensor) -> SimpleNamespace:
         x = self.words(input_ids)
@@ -79,19 +76,11 @@ class Experts(nn.Module):
         return SimpleNamespace(logits=logits, router_logits=(routed.flatten(0, 1),))
 
 
-class DoubleExperts(Experts):
-    """In double precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-
 def bench_of(
     world: World,
     cut: Cut,
     objective: CoupledObjective,
-    strategy: GradientStrategy,
+    strategy: GradientStrategy | None = None,
     *,
     mode: str = "ddp",
     sync: str = "deferred",
@@ -102,7 +91,7 @@ def bench_of(
         dataset=Pairs(),
         model=partial(Towers, **of_model),
         objective=objective,
-        strategy=strategy,
+        strategy=strategy or Sum(),
         world=world,
         lay_out=MODES[mode] if world.size > 1 else replicated,
         sync=POLICIES[sync](),
@@ -111,24 +100,14 @@ def bench_of(
 
 def gradient_of(world: World, *given: Any, **how: Any) -> tuple[Arrays, float, int]:
     """Take a step; gives its gradient, loss and replays."""
-    bench, found = bench_of(world, *given, **how), {}
-
-    def keep(*_: object) -> None:
-        named = bench.module.named_parameters()
-        found.update({n: None if p.grad is None else plain(p.grad) for n, p in named})
-
-    bench.context.optimizer.register_step_pre_hook(keep)
-    report = train_step(bench.context, bench.feed.next(), bench.feed)
-    bench.feed.close()
-    return found, float(report.loss), report.replays
+    return gradient_of_step(bench_of(world, *given, **how))
 
 
 def evaluated(
     world: World, max_tokens: int, objective: CoupledObjective, most: int | None = None
 ) -> tuple[dict[str, float], Arrays]:
     """Evaluate untrained towers on all pairs; gives the figures, and the rows of some in order."""
-    strategy: Any = None
-    bench = bench_of(world, Fixed(steps=1), objective, strategy)
+    bench = bench_of(world, Fixed(steps=1), objective)
     lengths = Lengths.of(bench.dataset.lengths)
     layout = Layout(world_size=world.size)
     held_out = HeldOut(
@@ -157,12 +136,11 @@ def by_hand(
 
     Each micro-batch draws what it draws in the step; `combine` gives the losses of their rows.
     """
-    strategy: Any = None
-    bench = bench_of(World(), cut, objective, strategy, **of_model)
+    bench = bench_of(World(), cut, objective, **of_model)
     micro_batches: list[MicroBatch] = []
     for rank in range(num_ranks):
         world = World(rank=rank, size=num_ranks)
-        feed = bench_of(world, cut, objective, strategy, sync=sync).feed
+        feed = bench_of(world, cut, objective, sync=sync).feed
         micro_batches += feed.next().micro_batches
     parts = []
     for micro_batch in micro_batches:
@@ -180,7 +158,6 @@ def _loss(objective: CoupledObjective, rows: dict[str, Tensor]) -> Tensor:
 
 
 def whole(objective: CoupledObjective, parts: Sequence[dict[str, Tensor]]) -> Sequence[Tensor]:
-    """The loss of all samples together."""
     return [_loss(objective, {name: torch.cat([p[name] for p in parts]) for name in parts[0]})]
 
 

@@ -18,12 +18,7 @@ LIMIT_S = 150.0
 
 @dataclass
 class Ended:
-    """How a command ended.
-
-    Attributes:
-        errors: its lines on stderr.
-        at: when, in seconds since the epoch.
-    """
+    """How a command ended: its lines on stderr, and when, in seconds since the epoch."""
 
     code: int
     errors: list[str]
@@ -44,13 +39,11 @@ class Command:
         """Start `train` with some words, perhaps by a launcher."""
         # Where these tests run behind a shell's `&` they ignore Ctrl-C, and so would the command.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        own = {"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "trainer", *words],
             cwd=place,
-            env={
-                **os.environ,
-                **{"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **environment},
-            },
+            env={**os.environ, **own, **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

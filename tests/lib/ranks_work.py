@@ -61,17 +61,13 @@ class Block(nn.Module):
 
 
 class BlockLM(nn.Module):
-    """Embedding, blocks, head; `spare` is used where a sample begins with the token 3, and `idle`
-    nowhere; block `skipped` not at all."""
+    """`spare` is used where a sample begins with the token 3; `idle`, block `skipped` nowhere."""
 
     def __init__(
-        self,
-        dropout: float = 0.0,
-        width: int = 8,
-        spare: bool = False,
-        skipped: int | None = None,
+        self, dropout: float = 0.0, spare: bool = False, skipped: int | None = None
     ) -> None:
         super().__init__()
+        width = 8
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
         self.norm = nn.LayerNorm(width)
@@ -148,8 +144,6 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run on some ranks."""
-
     cut: Cut
     mode: str = "ddp"
     sync: str = "deferred"
@@ -165,8 +159,6 @@ class Case:
     """Where memory runs out: `rank:attempt:micro-batch:phase`."""
     skipped: int | None = None
     """The block that the last rank does not use."""
-    averaged: bool = False
-    """Divide the gradient by the number of ranks, as reducers do unless told not to."""
     poisoned: int | None = None
     """The rank whose first loss is not finite."""
     layout: Layout = field(default_factory=Layout)
@@ -222,7 +214,7 @@ def moved_each(world: World, cases: list[Case]) -> list[Arrays]:
     for case in cases:
         bench = bench_of(world, case, Moving)
         for _ in range(case.steps):
-            train_step(bench.context, bench.feed.next(), bench.feed)
+            bench.step()
         bench.feed.close()
         found.append({n: plain(b.double()) for n, b in bench.module.named_buffers()})
     return found
@@ -279,6 +271,21 @@ def error(found: Arrays, expected: Arrays) -> float:
     )
 
 
+def gradients_of(module: nn.Module) -> Arrays:
+    named = module.named_parameters()
+    return {name: None if p.grad is None else plain(p.grad) for name, p in named}
+
+
+def gradient_of_step(bench: Bench) -> tuple[Arrays, float, int]:
+    """Take a step; gives its gradient, caught before the update, its loss and replays."""
+    found: Arrays = {}
+    hook = bench.context.optimizer.register_step_pre_hook
+    hook(lambda *_: found.update(gradients_of(bench.module)))
+    report = bench.step()
+    bench.feed.close()
+    return found, float(report.loss), report.replays
+
+
 def run_steps(world: World, case: Case) -> dict[str, Any]:
     """Train, and tell everything that must not depend on the ranks."""
     bench = bench_of(world, case)
@@ -286,19 +293,12 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
     answer["counts"] = []
 
     def keep(*_: object) -> None:
-        answer["last gradient"] = {
-            name: None if p.grad is None else plain(p.grad)
-            for name, p in bench.module.named_parameters()
-        }
+        answer["last gradient"] = gradients_of(bench.module)
         answer.setdefault("gradient", answer["last gradient"])
 
-    if case.averaged:
-        bench.context.optimizer.register_step_pre_hook(
-            lambda *_: bench.context.parallel.scale_gradients(torch.tensor(1 / world.size))
-        )
     bench.context.optimizer.register_step_pre_hook(keep)
     for _ in range(case.steps):
-        report = train_step(bench.context, bench.feed.next(), bench.feed)
+        report = bench.step()
         answer["loss"].append(float(report.loss))
         answer["norm"].append(float(report.grad_norm))
         answer["ids"].append(report.batch.samples.ids.tolist())
@@ -313,10 +313,7 @@ def run_steps(world: World, case: Case) -> dict[str, Any]:
 
 def count_looks(world: World, case: Case) -> list[str]:
     """Where the host looks at the device in a step."""
-    bench = bench_of(world, case)
-    found = looks_of_a_step(bench)
-    bench.feed.close()
-    return found
+    return looks_of_a_step(bench_of(world, case))
 
 
 def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
@@ -326,11 +323,7 @@ def run_each(world: World, cases: list[Case]) -> list[dict[str, Any]]:
 def strike_each(
     world: World, case: Case, strikes: list[tuple[str, ...]]
 ) -> list[tuple[list[int], Any, str]]:
-    """Let memory run out here and there, in a run of its own each time.
-
-    Returns:
-        Replays, the cut in the end, and a digest of weights, losses and norms.
-    """
+    """Let memory run out here and there; gives replays, the last cut and a digest of each run."""
     found = []
     for points in strikes:
         answer = run_steps(world, replace(case, points=points))
@@ -342,7 +335,6 @@ def strike_each(
 
 
 def what_is_refused(world: World, case: Case) -> tuple[int, str]:
-    """Train until it ends, and give exit code and line."""
     try:
         run_steps(world, case)
     except TrainError as error:
@@ -383,8 +375,6 @@ def sum_in_integers(world: World, gradients: np.ndarray) -> np.ndarray:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of new storages."""
-
     MAKES = ("empty", "zeros", "ones", "full", "clone", "cat", "_to_copy")
 
     def __init__(self) -> None:
@@ -463,9 +453,8 @@ class Collectives(TorchDispatchMode):
 
 
 def count_collectives(world: World, case: Case) -> dict[str, int]:
-    """Collectives of the second step."""
     bench = bench_of(world, case)
-    train_step(bench.context, bench.feed.next(), bench.feed)
+    bench.step()
     batch = bench.feed.next()
     with Collectives() as counter:
         train_step(bench.context, batch, bench.feed)
@@ -492,9 +481,7 @@ def evaluated(
 ) -> tuple[dict[str, float], list[int], bool]:
     """Evaluate on the first samples, where the second rank has room for so many positions.
 
-    Returns:
-        Metrics, the samples that this rank looked at, and whether all that is the same again and
-        training is cut as before.
+    Gives metrics, the samples of this rank, and whether it is so again and no cut has changed.
     """
     room = positions if world.rank == 1 else 10**9
     bench = bench_of(world, Case(Fixed(micro=4), mode), lambda: Cramped(BlockLM(), room))
@@ -507,13 +494,12 @@ def evaluated(
     model = replace(bench.context.model, objective=objective)
     context = replace(bench.context, model=model)
     metrics, again = (evaluate_parts(context, {"": held_out})[""] for _ in range(2))
-    train_step(bench.context, bench.feed.next(), bench.feed)
+    bench.step()
     bench.feed.close()
     return metrics, seen, metrics == again and bench.feed.cut == cut
 
 
 def predicted(world: World, mode: str, num_held_out: int) -> list[dict[str, Any]]:
-    """Predict the first samples."""
     bench = bench_of(world, Case(Fixed(micro=4), mode))
     lengths = Lengths.of(bench.dataset.lengths[:num_held_out])
     held_out = HeldOut(loader=bench.loader, lengths=lengths, layout=Layout(), max_tokens=30)

@@ -4,10 +4,10 @@ import fcntl
 import json
 import logging
 import shlex
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +56,6 @@ def go(line: str = "", *, config_dir: str | None = None) -> FinishedRun:
 
 
 def on(run: FinishedRun, line: str = "") -> FinishedRun:
-    """Go on with a run."""
     return train([f"resume={run.folder}", "trust=[tests]", *shlex.split(line)])
 
 
@@ -72,9 +71,13 @@ def in_use(folder: Path) -> Iterator[None]:
 
 def small_library(patch: pytest.MonkeyPatch) -> None:
     """Let `data=stdlib` read 60 files of the current folder, not what takes a minute to index."""
-    folder = Path("library").absolute()
-    patch.setattr("trainer.data.stdlib.sysconfig", SimpleNamespace(get_path=lambda _: str(folder)))
+    folder, get_path = Path("library").absolute(), sysconfig.get_path
     folder.mkdir()
+
+    def stand_in(name: str, *more: Any) -> str | None:
+        return str(folder) if name == "stdlib" else get_path(name, *more)
+
+    patch.setattr(sysconfig, "get_path", stand_in)
     for i in range(60):
         (folder / f"m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
 
@@ -111,12 +114,10 @@ def entries(run: FinishedRun | Path, name: str = "metrics.jsonl") -> list[dict[s
 
 
 def steps(run: FinishedRun | Path) -> list[dict[str, Any]]:
-    """The entries of the steps."""
     return [entry for entry in entries(run) if "loss" in entry]
 
 
 def curve(run: FinishedRun | Path, name: str) -> list[Any]:
-    """One number of every step."""
     return [entry[name] for entry in steps(run)]
 
 

@@ -22,7 +22,6 @@ from trainer.accumulate.base import Computed, GradientStrategy, divided
 from trainer.core.micro_batch import Fields
 from trainer.core.rows import Row, RunFacts, row
 from trainer.objectives.base import Objective, Sums, logits_of
-from trainer.parallel.sync import Reduction, SyncPolicy
 from trainer.plan.cut import Cut, IntArray, Layout, Plan
 from trainer.tune.peak_bytes import PeakBytes
 
@@ -84,8 +83,6 @@ class DeepNet(Net):
 
 
 class LowNet(Net):
-    """Has its weights in bf16."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bfloat16()
@@ -107,8 +104,6 @@ class Noise(nn.Module):
 
 
 class NoisyNet(Net):
-    """Draws in evaluation mode, too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dropout = Noise()
@@ -135,8 +130,6 @@ class Rows:
 
 
 class Known(Rows):
-    """Says how many different tokens it holds."""
-
     vocab_size = VOCABULARY
 
 
@@ -167,8 +160,6 @@ class Split(Rows):
 
 
 class Images:
-    """Pictures of one class each."""
-
     draws_randomness = False
 
     def __len__(self) -> int:
@@ -180,8 +171,6 @@ class Images:
 
 
 class Vision(nn.Module):
-    """A small conv net in double precision."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
@@ -207,8 +196,6 @@ class Squared(Objective):
 
 
 class Descent(torch.optim.Optimizer):
-    """Plain gradient descent, written by hand."""
-
     def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -327,13 +314,3 @@ class Put(Net):
     def forward(self, input_ids: Tensor) -> Tensor:
         logits = super().forward(input_ids)
         return torch.put(logits, torch.zeros(1, dtype=torch.long), logits.new_zeros(1))
-
-
-class Halves(SyncPolicy):
-    """Reduces in every second micro-batch."""
-
-    name = "halves"
-    lockstep = True
-
-    def reduction(self, index: int, *, is_last: bool) -> Reduction:
-        return "across" if index % 2 else "none"

@@ -1,4 +1,4 @@
-"""Count the files that a value, and a sample, pass on their way; `python -m tests.lib.walk`."""
+"""Count the files that a value, and a sample, pass on their way."""
 
 import re
 import sys
@@ -55,8 +55,3 @@ def _holds_sample(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_sample(each) for each in value)
     return isinstance(value, MicroBatch | PlannedBatch)
-
-
-if __name__ == "__main__":
-    for files in (files_naming("global_batch"), files_of_a_sample()):
-        print(len(files), *sorted(files), sep="\n  ")
