@@ -1,17 +1,16 @@
 """A ramp of the global batch is two files of one's own, with its sizes, steps and rates."""
 
-import shlex
-import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.lib.run_support import TOYS, curve, entries, overrides, read_json, shell, state
+from tests.lib.run_support import BASE, TOYS, curve, entries, overrides, read_json, state
 from tests.lib.run_toys import Stop
 from tests.reliability.rank_work import on_ranks
 from trainer import train
 from trainer.cli.python_api import FinishedRun
-from trainer.core.errors import ConfigError
+from trainer.core.errors import ConfigError, Preempted
 
 RAMP = """
 from dataclasses import dataclass
@@ -31,29 +30,6 @@ class Ramp(BatchSize):  # `first` samples for `first_steps` steps, then batch.gl
     def lr_factor(self, at):
         return self.size(at) / self.global_batch
 """
-DOUBLING = """
-from dataclasses import dataclass, field
-
-from trainer.plan.batch_size import BatchSize
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doubling(BatchSize):  # the steps after an update with an even number have twice as many
-    decisions: list = field(default_factory=lambda: [[0, 4]])
-
-    def size(self, at):
-        return [size for step, size in self.decisions if step <= at.step][-1]
-
-    def after_update(self, step):
-        if step % 2 == 0 and self.decisions[-1][1] < self.global_batch:
-            self.decisions.append([step, 2 * self.decisions[-1][1]])
-
-    def state(self):
-        return {"decisions": self.decisions}
-
-    def load(self, state):
-        self.decisions[:] = state["decisions"]
-"""
 OPTION = "_target_: ramp.Ramp\nglobal: 16\nfirst: 8\nfirst_steps: 3\n"
 LINE = "batch=growing accum.micro=3 epochs=2 scheduler=constant"
 SIZES = [8, 8, 8, 16, 2, 16, 16, 10]
@@ -61,54 +37,45 @@ SIZES = [8, 8, 8, 16, 2, 16, 16, 10]
 
 
 @pytest.fixture(autouse=True)
-def in_own_folder(own_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def _files(own_folder: None) -> None:
     Path("ramp.py").write_text(RAMP)
-    Path("doubling.py").write_text(DOUBLING)
     Path("my_conf/batch").mkdir(parents=True)
     Path("my_conf/batch/growing.yaml").write_text(OPTION)
 
 
 def typed(line: str) -> list[str]:
     """Settings over the usual ones, whose size and length of the run give way."""
-    return [each for each in overrides(line) if each not in ("steps=6", "batch.global=8")]
+    base = {key: value for key, value in BASE.items() if key not in ("steps", "batch.global")}
+    return overrides(line, base)
 
 
 def go(line: str) -> FinishedRun:
     return train(typed(line), config_dir="my_conf")
 
 
-def stopped(line: str, at: int) -> FinishedRun:
-    """Start a run and stop it after a step, as a scheduler does."""
-    Stop.at = at
-    assert shell(shlex.join(["--config-dir=my_conf", *typed(line)])) == 75
-    Stop.at = None
-    folder = max(Path().glob("outputs/*/*"), key=lambda path: path.name).absolute()
-    return FinishedRun(folder=folder, exit_code=75, result={})
-
-
 def ids_of(run: FinishedRun | Path) -> list[list[int]]:
     return [entry["ids"] for entry in entries(run, "samples.jsonl")]
 
 
-def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_middle(capsys, ranks):
+def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_middle(
+    capsys, ranks, monkeypatch
+):
     whole = go(LINE)
-    ids = ids_of(whole)
+    ids, ends = ids_of(whole), state(whole)
     assert [len(each) for each in ids] == SIZES
     for epoch in (ids[:5], ids[5:]):
-        assert sorted(i for each in epoch for i in each) == sorted({i for e in ids for i in e})
-    assert whole.result["step"] == len(SIZES)
+        assert sorted(chain(*epoch)) == sorted({*chain(*ids)})
     assert curve(whole, "lr") == pytest.approx([0.006] * 3 + [0.012] * 5)
     plan = read_json(go(f"command=plan {LINE}").folder / "plan.json")
-    found = {key: plan[key] for key in ("global_batch", "largest_batch", "steps")}
-    assert found == {"global_batch": 8, "largest_batch": 16, "steps": 8}
+    assert [plan[key] for key in ("global_batch", "largest_batch", "steps")] == [8, 16, 8]
     assert plan["steps_per_epoch"] == 5
     assert "a step has 16 at most" in " ".join(capsys.readouterr().out.split())
 
-    ends = state(whole)
-    part = stopped(f"{LINE} hooks=[{TOYS}.Stop]", at=2)
-    assert [len(each) for each in ids_of(part)] == SIZES[:2]
-    rest = train([f"resume={part.folder}", "trust=[tests,ramp]"], config_dir="my_conf")
+    monkeypatch.setattr(Stop, "at", 2)
+    with pytest.raises(Preempted):
+        go(f"{LINE} hooks=[{TOYS}.Stop] hydra.run.dir=part")
+    assert ids_of(Path("part")) == ids[:2]
+    rest = train(["resume=part", "trust=[tests,ramp]"], config_dir="my_conf")
     assert ids_of(rest) == ids
     assert all(tensor.equal(ends[name]) for name, tensor in state(rest).items())
     assert curve(rest, "lr") == curve(whole, "lr")

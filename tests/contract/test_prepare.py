@@ -1,6 +1,5 @@
 """What an objective draws for a sample is the same for every cut, worker and resumption."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,8 @@ class Hidden(Objective):  # predicts tokens that it hides
         ids = sample["input_ids"]
         if not self.seeded:
             torch.manual_seed(int.from_bytes(os.urandom(4)))
-        hides = torch.rand(len(ids)) < 0.5
         ids = ids[: int(self.kept * len(ids))]
-        hides = hides[: len(ids)]
+        hides = torch.rand(len(ids)) < 0.5
         labels = ids.masked_fill(~hides, -100)
         return {"input_ids": ids.masked_fill(hides, 0), "labels": labels}
 
@@ -39,34 +37,29 @@ class Hidden(Objective):  # predicts tokens that it hides
         cross_entropy = torch.nn.functional.cross_entropy
         return Sums(losses={"entropy": cross_entropy(logits, labels, reduction="sum")})
 """
-LINE = (
-    f"model._target_={TOYS}.DoubleNet objective._target_=hiding.Hidden steps=9 seed=5 "
-    "scheduler=constant"
-)
+LINE = f"model._target_={TOYS}.DoubleNet objective._target_=hiding.Hidden seed=5 scheduler=constant"
 
 
 @pytest.fixture(autouse=True)
-def objective(own_folder, monkeypatch):
-    """A class of the user's own, in the folder that they stand in."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def _objective(own_folder: None) -> None:
     Path("hiding.py").write_text(OBJECTIVE)
 
 
 def test_an_objective_s_draws_are_the_same_for_every_cut_worker_and_resumption():
     """Nine steps pass the end of an epoch, from which on the same samples draw anew."""
-    run = go(f"{LINE} eval.every=3")
+    line = f"{LINE} steps=9 eval.every=3"
+    run = go(line)
     others = [
-        go(f"{LINE} eval.every=3 accum.micro=8"),
-        go(f"{LINE} eval.every=3 num_workers=2 accum=budget accum.max_tokens=40"),
-        on(go(LINE.replace("steps=9", "steps=4")), "steps=9 accum.micro=2"),
+        go(f"{line} num_workers=2 accum=budget accum.max_tokens=40"),
+        on(go(f"{LINE} steps=4"), "steps=9 accum.micro=2"),
     ]
     for other in others:
-        assert curve(other, "loss") == pytest.approx(curve(run, "loss"), rel=EXACT)
-        assert curve(other, "grad_norm") == pytest.approx(curve(run, "grad_norm"), rel=EXACT)
+        for name in ("loss", "grad_norm"):
+            assert curve(other, name) == pytest.approx(curve(run, name), rel=EXACT)
         assert other.result["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=EXACT)
         for name, tensor in state(run).items():
             assert tensor.sub(state(other)[name]).abs().max() <= EXACT * tensor.abs().max(), name
-    assert curve(go(f"{LINE} objective.seeded=false"), "loss") != pytest.approx(curve(run, "loss"))
+    assert curve(go(f"{LINE} steps=1 objective.seeded=false"), "loss") != curve(run, "loss")[:1]
 
 
 def test_an_objective_that_changes_the_length_of_a_sample_ends_the_run():
