@@ -5,21 +5,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.lib.support import EXACT, VOCABULARY, Bench, RaggedText, TinyLM, relative_error
-from trainer.accumulate.base import divisors
-from trainer.core.micro_batch import IGNORED, MicroBatch
-from trainer.core.world import World
+from trainer.core.micro_batch import IGNORED
 from trainer.objectives.base import Objective, Sums
 from trainer.objectives.classify import Classify
 from trainer.objectives.next_token import NextToken, shifted_labels
 from trainer.plan.cuts import Budget, Fixed
-from trainer.training.step import NO_LOSS_TERMS
+from trainer.training.step import NO_LOSS_TERMS, train_step
 
-CUTS = [Fixed(micro=1), Fixed(micro=3), Budget(max_tokens=24), Budget(max_tokens=60)]
 CLASS_WEIGHTS = tuple(0.2 + 0.3 * index for index in range(VOCABULARY))
 
 
@@ -63,12 +58,22 @@ OBJECTIVES: dict[str, Objective] = {
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_every_term_is_divided_by_its_own_weight_of_the_whole_batch(objective):
-    whole = Bench(Fixed(steps=1), objective=objective)
-    reference, expected = whole.gradient_and_loss()
-    for cut in CUTS:
+    reference, expected = Bench(Fixed(steps=1), objective=objective).gradient_and_loss()
+    for cut in (Fixed(micro=3), Budget(max_tokens=24)):
         found, loss = Bench(cut, objective=objective).gradient_and_loss()
         assert relative_error(found, reference) <= EXACT[torch.float64]
         assert loss == pytest.approx(expected, rel=EXACT[torch.float64])
+
+
+def test_a_mean_of_means_divides_each_micro_batch_by_its_own_weight():
+    bench = Bench(Fixed(micro=4), normalizer="micro_batches")
+    batch, means = bench.feed.next(), []
+    with torch.no_grad():
+        for micro_batch in batch.micro_batches:
+            sums = bench.objective.sums(bench.context.parallel.call, micro_batch.fields)
+            means.append(sums.losses["cross_entropy"] / micro_batch.weights["cross_entropy"])
+    report = train_step(bench.context, batch, bench.feed)
+    assert float(report.loss) == pytest.approx(float(sum(means)) / 4, rel=EXACT[torch.float64])
 
 
 class Unlabelled(RaggedText):
@@ -102,31 +107,3 @@ def test_a_step_without_any_weight_of_a_loss_changes_nothing_and_is_named(settin
     assert not bench.context.optimizer.state
     after = bench.module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def micro_batch(weights: dict[str, int], size: int) -> MicroBatch:
-    numbers = {name: float(weight) for name, weight in weights.items()}
-    ids, counts = tuple(range(size)), {"num_tokens": 0, "num_positions": 0}
-    return MicroBatch(fields={}, ids=ids, positions=ids, weights=numbers, rng_key=0, **counts)
-
-
-WEIGHTS = st.fixed_dictionaries({"a": st.integers(0, 50), "b": st.integers(0, 50)})
-OWNED = st.lists(st.tuples(WEIGHTS, st.integers(0, 5)), min_size=1, max_size=6)
-
-
-@given(OWNED, st.randoms())
-def test_divisors_are_those_of_the_whole_batch_however_it_is_cut(owned, shuffle):
-    parts = [micro_batch(*each) for each in owned]
-    shuffled = shuffle.sample(parts, len(parts))
-    whole = micro_batch(
-        {name: int(sum(p.weights[name] for p in parts)) for name in ("a", "b")},
-        sum(len(p.ids) for p in parts),
-    )
-    for kind in ("tokens", "samples"):
-        one = divisors(kind, ("a", "b"), [whole], World())
-        found = divisors(kind, ("a", "b"), shuffled, World())
-        assert (found.weights, found.whole) == (one.weights, one.whole)
-        assert found.each == [one.whole] * len(parts)
-    each = divisors("micro_batches", ("a", "b"), parts, World()).each
-    for part, divisor in zip(parts, each, strict=True):
-        assert divisor == {name: w * len(parts) for name, w in part.weights.items()}
