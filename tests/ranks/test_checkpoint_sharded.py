@@ -143,7 +143,6 @@ def passed_on(world: World, layout: Layout, folder: Path, step: int) -> tuple[di
     [
         [Layout(4, "hsdp"), ALONE, Layout(3, "fsdp")],
         nightly([Layout(2, "fsdp"), ALONE, Layout(4, "hsdp"), Layout(3, "fsdp"), Layout(2, "ddp")]),
-        nightly([Layout(2, "ddp"), Layout(4, "fsdp"), Layout(2, "fsdp"), Layout(4, "hsdp")]),
     ],
     ids=len,
 )

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.lib.nightly import nightly
-from tests.lib.ranks_work import error, plain
-from tests.lib.support import EXACT
+from tests.lib.ranks_work import POLICIES, Arrays, BlockLM, error, gradient_of_step
+from tests.lib.support import EXACT, Bench, replicated
 from tests.reliability import lab
 from trainer.core.errors import ConfigError, TrainError
 from trainer.core.own_code import OWN_CODE
@@ -26,7 +26,7 @@ from trainer.models.first_weights import build_on_meta
 from trainer.models.gpt import GPT
 from trainer.models.recompute import separable_blocks
 from trainer.parallel.fsdp import Sharded, make_mesh
-from trainer.parallel.sync import Deferred, Immediate
+from trainer.plan.cuts import Fixed
 from trainer.report.records import package_version
 from trainer.training.consistency import check_consistency
 
@@ -111,9 +111,8 @@ class Numbers(list[int]):
 
 
 def refused_data(world: World) -> list[str]:
-    same, longer, changed = Numbers(range(5)), Numbers(range(5 + world.rank)), Numbers(range(5))
-    changed.fingerprint = f"of rank {world.rank}"
-    data = (same, longer, changed)
+    data = [Numbers(range(5)), Numbers(range(5 + world.rank)), Numbers(range(5))]
+    data[2].fingerprint = f"of rank {world.rank}"
     return [refusal(world, dataset=each) for each in data]
 
 
@@ -125,76 +124,44 @@ def test_ranks_that_read_other_samples_are_refused(ranks):
         assert line.startswith("DataError: data: rank 1 has another data set")
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * self.gain
-
-
-class Shared(nn.Module):
+def shared(how: str) -> BlockLM:
     """Three blocks, of which the first shares something as `how` says."""
-
-    def __init__(self, how: str = "") -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(4, 4)
-        if how == "module":
-            self.blocks[2].linear = self.blocks[0].linear
-        if how == "parameter":
-            self.blocks[2].linear.weight = self.blocks[0].linear.weight
-        if how == "head":
-            self.head.weight = self.blocks[0].linear.weight
-        if how == "block":
-            self.blocks[2] = self.blocks[0]
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def shared(how: str) -> Shared:
     torch.manual_seed(0)
-    return Shared(how)
+    module = BlockLM()
+    first, last = module.blocks[0], module.blocks[2]
+    if how == "module":
+        last.up = first.up
+    if how == "parameter":
+        last.up.weight = first.up.weight
+    if how == "root":
+        module.norm.weight = first.norm.weight
+    if how == "block":
+        module.blocks[2] = first
+    return module
 
 
-def gradients(world: World, how: str, in_lockstep: bool) -> dict[str, Any]:
-    """The summed gradient of rows that ranks share out, two micro-batches each."""
-    rows = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    module = shared(how)
-    if world.size == 1:
-        module(rows).square().sum().backward()
-        return {name: plain(p.grad) for name, p in module.named_parameters()}
-    model = Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
-    model.begin(Immediate() if in_lockstep else Deferred())
-    for is_last, micro in enumerate(rows[world.rank :: world.size].split(3)):
-        with model.micro_batch(is_last=bool(is_last)):
-            model.call({"x": micro}).square().sum().backward()
-    model.used()
-    model.reduce([True] * len(model.parameters))
-    return {name: plain(p.grad) for name, p in module.named_parameters()}
+def in_shards(module: nn.Module, world: World) -> Sharded:
+    return Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
+
+
+def gradients(world: World, how: str, sync: str) -> Arrays:
+    lay_out = in_shards if world.size > 1 else replicated
+    made = {"model": lambda: shared(how), "sync": POLICIES[sync](), "lay_out": lay_out}
+    return gradient_of_step(Bench(Fixed(micro=3), world=world, **made))[0]
 
 
 @pytest.mark.parametrize(
-    ("how", "in_lockstep"),
-    [
-        *(("parameter", False), ("block", True)),
-        *(nightly(*each) for each in (("module", True), ("head", False), ("head", True))),
-    ],
+    ("how", "sync"),
+    [("parameter", "deferred"), ("block", "immediate"), nightly("root", "deferred")],
 )
-def test_blocks_that_share_parameters_are_sharded_exactly(ranks, how, in_lockstep):
-    expected = gradients(World(), how, in_lockstep=False)
-    for found in ranks.run(2, gradients, how, in_lockstep):
+def test_blocks_that_share_parameters_are_sharded_exactly(ranks, how, sync):
+    expected = gradients(World(), how, "deferred")
+    for found in ranks.run(2, gradients, how, sync):
         assert error(found, expected) <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize(
-    ("how", "count"), {"": 3, "module": 1, "parameter": 1, "head": 2, "block": 2}.items()
+    ("how", "count"), {"": 3, "module": 1, "parameter": 1, "root": 2, "block": 2}.items()
 )
 def test_only_blocks_that_share_nothing_are_sharded_on_their_own(how, count):
     assert len(separable_blocks(shared(how))) == count
@@ -211,17 +178,17 @@ def test_a_block_in_two_lists_is_not_sharded_on_its_own():
 
 
 def refused_types(world: World) -> str:
-    module = shared("")
-    module.blocks[1].gain.data = module.blocks[1].gain.data.float()
+    module = shared("").double()
+    module.blocks[1].norm.float()
     with pytest.raises(ConfigError) as refused:
-        Sharded(module, bind(module), separable_blocks(module), world, make_mesh(world))
+        in_shards(module, world)
     return str(refused.value)
 
 
 def test_a_block_of_several_types_is_refused_in_one_line(ranks):
     (first, _) = ranks.run(2, refused_types)
     assert first.startswith("parallel=fsdp: FSDP2 needs one parameter dtype per block")
-    assert "blocks.1.gain torch.float32" in first
+    assert "blocks.1.norm.weight torch.float32" in first
 
 
 def refused_code(world: World, folder: Path) -> list[str]:

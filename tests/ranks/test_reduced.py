@@ -28,18 +28,15 @@ class Averaging(Replicated):
         self.scale_gradients(1 / self.world.size)
 
 
-def whole(kind, module, world):
-    return kind(module, MODES["ddp"](module, world).call, [*module.parameters()], world)
-
-
 def compared(world: World, mode: str, sync: str) -> ReducedError | None:
+    def lay_out(module, _):
+        kind = {"lossy": Lossy, "averaging": Averaging}.get(mode)
+        if kind is None:
+            return MODES[mode](module, world)
+        return kind(module, MODES["ddp"](module, world).call, [*module.parameters()], world)
+
     bench = bench_of(World(), Case(Fixed(micro=2), sync=sync))
-    lay_out = {**MODES, "lossy": lambda m, w: whole(Lossy, m, w)}
-    lay_out["averaging"] = lambda m, w: whole(Averaging, m, w)
-    batch = bench.feed.next()
-    return compare_reduced(
-        bench.context, batch, bench.feed, lambda module, _: lay_out[mode](module, world), world
-    )
+    return compare_reduced(bench.context, bench.feed.next(), bench.feed, lay_out, world)
 
 
 @pytest.mark.parametrize(
