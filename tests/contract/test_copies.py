@@ -52,12 +52,7 @@ RUNS: list[str] = [
 """The first has an option of every group; the others have the rest of them."""
 MISTAKES = (
     "model.dropout=2 data.max_length=1 objective.label_smoothing=-1 optimizer.weight_decay=x "
-    "scheduler.warmup=-3 accum.micro=0 batch.global=0 accum.gradient.odd=1 sync.odd=1 batch.odd=1",
-    "model.num_heads=5 model.width=96 data.overlong=bend scheduler.warmup=9 accum.odd=1 "
-    "optimizer.betas=[1,2] optimizer.eps=-1 objective.z_loss=many",
-    "model.norm=big model.positions=odd optimizer.groups=3 scheduler.floor=2 data.path=none.txt",
-    "objective.class_weights=[-1] accum.steps=0 scheduler.reference_batch=0",
-    "objective.reduction=most objective.causal=often",
+    "scheduler.warmup=-3 accum.micro=0 batch.global=0 accum.gradient.odd=1 sync.odd=1 batch.odd=1"
 )
 
 
@@ -115,13 +110,8 @@ def outcome(lines: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, 
         return ([comparable(fault) for fault in str(error).splitlines()],)
     plan = read_json(run.folder / "plan.json")
     plan |= {"memory_limit_bytes": None, "step_seconds": None}
-    timed = {
-        "seconds",
-        "tokens_per_second",
-        "memory_bytes",
-        "eval_seconds",
-        "model_flops_per_second",
-    }
+    timed = {"seconds", "tokens_per_second", "memory_bytes", "eval_seconds"}
+    timed |= {"model_flops_per_second"}
     steps = [{k: v for k, v in e.items() if k not in timed} for e in entries(run)]
     tensors = {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
@@ -137,16 +127,13 @@ def differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[set[str]
     return [mine ^ other for mine, other in zip(*parts, strict=True) if mine != other]
 
 
-@pytest.mark.parametrize(
-    ("line", "mistakes"),
-    [(RUNS[0], MISTAKES[0]), *map(nightly, RUNS[1:], [*MISTAKES[1:], MISTAKES[0]])],
-)
-def test_a_copy_gives_the_same_plan_screen_messages_and_bits(line, mistakes, capsys):
+@pytest.mark.parametrize("line", [RUNS[0], *map(nightly, RUNS[1:])])
+def test_a_copy_gives_the_same_plan_screen_messages_and_bits(line, capsys):
     ours, theirs = (outcome(each, capsys) for each in (line.split(), copied(line)))
     assert len(ours) > 1, ours
     assert differences(ours, theirs) == []
     (faults,), (answer,) = (
-        outcome([*each, *mistakes.split()], capsys) for each in (line.split(), copied(line))
+        outcome([*each, *MISTAKES.split()], capsys) for each in (line.split(), copied(line))
     )
     assert faults == answer
     assert len(faults) > 1

@@ -77,7 +77,7 @@ CASES = [
     nightly(4, "hsdp", "hierarchical"),
     (2, "ordered", "deferred"),
     (2, "gathered", "deferred"),
-    nightly(2, "gathered", "immediate"),
+    slow(2, "gathered", "immediate"),
 ]
 
 
