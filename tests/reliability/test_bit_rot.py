@@ -1,8 +1,4 @@
-"""Harness 5: files change behind the program's back. Nothing changed is ever loaded.
-
-The newest of two checkpoints is damaged in one way at a time: the older one loads, and one line
-names what was wrong. With both damaged there is nothing to load, and the program says so.
-"""
+"""Harness 5: files change behind the program's back. Nothing changed is ever loaded."""
 
 import itertools
 import shutil
@@ -122,7 +118,6 @@ def test_with_none_intact_there_is_one_line_and_no_checkpoint(folder):
 def test_another_format_is_named_and_nothing_is_touched(folder):
     path = newest(folder, "manifest.json")
     manifest = parse_manifest(path.read_bytes())
-    assert parse_manifest(dump(manifest)) == manifest
     path.write_bytes(dump(manifest.model_copy(update={"format_version": 5})))
     refusal = r"checkpoint format 5, and this version reads format 4: use the version that wrote"
     with pytest.raises(NoCheckpointError, match=refusal):

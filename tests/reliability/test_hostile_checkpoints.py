@@ -1,7 +1,6 @@
 """A checkpoint from a stranger runs no code, and reads and writes nothing outside its folder.
 
-Every artefact below is signed: its manifest is consistent and its digests are right, as a
-stranger's would be. None may load, and the canary that each payload would plant never appears.
+Each is signed as a stranger's would be. None loads, and no canary that it would plant appears.
 """
 
 import copy
@@ -55,7 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints" / "step-00000001"
 
 
-def sign(checkpoint: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+def sign(checkpoint: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> None:
     """Rewrite the manifest so that it fits the files, then change it as a stranger would."""
     path = checkpoint / "manifest.json"
     body = json.loads(path.read_bytes())
@@ -80,17 +79,9 @@ def set_at(*place: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def drop(*place: str) -> Callable[[dict[str, Any]], None]:
-    """Take a value out of a tree."""
-    return lambda body: functools.reduce(operator.getitem, place[:-1], body).pop(place[-1])
-
-
-def plant(checkpoint: Path, slot: str, *, as_torch: bool = False) -> None:
+def plant(checkpoint: Path, slot: str) -> None:
     payload = Payload(checkpoint.parents[2] / "canary")
-    if as_torch:
-        torch.save(payload, checkpoint / slot)
-    else:
-        (checkpoint / slot).write_bytes(pickle.dumps(payload))
+    (checkpoint / slot).write_bytes(pickle.dumps(payload))
     if slot != "manifest.json":
         sign(checkpoint)
 
@@ -116,29 +107,20 @@ def overwrite(checkpoint: Path, text: bytes, size: int | None = None) -> None:
     os.truncate(checkpoint / "manifest.json", size or len(text))
 
 
-NAMES = [
-    *("../evil.safetensors", "../../evil.safetensors", "/etc/passwd", "a/../../evil.safetensors"),
-    *("..", "", ".hidden.safetensors", "evil\0.safetensors", "evil\n.safetensors", "model.pkl"),
-    *("%2e%2e%2fevil.safetensors", "e" * 300 + ".safetensors\n", "..\\evil.safetensors"),
-]
+NAMES = ["../evil.safetensors", "..", "", ".hidden.safetensors", "evil\n.safetensors", "model.pkl"]
 LIES = [
     set_at("files", "model.safetensors", "size", True),
     set_at("files", "model.safetensors", "sha256", None),
     set_at("files", "model.safetensors", "__class__", "os.system"),
     set_at("files", ["model.safetensors"]),
-    *(set_at("step", "1"), drop("step"), set_at("format_version", "one")),
-    set_at("parts", None),
-    drop("format_version"),
+    *(set_at("step", "1"), set_at("parts", None), lambda body: body.pop("format_version")),
 ]
 NO_MANIFESTS = [
-    *(b"", b"[]", b"null", b"{}", b"[" * 100_000, b'{"a":' * 100_000, b'{"sha256": NaN}'),
-    *(b'{"step": ' + b"9" * 10_000 + b"}", b"\xff\xfe", b"!!python/object/apply:os.mkdir [canary]"),
+    *(b"", b"[]", b"[" * 100_000, b'{"sha256": NaN}', b'{"step": ' + b"9" * 10_000 + b"}"),
+    *(b"\xff\xfe", b"!!python/object/apply:os.mkdir [canary]"),
 ]
 ATTACKS = {
-    "payload": [
-        *(partial(plant, slot=slot) for slot in SLOTS),
-        partial(plant, slot=SLOTS[1], as_torch=True),
-    ],
+    "payload": [partial(plant, slot=slot) for slot in SLOTS],
     "name": [partial(rename, name=name) for name in NAMES],
     "no plain file": [*(partial(link, slot=slot) for slot in SLOTS), pipe],
     "lie": [partial(sign, change=lie) for lie in LIES],
@@ -178,8 +160,6 @@ def test_links_are_set_aside_or_removed_and_not_followed(checkpoint, tmp_path):
     checkpoint.symlink_to(outside)
     with pytest.raises(NoCheckpointError, match="not a folder"):
         CheckpointStore(checkpoint.parent).load()
-    assert len(list(outside.iterdir())) == len(SLOTS)
-
     for name in (".tmp-evil", ".trash-evil"):
         (checkpoint.parent / name).symlink_to(outside)
     clean(checkpoint.parent)
@@ -202,7 +182,7 @@ def test_a_state_tree_that_lies_is_refused(tmp_path):
     put(store, 1, tensors, parts)
     loaded = store.load()
     for part, tree in itertools.product(live, TREES):
-        for lie in (tree, {"version": 1, "state": tree}, {"version": 2, "state": {}}):
+        for lie in (tree, {"version": 1, "state": tree}):
             with pytest.raises(NoCheckpointError, match=part) as refusal:
                 restore(replace(loaded, parts={**parts, part: lie}), live)
             assert "\n" not in str(refusal.value)
@@ -239,37 +219,23 @@ def test_side_files_of_a_stranger_are_passed_over(tmp_path):
     assert read_json(tmp_path / "plan.json") == {}
 
 
-def test_a_bad_run_id_or_another_server_turns_the_mirror_off_with_a_warning(tmp_path):
-    (tmp_path / "wandb").mkdir()
+def test_a_bad_run_id_or_another_server_turns_the_mirror_off_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
     server = "[default]\nbase_url = http://127.0.0.1:9\n"
-    for text, why in {
-        "é": "holds no run id",
-        "../../elsewhere": "holds no run id",
-        "": "holds no run id",
-        "a" * 8: "settings of W&B are not taken from a run",
-    }.items():
-        (tmp_path / "wandb" / "id").write_text(text, encoding="latin-1")
-        (tmp_path / "wandb" / "settings").write_text(server)
+    for file, text, why in (
+        ("run/wandb/id", "../../elsewhere", "holds no run id"),
+        ("run/wandb/settings", server, "are not taken from a run"),
+        ("wandb/settings", "", "wandb/settings: settings of W&B are not taken from"),
+        (".wandb/settings", "", "~/.config/wandb/settings; delete it"),
+    ):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
         warnings: list[str] = []
-        mirror = mirror_of("wandb", WandbTracker(), tmp_path, warnings.append)
+        mirror = mirror_of("wandb", WandbTracker(mode="online"), tmp_path / "run", warnings.append)
         mirror.start()
         close_all([mirror], None)
-        assert why in " ".join(warnings)
-
-
-@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
-def test_the_current_folder_does_not_say_where_the_key_of_wandb_is_sent(
-    folder, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    settings = tmp_path / folder / "settings"
-    settings.parent.mkdir()
-    settings.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
-    (tmp_path / "run").mkdir()
-    warnings: list[str] = []
-    mirror = mirror_of("wandb", WandbTracker(mode="online"), tmp_path / "run", warnings.append)
-    mirror.start()
-    close_all([mirror], None)
-    (warning,) = warnings
-    assert f"{folder}/settings: settings of W&B are not taken from" in warning
-    assert "~/.config/wandb/settings; delete it" in warning
+        (warning,) = warnings
+        assert why in warning
+        path.unlink()

@@ -16,7 +16,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -35,8 +34,8 @@ ROOT = 0
 class Operation:
     """One entry of the log.
 
-    `kind` is `enter` (a name comes to a folder), `leave`, `move`, `write`, `sync`, `sync_folder`,
-    or `done` (not of the disk: the program was told that its wish is durable).
+    `kind` is `enter` (a name comes to a folder), `leave`, `move`, `write`, `sync`, `sync_folder`;
+    `checkpoint` or `status` where the program was told that this one of step `node` is durable.
     """
 
     kind: str
@@ -46,7 +45,6 @@ class Operation:
     target: str = ""
     data: bytes = b""
     is_folder: bool = False
-    promise: Any = None
 
 
 @dataclass
@@ -59,9 +57,6 @@ class RecordingDisk(FileSystem):
     def __post_init__(self) -> None:
         self._folders: dict[int, dict[str, int]] = {ROOT: {}}
         self._paths = [self.root]  # by node, as it was when it was made
-
-    def promise(self, promise: Any) -> None:
-        self.log.append(Operation("done", promise=promise))
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
@@ -196,15 +191,15 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
         store = CheckpointStore(run / "checkpoints", KEEP)
         for step in range(1, LAST + 1):
             put(store, step, *state(step))
-            disk.promise(("checkpoint", step))
+            disk.log.append(Operation("checkpoint", step))
             RunFolder(run).write_status("running", step)
-            disk.promise(("status", step))
+            disk.log.append(Operation("status", step))
     return disk.log
 
 
 def last(log: Log, cut: int, kind: str) -> int:
     """The step of the last promise of a kind, 0 if there is none."""
-    steps = [op.promise[1] for op in log[:cut] if op.kind == "done" and op.promise[0] == kind]
+    steps = [op.node for op in log[:cut] if op.kind == kind]
     return steps[-1] if steps else 0
 
 
