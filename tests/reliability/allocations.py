@@ -40,20 +40,6 @@ class Net(toys.Net):
         return super().forward(input_ids, fault) * scale
 
 
-class Sprawling(toys.Net):
-    """Asks for so many bytes per sample, and touches none of them."""
-
-    def __init__(self, each: int = 2**27, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.each = each
-
-    def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
-        taken = torch.empty(len(input_ids) * self.each, dtype=torch.uint8)
-        logits = super().forward(input_ids, fault)
-        assert len(taken)
-        return logits
-
-
 class Unreadable(toys.Rows):
     """Has a sample for which the host has no memory."""
 

@@ -1,9 +1,7 @@
 """Harnesses 6 and 7: the disk is full, or refuses, before the next steps or behind them.
 
-Nothing that is there is harmed, the line names path, need and room, `checkpoint.on_full` is
-obeyed, a run without its last state does not end well (exit 8), and with room made the same
-command ends as the undisturbed run. What fails behind the steps is heard of within one step.
-A fork that has file systems of its own, in kilobytes, runs a trainer on them.
+Nothing that is there is harmed, the line names path, need and room, and with room made the same
+command ends as the undisturbed run. A fork with file systems of its own runs a trainer on them.
 """
 
 import ctypes
@@ -118,7 +116,6 @@ class Refusing(FaultyDisk):
         ((4,), "stop", True, 8),
         ((2, 4, 6), "continue", False, 0),
         ((6, 7), "continue", True, 8),
-        *(nightly((4,), "stop", False, 8), nightly((7,), "continue", False, 8)),
     ],
 )
 def test_a_run_stops_at_once_or_goes_on_without_saving_but_does_not_end_so(
@@ -135,7 +132,7 @@ def test_a_run_stops_at_once_or_goes_on_without_saving_but_does_not_end_so(
         assert CheckpointStore(tmp_path / "checkpoints").steps() == [2]
     else:
         assert done == 7
-        assert ("going on without saving" in ended.screen) == (refused != (7,))
+        assert "going on without saving" in ended.screen
     if code:
         assert f"step-0000000{refused[-1]}" in ended.error
         assert "free" in ended.error

@@ -1,10 +1,7 @@
 """Harness 12: the stored checkpoint of this format loads bit for bit, and altered ones do not.
 
 `golden/format-N` was written by the program that had format N; what it holds is spelled out beside
-it. A manifest that lies at random places, signed as a stranger's would be, never crashes a run,
-which runs in a process of its own so that a kernel that was led astray is seen.
-
-`python -m tests.reliability.test_golden`, once for each format that is released, writes its files.
+it. `python -m tests.reliability.test_golden`, once for each format that is released, writes it.
 """
 
 import copy
@@ -36,12 +33,11 @@ from trainer.data.text import Text
 from trainer.data.tokens import TokenWindows
 from trainer.data.view import DataView
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_RUN = Path(__file__).parent / "golden" / f"format-{FORMAT_VERSION}"
 SETTINGS = (
     *("model.width=2", "model.tied=true", "steps=3", "eval.every=null"),
     *("optimizer.lr=0.012", "scheduler.warmup=0"),
 )
-RANKS = 2
 
 
 def expected(folder: Path) -> dict[str, object]:
@@ -62,18 +58,11 @@ def trained(world: World, run: Path) -> None:
     assert ended["code"] == 75, ended
 
 
-GOLDEN_RUN = GOLDEN / f"format-{FORMAT_VERSION}"
-
-
-def go_on_from(checkpoints: Path, run: Path) -> lab.Ended:
-    shutil.copytree(checkpoints, run / "checkpoints")
-    return lab.run(lab.config(*SETTINGS), run, resume=True)
-
-
 def test_a_golden_checkpoint_loads_bit_for_bit_and_is_trained_on(tmp_path):
     wanted = json.loads((GOLDEN_RUN / "expected.json").read_text())
     assert json.loads(json.dumps(expected(GOLDEN_RUN / "checkpoints"))) == wanted
-    ended = go_on_from(GOLDEN_RUN / "checkpoints", tmp_path)
+    shutil.copytree(GOLDEN_RUN / "checkpoints", tmp_path / "checkpoints")
+    ended = lab.run(lab.config(*SETTINGS), tmp_path, resume=True)
     assert ended.code == 0, ended
     assert CheckpointStore(tmp_path / "checkpoints").steps()[-1] == 3
 
@@ -153,12 +142,11 @@ def test_a_random_lie_never_crashes_a_run(count, tmp_path):
 
 
 if __name__ == "__main__":
-    target = GOLDEN / f"format-{FORMAT_VERSION}"
     ranks = Ranks()
     with tempfile.TemporaryDirectory() as place:
-        ranks.run(RANKS, trained, Path(place) / "run")
-        target.mkdir(parents=True)
-        shutil.copytree(Path(place) / "run" / "checkpoints", target / "checkpoints")
+        ranks.run(2, trained, Path(place) / "run")
+        GOLDEN_RUN.mkdir(parents=True)
+        shutil.copytree(Path(place) / "run" / "checkpoints", GOLDEN_RUN / "checkpoints")
     ranks.close()
-    content = json.dumps(expected(target / "checkpoints"), indent=1, sort_keys=True)
-    (target / "expected.json").write_text(content + "\n")
+    content = json.dumps(expected(GOLDEN_RUN / "checkpoints"), indent=1, sort_keys=True)
+    (GOLDEN_RUN / "expected.json").write_text(content + "\n")

@@ -1,7 +1,6 @@
 """Harness 1: every operation of a save, refused, torn or cut short by death.
 
-Whatever happens at whichever operation: what loads next is the old checkpoint or the new one, bit
-for bit; a save that returned is the new one; `keep` intact ones exist; the next save just works.
+What loads next is the old checkpoint or the new one, bit for bit; `keep` intact ones exist.
 """
 
 import itertools
