@@ -33,8 +33,6 @@ from trainer.launch import session
 from trainer.launch import start as launch
 from trainer.report import journal
 
-ROOT = Path(__file__).parents[2]
-
 assert session  # the first run would import it, and imports draw random numbers
 
 BASE = (
@@ -73,15 +71,13 @@ def lines(*more: str) -> tuple[str, ...]:
 @functools.cache
 def config(*more: str) -> RunConfig:
     """Compose and check a run as the command line does."""
-    composer = Composer()
-    return prepare_run(lines(*more), composer).config
+    return prepare_run(lines(*more), Composer()).config
 
 
 def with_faults(settings: RunConfig, *faults: str) -> RunConfig:
     """Give a config other faults in its rows."""
-    data = settings.data.model_copy(
-        update={"params": {**settings.data.params, "faults": list(faults)}}
-    )
+    params = {**settings.data.params, "faults": list(faults)}
+    data = settings.data.model_copy(update={"params": params})
     return settings.model_copy(update={"data": data})
 
 
@@ -120,9 +116,8 @@ def run(
 
 def go_on(settings: RunConfig, folder: Path, **how: Any) -> Ended:
     """Do what `resume=auto` does: go on if there is a checkpoint, start afresh if there is none."""
-    return run(
-        settings, folder, resume=bool(CheckpointStore(folder / "checkpoints").steps()), **how
-    )
+    has_saved = bool(CheckpointStore(folder / "checkpoints").steps())
+    return run(settings, folder, resume=has_saved, **how)
 
 
 def stop_at(*steps: int) -> Callable[[int], None]:
@@ -140,10 +135,7 @@ def seed_everything(seed: int) -> None:
 def outcome(folder: Path, *, step: int | None = None, rng: bool = True) -> dict[str, Any]:
     """Read what a run left: every tensor's bytes, its other state, its metrics, its ledger.
 
-    Args:
-        folder: the run's.
-        step: whose checkpoint to read; None is the newest.
-        rng: whether random states count; a real process begins with others, and uses none.
+    Without `rng` random states do not count; a real process begins with others, and uses none.
     """
     loaded = CheckpointStore(folder / "checkpoints").load(step, set_aside=False)
     assert not loaded.messages

@@ -4,12 +4,11 @@ import time
 from pathlib import Path
 
 from tests.lib.processes import Command, typed_over
+from tests.reliability import lab
 
-TYPED = (
-    *("model._target_=tests.reliability.rank_toys.Net", "parallel.ranks=2", "device=cpu"),
-    *("data._target_=tests.reliability.toys.Rows", "batch.global=8", "accum=fixed"),
-    *("accum.micro=2", "steps=7", "checkpoint.every=2", "eval.every=3", "log.samples=true"),
-    *("wandb.mode=disabled", "precision=fp32"),
+TYPED = typed_over(
+    lab.BASE,
+    ("model._target_=tests.reliability.rank_toys.Net", "parallel.ranks=2", "accum.micro=2"),
 )
 
 

@@ -62,28 +62,20 @@ def _arm(strikes: Mapping[str, str], marks: Path) -> None:
     World.note = noted  # type: ignore[method-assign]
 
 
-class Net(nn.Module):
-    """Embedding, two residual blocks with dropout, head.
+class Net(toys.Net):
+    """Two residual blocks more, which ranks can shard.
 
     Args:
         pause: seconds that each training forward takes.
     """
 
-    def __init__(
-        self,
-        pause: float = 0.0,
-        width: int = 8,
-        dropout: float = 0.0,
-        double: bool = False,
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(toys.VOCABULARY, width)
+    def __init__(self, pause: float = 0.0, double: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        width = self.embed.embedding_dim
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, toys.VOCABULARY)
+        for name in ("norm", "head"):  # behind the blocks, where layer decay looks for them
+            self.add_module(name, self._modules.pop(name))
         self.pause = pause
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(()))
         if double:
             self.double()
         marks, rank = Path("marks"), os.environ.get("RANK", "0")
@@ -93,14 +85,12 @@ class Net(nn.Module):
         if strikes:
             _arm(strikes, marks)
 
-    def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
-        x: Any = self.embed(input_ids)
+    def inner(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        logits = self.head(self.dropout(x))
+            hidden = hidden + torch.tanh(block(hidden))
+        return super().inner(hidden)
+
+    def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
         if self.training:
             time.sleep(self.pause)
-            self.calls += 1
-            if fault is not None:
-                logits = toys.struck(logits, fault)
-        return logits
+        return super().forward(input_ids, fault)

@@ -23,12 +23,10 @@ from trainer.training import loop
 def run_as_rank(
     world: World, lines: tuple[str, ...] | RunConfig, folder: Path, how: dict[str, Any]
 ) -> dict[str, Any]:
-    """Run a config as one rank.
+    """Run what is typed, or a config, as one rank.
 
-    Args:
-        lines: what is typed; or the config, checked.
-        how: `resume` goes on; `stop_after` asks the last rank to stop after that step; `screen` is
-            a file for what the first one shows.
+    Of `how`, `resume` goes on; `stop_after` asks the last rank to stop after that step; `screen` is
+    a file for what the first one shows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stop, screen = StopFlag(), io.StringIO()

@@ -1,10 +1,6 @@
-"""Harness 10: a run over several ranks may change how it is laid out, and no step does.
+"""Harness 10: a run over several ranks may change how it is laid out, and no step does."""
 
-Ranks are real processes over gloo, started once; each case is a whole run with its folder.
-"""
-
-import shutil
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +39,8 @@ def assert_close(found: Path, expected: Path, about: str) -> None:
     assert saved.keys() == reference.keys(), about
     for name, tensor in reference.items():
         if not name.endswith("calls"):
-            error = (saved[name].double() - tensor.double()).norm() / (
-                tensor.double().norm() + 1e-30
-            )
-            assert float(error) <= EXACT, f"{about}: {name} differs by {float(error):.1e}"
+            error = (saved[name].double() - tensor.double()).norm()
+            assert error <= EXACT * (tensor.double().norm() + 1e-30), f"{about}: {name}: {error}"
 
 
 # Without Adafactor and Rprop, which PyTorch does not step in shards.
@@ -86,13 +80,11 @@ def test_an_optimizer_goes_on_under_another_mode(name, pairs, ranks, tmp_path):
         assert {each["code"] for each in ended} == {code}, (name, folder.name, ended)
 
     end(tmp_path / "undisturbed", "none", 0)
-    for first, group in groupby(sorted(pairs), lambda pair: pair[0]):
-        end(tmp_path / first, first, 75, stop_after=3)
-        for _, then in group:
-            folder = tmp_path / f"{first}-{then}"
-            shutil.copytree(tmp_path / first, folder)
-            end(folder, then, 0, resume=True)
-            assert_close(folder, tmp_path / "undisturbed", f"{name}: {first}, then {then}")
+    for first, then in pairs:
+        folder = tmp_path / f"{first}-{then}"
+        end(folder, first, 75, stop_after=3)
+        end(folder, then, 0, resume=True)
+        assert_close(folder, tmp_path / "undisturbed", f"{name}: {first}, then {then}")
 
 
 def test_deterministic_layout_keeps_its_bits_over_a_resume_on_another_number_of_ranks(
@@ -104,25 +96,14 @@ def test_deterministic_layout_keeps_its_bits_over_a_resume_on_another_number_of_
         assert each["code"] == 75, each
     assert run_as_rank(World(), lines, tmp_path / "run", {"resume": True}) == {"code": 0}
     found, expected = weights(tmp_path / "run"), weights(tmp_path / "alone")
-    assert {n: lab.bits(t) for n, t in found.items()} == {
-        n: lab.bits(t) for n, t in expected.items()
-    }
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert lab.bits(found[name]) == lab.bits(tensor), name
 
 
-@pytest.mark.parametrize(
-    ("size", "line", "says"),
-    [
-        (2, "parallel=hsdp parallel.shard=3", "parallel.shard=3"),
-        nightly(3, "parallel=hsdp parallel.replicate=2", "parallel.replicate=2"),
-        nightly(2, "parallel=none", "use parallel=ddp"),
-        nightly(2, "accum.micro=4 accum.steps=3 batch.global=8", "accum.steps"),
-    ],
-)
-def test_a_split_that_cannot_be_stops_every_rank(size, line, says, ranks, tmp_path):
-    typed = line.split()
-    keys = {each.partition("=")[0] for each in typed}
-    lines = [each for each in SIX if each.partition("=")[0] not in keys]
-    for each in ranks.run(size, run_as_rank, (*lines, *typed), tmp_path, {}):
+def test_a_split_that_cannot_be_stops_every_rank(ranks, tmp_path):
+    lines = (*SIX, "parallel=hsdp", "parallel.shard=3")
+    for each in ranks.run(2, run_as_rank, lines, tmp_path, {}):
         assert each["code"] == 2, each
-        assert says in each["error"]
+        assert "parallel.shard=3" in each["error"]
         assert "\n" not in each["error"]

@@ -1,4 +1,4 @@
-"""What the runs of the harnesses are made of: rows and a network that fail where they are told to.
+"""Make the runs of the harnesses of rows and a network that fail where they are told to.
 
 A fault belongs to a sample, so it strikes whenever that sample is trained on: in the first run, in
 its replay and after every resumption. What an undisturbed run does with it is thus well defined.
@@ -124,12 +124,13 @@ class Net(nn.Module):
         self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
+    def inner(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden.flatten(0, 1)).view_as(hidden)
+
     def forward(self, input_ids: Tensor, fault: Tensor | None = None) -> Tensor:
         if on_call is not None:
             on_call()
-        hidden = self.embed(input_ids)
-        hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
-        logits = self.head(self.dropout(hidden))
+        logits = self.head(self.dropout(self.inner(self.embed(input_ids))))
         if self.training:
             self.calls += 1
             if fault is not None:
