@@ -13,16 +13,8 @@ CHECKOUT = Path(__file__).parent.parent
 
 
 def succeed(command: list[str], cwd: Path, **more: str) -> str:
-    environment, limit = {**os.environ, **more}, 120
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    how = {"cwd": cwd, "env": {**os.environ, **more}, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=120, check=False, **how)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -36,23 +28,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
-    succeed([sys.executable, "-m", "pip", *install, str(wheel)], folder)
-    return folder
+PARTS = ("trainer/**/*.py", "trainer/features/page/page.*", "conf/**/*.yaml", "recipes/*.yaml")
 
 
 def test_every_module_option_and_recipe_is_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for files in (
-        "trainer/**/*.py",
-        "trainer/features/page/page.*",
-        "conf/**/*.yaml",
-        "recipes/*.yaml",
-    ):
+    for files in PARTS:
         found = [str(file.relative_to(CHECKOUT)) for file in CHECKOUT.glob(files)]
         assert found
         assert {f"trainer/{name.removeprefix('trainer/')}" for name in found} <= names
@@ -61,9 +43,14 @@ def test_every_module_option_and_recipe_is_in_the_wheel(wheel):
 
 
 @pytest.mark.slow
-def test_the_installed_package_runs_from_any_folder(installed, tmp_path):
+def test_the_installed_package_runs_from_any_folder(wheel, tmp_path):
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
+    succeed([sys.executable, "-m", "pip", *install, str(wheel)], elsewhere)
+
     def answer(*command: str) -> str:
-        return succeed([*command], tmp_path, PYTHONPATH=str(installed))
+        return succeed([*command], elsewhere, PYTHONPATH=str(installed))
 
     where = answer(sys.executable, "-c", "import trainer; print(trainer.__file__)")
     assert Path(where.strip()).is_relative_to(installed)

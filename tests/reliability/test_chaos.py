@@ -1,9 +1,7 @@
 """Harness 11: random schedules of everything at once, and the ledger afterwards.
 
-A schedule is drawn from a seed: attempts at one run, each disturbed in one way (killed within a
-durable operation, refused the disk, preempted, killed between steps), bits rotting between them,
-and rows among the data that are not finite or run out of memory. Whatever was drawn, the run ends
-as the undisturbed one over the same data: every sample of an epoch in exactly one step.
+Attempts at one run are killed within a durable operation or between steps, refused the disk, or
+preempted; bits rot; rows are not finite or run out of memory. It ends as the undisturbed one.
 """
 
 from collections import Counter

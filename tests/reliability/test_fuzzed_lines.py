@@ -1,8 +1,7 @@
 """Harness 23, second half: valid command lines with a single edit, at random.
 
-The mistakes that people make are in `tests/messages/*.yaml`, each with its answer. Here lines
-are edited blindly: whatever comes of it is either a valid line, or refused with exit 2 and one
-line per fault of at most 200 characters, without a traceback, a folder or torch.
+Mistakes that people make are in `tests/messages/*.yaml`. What comes of blind edits is valid, or
+refused with exit 2 and one line per fault, without a traceback or a folder.
 """
 
 import sys

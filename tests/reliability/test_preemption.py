@@ -1,14 +1,12 @@
 """Harness 17: a signal at any time ends in a checkpoint, exit 75, and a run that goes on exactly.
 
-Signals are real. They come at random moments of a run in a process of its own, and at chosen
-moments that random ones seldom hit: before the first step, while tuning, within an evaluation,
-to a whole group with loading processes, and a second time.
+They come at random moments, and at chosen ones that random ones seldom hit.
 """
 
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from trainer.core import signals
 from trainer.core.run_folder import RunFolder
 from trainer.training import loop
 from trainer.training.checkpointing import Checkpointer
-from trainer.tune import tuner
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AT_ONCE_S = 20.0
@@ -86,50 +83,42 @@ def test_a_signal_at_any_time_saves_and_the_run_goes_on_exactly(count, tmp_path)
     assert stopped >= count // 2
 
 
-def once(number: int) -> Callable[..., None]:
-    """Send this process a signal, the first time."""
-    left = [number]
-    return lambda *_: os.kill(os.getpid(), left.pop()) if left else None
-
-
-def struck(number: int, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Do some work behind a signal."""
-    strike = once(number)
+def struck(work: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Do some work, if any, behind a signal, which comes the first time alone."""
+    left = [signal.SIGTERM]
 
     def strike_and_work(*args: Any, **kwargs: Any) -> Any:
-        strike()
-        return work(*args, **kwargs)
+        if left:
+            os.kill(os.getpid(), left.pop())
+        return work and work(*args, **kwargs)
 
     return strike_and_work
 
 
 UNMEASURED = "data._target_=tests.reliability.test_bad_data.Unmeasured"
 TUNED = ("accum=auto", "accum.micro=null")
-STAGES: Mapping[str, tuple[Any, str, int, tuple[str, ...], int | None]] = {
-    "measuring samples": (toys, "on_read", signal.SIGUSR1, (UNMEASURED, "+data.bad=0"), None),
-    "predicting memory": (tuner, "candidate_caps", signal.SIGTERM, TUNED, None),
-    "tuning": (toys, "on_call", signal.SIGUSR1, TUNED, None),
-    "loading": (toys, "on_read", signal.SIGTERM, (), None),
-    "evaluating at once": (loop, "evaluate_parts", signal.SIGTERM, ("eval.at_start=true",), 0),
-    "the first step": (loop, "train_step", signal.SIGTERM, (), 1),
-    "saving": (CheckpointStore, "_commit", signal.SIGTERM, (), 2),
-}
-
-
-SHOWN = ("measuring samples", "saving")
 
 
 @pytest.mark.parametrize(
-    "stage", [*SHOWN, *(nightly(each) for each in STAGES if each not in SHOWN)]
+    ("place", "name", "more", "step"),
+    [
+        (toys, "on_read", (UNMEASURED, "+data.bad=0"), None),
+        nightly(toys, "on_call", TUNED, None),
+        nightly(toys, "on_read", (), None),
+        nightly(loop, "evaluate_parts", ("eval.at_start=true",), 0),
+        nightly(loop, "train_step", (), 1),
+        (CheckpointStore, "_commit", (), 2),
+    ],
+    ids=["measuring", "tuning", "loading", "evaluating at once", "the first step", "saving"],
 )
-def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(stage, tmp_path, monkeypatch):
+def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(
+    place, name, more, step, tmp_path, monkeypatch
+):
     """Where nothing was saved, going on is to begin again, in the same folder."""
-    place, name, number, more, step = STAGES[stage]
-    settings = lab.config.__wrapped__(*more)
+    settings = lab.config(*more)
     monkeypatch.setenv("TRAIN_CACHE", str(tmp_path / "cache"))
     with monkeypatch.context() as patch:
-        work = getattr(place, name)
-        patch.setattr(place, name, once(number) if work is None else struck(number, work))
+        patch.setattr(place, name, struck(getattr(place, name)))
         ended = lab.run(settings, tmp_path / "run")
     assert ended.code == 75, ended
     assert saved(tmp_path / "run") == ([] if step is None else [step])
@@ -147,7 +136,7 @@ def test_a_signal_at_any_stage_ends_in_a_run_that_goes_on(stage, tmp_path, monke
 
 
 def test_a_signal_when_all_is_done_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "finish", struck(signal.SIGTERM, train.finish))
+    monkeypatch.setattr(train, "finish", struck(train.finish))
     assert lab.run(lab.config(), tmp_path).code == 0
     assert lab.status(tmp_path)["state"] == "completed"
 
@@ -157,7 +146,7 @@ def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(at, tmp_pat
     """Step 3 is in the middle, step 7 is the last; both are followed by an evaluation."""
     settings = lab.config("accum.micro=1")
     reads: list[int] = []
-    strike = once(signal.SIGTERM)
+    strike = struck()
 
     def read(split: str, index: int) -> None:
         if split == "held_out":
@@ -177,14 +166,13 @@ def test_a_signal_within_an_evaluation_ends_it_and_it_is_made_up_for(at, tmp_pat
 
 
 def test_a_second_signal_after_the_last_save_is_ignored(tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "release", struck(signal.SIGTERM, Checkpointer.release))
+    monkeypatch.setattr(Checkpointer, "release", struck(Checkpointer.release))
     child = lab.fork(lambda: lab.run(lab.config(), tmp_path, after_step=lab.stop_at(3)).code)
     assert child.wait() == 75
     assert lab.status(tmp_path)["exit_code"] == 75
 
 
-@pytest.mark.parametrize("number", [SIGNALS[0], *map(nightly, SIGNALS[1:])])
-def test_a_second_signal_stops_at_once_and_harms_nothing(number, tmp_path):
+def test_a_second_signal_stops_at_once_and_harms_nothing(tmp_path):
     def hang(step: int) -> None:
         if step == 5:
             (tmp_path / "hangs").touch()
@@ -200,8 +188,8 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(number, tmp_path):
     wait_for(tmp_path / "ends at the next", child)
     assert not child.has_ended()
     with lab.timed() as took:
-        child.kill(number)
-        assert child.wait() == -number
+        child.kill(signal.SIGTERM)
+        assert child.wait() == -signal.SIGTERM
         assert took() < AT_ONCE_S
     assert intact_steps(tmp_path / "run" / "checkpoints") == [2, 4]
     assert lab.go_on(settings, tmp_path / "run").code == 0

@@ -1,9 +1,4 @@
-"""Harness 9: stopped anywhere and resumed, a run ends as if it had not been stopped, bit for bit.
-
-Every configuration runs once undisturbed, and then again, stopped by a signal at some steps and
-resumed each time. Parameters, moments, buffers, random states, cursor, metrics and the ledger of
-samples are equal; the tolerance is 0. Defects that are put in one at a time are seen.
-"""
+"""Harness 9: stopped anywhere and resumed, a run ends as one that was not stopped, bit for bit."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,8 +53,6 @@ REPEATED = {
     "always clipped": "clip_norm=0.01",
     "ragged accumulation": "accum.micro=null accum.steps=5",
     "planned under a budget": "accum=budget accum.micro=null accum.max_tokens=20 model.dropout=0.3",
-    "augmented data": DRAWN,
-    "memory that runs out": "data.faults=['5:oom'] model.dropout=0.3",
     "no cadence": "checkpoint.every=null eval.every=null",
     "everything at every step": "checkpoint.every=1 eval.every=1",
     "AMSGrad": f"{TORCH}.Adam optimizer.amsgrad=true",
