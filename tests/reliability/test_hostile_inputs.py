@@ -110,8 +110,13 @@ def test_what_nobody_typed_is_a_class_of_ours_or_of_a_model_library_for_its_plac
             with pytest.raises(ConfigError, match=re.escape(f"{key}._target_={target}")):
                 look_up(Component(target=target), key, ())
     assert look_up(Component(target="torch.nn.Linear"), "model", ()) is torch.nn.Linear
-    assert look_up(Component(target="torch.optim.SGD"), "optimizer", ()) is torch.optim.SGD
     assert not (place / "canary").exists()
+
+
+def test_a_recipe_may_name_an_optimizer_of_pytorch(place):
+    own = "defaults: [{override /optimizer: own}]\noptimizer: {_target_: torch.optim.SGD, lr: 0.1}"
+    (place / "friend.yaml").write_text(own)
+    assert cli.run(["recipe=./friend.yaml", *TINY]) == 0
 
 
 def test_the_canary_sings(place):
