@@ -16,7 +16,7 @@ from trainer.core.run_folder import SWEEP_FILES, RunFolder
 from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
 from trainer.report.mirror import Mirror
-from trainer.report.records import PlanRecord
+from trainer.report.records import PlanRecord, git_revision
 from trainer.report.reporter import Reporter, RunReporter, SilentReporter
 from trainer.report.run_status import publish
 from trainer.report.tracker import Tracker
@@ -46,7 +46,8 @@ def open_reporter(run: Run, plan: PlanRecord, folder: Path, loaded: Loaded | Non
                 raise ConfigError(f"{key}: {text}: pip install '{tracker.install or package}'")
         # Now that nothing refuses the run, its records say that it goes on.
         publish(folder)
-        write_record(folder / RunFolder.PLAN, {**plan, "resumed_step": resumed_step})
+        start = {"resumed_step": resumed_step, "git": git_revision(Path.cwd())}
+        write_record(folder / RunFolder.PLAN, {**plan, **start})
         parts = {name: part.loader.dataset for name, part in run.data.held_out.items()}
         write_record(folder / RunFolder.SPLITS, run.split.to_json(run.data.train, parts))
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -54,21 +55,46 @@ def device_names() -> dict[torch.device, str]:
     return {torch.device("cpu"): "memory", **gpus}
 
 
-def git_revision(folder: Path) -> dict[str, str] | None:
-    """Name the `commit` checked out in a folder; None where git, which may hang, names none.
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Name the `commit` checked out in a folder, and count `changed_files`, None if not known.
 
-    Whether files differ is not asked: `git status` starts programs that the repository, perhaps a
-    stranger's, names.
+    None where git, which may hang, names no commit. Files that git does not track are not counted.
     """
     with suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.check_output(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=GIT_TIMEOUT_S,
-        )
-        return {"commit": commit.decode().strip()}
+        commit = _git(folder, "rev-parse", "HEAD")[0]
+        return {"commit": commit, "changed_files": _changed_files(folder, commit)}
     return None
+
+
+def _changed_files(folder: Path, commit: str) -> int | None:
+    """Count the files that differ from a commit.
+
+    `git status` would start programs that the settings of the repository, perhaps a stranger's,
+    name: so git is given an empty repository, with the index and the objects of this one.
+    """
+    with suppress(OSError, subprocess.SubprocessError), TemporaryDirectory() as empty:
+        paths = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
+        top, index, objects = _git(folder, "rev-parse", "--path-format=absolute", *paths)
+        (Path(empty) / "refs").mkdir()
+        (Path(empty) / "HEAD").write_text(commit)
+        own = {"GIT_DIR": empty, "GIT_WORK_TREE": top, "GIT_INDEX_FILE": index}
+        # Nothing is written into the index, nor fetched.
+        own |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+        flags = ("-c", "core.fileMode=false", "diff", "--name-only", "--ignore-submodules")
+        return len(_git(folder, *flags, commit, GIT_OBJECT_DIRECTORY=objects, **own))
+    return None
+
+
+def _git(folder: Path, *words: str, **environment: str) -> list[str]:
+    """Give the lines that git prints."""
+    printed = subprocess.check_output(
+        ["git", "-C", str(folder), *words],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=GIT_TIMEOUT_S,
+        env={**os.environ, **environment},
+    )
+    return printed.decode(errors="replace").splitlines()
 
 
 def num_cores() -> int:

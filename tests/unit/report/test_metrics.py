@@ -107,8 +107,19 @@ def test_a_run_records_versions_and_the_revision_and_waits_for_no_git_that_hangs
 
     git("init", "-q")
     assert records.git_revision(tmp_path) is None
-    git("commit", "-q", "--allow-empty", "-m", "first")
-    assert len(records.git_revision(tmp_path)["commit"]) == 40
+    (tmp_path / ".gitattributes").write_text("* filter=own diff=own\n")
+    (tmp_path / "code.py").write_text("a = 1\n")
+    git("add", ".gitattributes", "code.py")
+    git("commit", "-q", "-m", "first")
+    found = records.git_revision(tmp_path)
+    assert (len(found["commit"]), found["changed_files"]) == (40, 0)
+    # What the repository's own settings name is not started.
+    started = f"touch {tmp_path / 'started'}; cat"
+    for key in ("core.fsmonitor", "filter.own.clean", "diff.external", "diff.own.textconv"):
+        git("config", key, started)
+    (tmp_path / "code.py").write_text("a = 2\n")
+    assert records.git_revision(tmp_path)["changed_files"] == 1
+    assert not (tmp_path / "started").exists()
     monkeypatch.setattr(records, "GIT_TIMEOUT_S", 0.2)
     hanging = tmp_path / "git"
     hanging.write_text("#!/bin/sh\nexec sleep 200\n")
