@@ -130,6 +130,13 @@ class Feature:
         """Show the first samples of step 1 otherwise than in words, in the folder of a run."""
         return ()
 
+    def picture(self, sample: ShownSample) -> bytes | None:
+        """Draw a held-out sample with a large loss, as a PNG; None where there is nothing to see.
+
+        Asked by `train evaluate eval.predictions=true`, for the page of the run.
+        """
+        return None
+
     def remark(self, entry: Mapping[str, Any], ids: Sequence[int]) -> str | None:
         """Say in a line what is odd about a step, if anything is. Called on the main rank alone.
 

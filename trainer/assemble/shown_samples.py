@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.assemble.run import Run
+from trainer.core.durable import make_folders, write_file_atomic
 from trainer.core.format import plural, printable_lines
 from trainer.core.micro_batch import IGNORED
 from trainer.core.rows import Row, join_parts, row
@@ -62,9 +63,12 @@ def predict_parts(run: Run, model: Parallel) -> dict[str, list[dict[str, Any]]]:
 
 
 def worst_samples(
-    run: Run, predicted: Mapping[str, Sequence[Mapping[str, Any]]]
+    run: Run, predicted: Mapping[str, Sequence[Mapping[str, Any]]], pictures: Path
 ) -> list[dict[str, Any]]:
-    """Give the predictions of each part with the largest loss, NaN first, and their texts."""
+    """Give the predictions of each part with the largest loss, NaN first, and their texts.
+
+    What a feature can draw is a file in the folder `pictures`, which each line names.
+    """
     found = list[dict[str, Any]]()
     for name, lines in predicted.items():
         part = run.data.held_out[name]
@@ -72,12 +76,24 @@ def worst_samples(
         place_of = dict(zip(view.original_ids(places).tolist(), places.tolist(), strict=True))
         measured = [line for line in lines if line["loss"] is not None]
         for line in sorted(measured, key=_by_loss)[:MOST_WORST]:
-            _, text = _loaded(run, part.loader, place_of[line["id"]])
+            shown, text = _loaded(run, part.loader, place_of[line["id"]])
             entry = {**line, "text": text}
+            if (picture := _picture(run, shown)) is not None:
+                make_folders(pictures)
+                write_file_atomic(pictures / f"{len(found)}.png", picture)
+                entry["picture"] = f"{pictures.name}/{len(found)}.png"
             if name:
                 entry = {"set": name, **entry}
             found.append(entry)
     return found
+
+
+def _picture(run: Run, sample: ShownSample) -> bytes | None:
+    """Have a sample drawn by the first feature that can."""
+    for feature in run.features:
+        if (picture := feature.picture(sample)) is not None:
+            return picture
+    return None
 
 
 def _by_loss(line: Mapping[str, Any]) -> tuple[bool, float]:

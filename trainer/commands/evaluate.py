@@ -69,10 +69,11 @@ def evaluate_run(config: RunConfig, folder: Path, world: World, stop: Callable[[
         if config.eval.predictions:
             predicted = predict_parts(run, context.parallel)
     file = folder / evaluation_file(config)
+    pictures = folder / file.stem.replace("evaluate", "worst")
     facts = {name: _described(config, terms, name, part) for name, part in parts.items()}
     world.on_main(
         lambda: report_evaluation(
-            loaded, file, means, facts, predicted, lambda: worst_samples(run, predicted)
+            loaded, file, means, facts, predicted, lambda: worst_samples(run, predicted, pictures)
         )
     )
     return 0
