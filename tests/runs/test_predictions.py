@@ -55,8 +55,13 @@ def test_a_classifier_names_the_class_of_every_sample(capsys):
             expected = float(F.cross_entropy(logits, torch.tensor(sample["labels"])))
             assert line["loss"] == pytest.approx(expected, rel=1e-12)
     losses = [line["loss"] for line in found if line["terms"]]
-    whole = read_json(run.folder / "evaluate.json")["eval_loss"]
-    assert sum(losses) / len(losses) == pytest.approx(whole, rel=1e-12)
+    record = read_json(run.folder / "evaluate.json")
+    assert sum(losses) / len(losses) == pytest.approx(record["eval_loss"], rel=1e-12)
+    for line in record["worst"]:
+        assert (run.folder / line["picture"]).read_bytes().startswith(b"\x89PNG")
+    page = (run.folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(record["worst"])
+    assert f"{len(losses)} samples, " in page, "by class"
 
 
 @pytest.mark.parametrize("objective", ["token_classify", "next_token"])

@@ -20,7 +20,7 @@ SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 
 
 def show_runs(command: str, settings: Sequence[str]) -> str:
-    """Write the file of a view, and say where it is."""
+    """Write the file of a view, and say where it is; or give the text that `to=` names."""
     view, typed, given = views()[command], dict(SETTINGS), set[str]()
     for line in settings:
         key, equals, value = line.partition("=")
@@ -38,6 +38,10 @@ def show_runs(command: str, settings: Sequence[str]) -> str:
     runs = list[Path]()
     for folder in folders:
         runs += runs_in(folder)
+    if typed["to"] in view.printed:
+        return view.text(typed["to"], runs)
+    if hint := did_you_mean(typed["to"], view.printed):
+        raise ConfigError(clip(f"to={typed['to']}: a file's name ends as in {view.file}.{hint}"))
     # Beside the one run or sweep that it shows; of several, above them all
     file = outputs / view.file
     if len(folders) == 1:

@@ -1,6 +1,7 @@
 """Show runs by the files in their folders, as features do that `conf/views.yaml` names.
 
-Each writes one file: when a run has ended or was evaluated, and by a command, `train NAME`.
+Each writes one file: when a run has ended or was evaluated, and by a command, `train NAME`, which
+may also print a text.
 Imports no torch.
 """
 
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import final
@@ -31,6 +32,13 @@ class View:
     file: str
     help: str  # what its command does
     about: str  # what a person finds in the file
+    # Functions of run folders whose text the command prints, by what is typed: `to=NAME`
+    printed: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self, name: str, runs: Sequence[Path]) -> str:
+        """Give what is printed in place of a file."""
+        printed: str = pkgutil.resolve_name(self.printed[name])(runs)
+        return printed
 
     def write(self, runs: Sequence[Path], file: Path) -> None:
         """Write the file; `runs` are their folders, and may lack anything."""

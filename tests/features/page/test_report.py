@@ -83,10 +83,10 @@ def test_a_run_ends_with_its_page_and_two_are_compared(capsys):
     assert "failed</span>" in (failed.parent / "report.html").read_text()
     assert shell(f"report run={first.folder},{second.folder}") == 0
     both = Path("outputs/report.html").read_text()
-    table = both.partition("<table>")[2].partition("</table>")[0]
-    heads = re.findall(r"<th[^>]*>([^<]*)</th>", table)
-    assert heads[-1] == "optimizer.lr"
-    assert "<td>0.003</td>" in table
+    table = both.partition('<table class="runs">')[2].partition("</table>")[0]
+    assert re.findall(r'data-head="([^"]*)"', table)[0] == "optimizer.lr"
+    assert ">0.003</td>" in table
+    assert f'<a href="{first.folder.relative_to(Path("outputs").absolute())}/report.html">' in table
     assert {path.name for path in first.folder.iterdir()} == before
 
 

@@ -20,6 +20,7 @@
     if (location.protocol !== "about:") history.replaceState(null, "", `#${parts.filter(Boolean).join("&")}`);  // a notebook's frame
   };
 
+  const BYTES = [" B", " KiB", " MiB", " GiB", " TiB"];
   const scaled = (value, base, units, digits) => {
     let n = 0;
     for (; Math.abs(value) >= 999.5 && n < units.length - 1; n++) value /= base;
@@ -28,7 +29,7 @@
   const shown = (value, kind, digits = 0) => {
     const few = Math.max(3, digits);
     if (value === null || value === undefined) return "–";
-    if (kind === "bytes") return scaled(value, 1024, [" B", " KiB", " MiB", " GiB", " TiB"], few);
+    if (kind === "bytes") return scaled(value, 1024, BYTES, few);
     if (kind === "share") return `${+(100 * value).toPrecision(few)}%`;
     if (kind === "seconds") return value >= 3600 ? `${+(value / 3600).toPrecision(3)} h` : value >= 60 ? `${+(value / 60).toPrecision(3)} min` : `${+value.toPrecision(3)} s`;
     if (value === 0) return "0";
@@ -52,6 +53,13 @@
     const step = [1, 2, 5, 10].find((n) => n * power >= rough * 0.8) * power;
     const found = [];
     for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
+    return found;
+  };
+
+  // At least three, where there is room.
+  const ticksAcross = (low, high, width, least) => {
+    let count = Math.max(3, width / 110), found = ticks(low, high, count, false, least);
+    while (found.length < 3 && count < 9) found = ticks(low, high, ++count, false, least);
     return found;
   };
 
@@ -109,6 +117,24 @@
     return parent.appendChild(made);
   };
 
+  const widened = (low, high, log) => {
+    if (low === high) return log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+    return log ? [low, high] : [low - 0.04 * (high - low), high + 0.04 * (high - low)];
+  };
+
+  // Draws the grid, and gives where a value stands.
+  const drawLevels = (svg, box, low, high, kind, log) => {
+    const grow = log ? Math.log : (y) => y, place = (y) => box.bottom - ((grow(y) - grow(low)) / (grow(high) - grow(low))) * (box.bottom - box.top);
+    const power = kind === "bytes" ? Math.min(4, Math.max(0, Math.floor(Math.log(high) / Math.log(1024)))) : 0, unit = 1024 ** power;
+    const levels = ticks(low / unit, high / unit, box.bottom > 198 ? 5 : 4, log), digits = digitsOf(levels);
+    for (const n of levels) {
+      const y = place(n * unit), text = kind === "bytes" ? `${+n.toPrecision(Math.max(3, digits))}${BYTES[power]}` : shown(n, kind, digits);
+      make(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: y, y2: y });
+      make(svg, "text", { x: box.left - 8, y: y + 4, "text-anchor": "end" }, text);
+    }
+    return place;
+  };
+
   const draw = (figure) => {
     const chart = data.charts[figure.dataset.chart], svg = figure.querySelector("svg");
     const width = svg.clientWidth, height = svg.clientHeight, lines = linesOf(chart);
@@ -120,20 +146,12 @@
     const across = data.runs.filter((_, n) => !state.off.has(n)).flatMap(ends);
     if (!numbers.length) return void (figure.plot = null);
     let low = numbers.reduce((a, b) => Math.min(a, b)), high = numbers.reduce((a, b) => Math.max(a, b));
-    if (low === high) [low, high] = state.log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
-    else if (!state.log) [low, high] = [low - 0.04 * (high - low), high + 0.04 * (high - low)];
+    [low, high] = widened(low, high, state.log);
     const left = across.reduce((a, b) => Math.min(a, b)), right = Math.max(across.reduce((a, b) => Math.max(a, b)), left + 1e-9);
     const box = { left: 52, right: width - 6, top: 6, bottom: height - 22 };
-    const grow = state.log ? Math.log : (y) => y;
     const px = (x) => box.left + ((x - left) / (right - left)) * (box.right - box.left);
-    const py = (y) => box.bottom - ((grow(y) - grow(low)) / (grow(high) - grow(low))) * (box.bottom - box.top);
-    const unit = chart.kind === "bytes" ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
-    const levels = ticks(low / unit, high / unit, height > 220 ? 5 : 4, state.log), digits = digitsOf(levels);
-    for (const y of levels.map((n) => n * unit)) {
-      make(svg, "line", { class: "grid", x1: box.left, x2: box.right, y1: py(y), y2: py(y) });
-      make(svg, "text", { x: box.left - 8, y: py(y) + 4, "text-anchor": "end" }, shown(y, chart.kind, digits));
-    }
-    const own = ticks(left, right, Math.max(3, width / 110), false, state.x === "seconds" ? 0 : 1);
+    const py = drawLevels(svg, box, low, high, chart.kind, state.log);
+    const own = ticksAcross(left, right, width, state.x === "seconds" ? 0 : 1);
     for (const x of own) {
       const anchor = px(x) < box.left + 14 ? "start" : px(x) > box.right - 18 ? "end" : "middle";
       make(svg, "text", { x: px(x), y: height - 4, "text-anchor": anchor }, shown(x, state.x === "seconds" ? "seconds" : "", digitsOf(own)));
@@ -162,6 +180,40 @@
     });
     const cursor = make(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
     figure.plot = { lines, px, box, left, right, cursor, chart };
+  };
+
+  // The metric of each run by its value of a setting, with a line through the means.
+  const drawSwept = (figure) => {
+    const { key, words, points } = data.swept[figure.dataset.swept], svg = figure.querySelector("svg");
+    const width = svg.clientWidth, height = svg.clientHeight, there = points.filter(([run]) => !state.off.has(run));
+    if (!width) return;
+    svg.textContent = "";
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    if (!there.length) return;
+    const xs = [...new Set(there.map(([, x]) => x))].sort((a, b) => a - b), ys = there.map(([, , y]) => y);
+    const first = words.length ? 0 : xs[0], last = words.length ? words.length - 1 : xs[xs.length - 1];
+    const isLog = !words.length && first > 0 && last / first >= 10, grow = isLog ? Math.log : (x) => x;
+    const box = { left: 52, right: width - 6, top: 6, bottom: height - 22 }, room = words.length ? (box.right - box.left) / words.length / 2 : 24;
+    const px = (x) => box.left + room + ((grow(x) - grow(first)) / (grow(last) - grow(first) || 1)) * (box.right - box.left - 2 * room);
+    const py = drawLevels(svg, box, ...widened(Math.min(...ys), Math.max(...ys), false), "", false);
+    const own = words.length || xs.length <= 6 ? xs : isLog ? ticks(first, last, 4, true) : ticksAcross(first, last, width, 0);
+    let end = -1e9;
+    for (const x of own) {
+      const letters = Math.max(3, Math.floor((2 * room) / 7)), word = words.length ? words[x] : shown(x);
+      const text = words.length && word.length > letters ? `${word.slice(0, letters - 1)}…` : word, half = 3.4 * text.length;
+      if (px(x) - half < end + 4) continue;
+      end = px(x) + half;
+      make(svg, "text", { x: px(x), y: height - 4, "text-anchor": "middle" }, text);
+    }
+    const means = xs.map((x) => {
+      const same = there.filter((each) => each[1] === x).map(([, , y]) => y);
+      return `${px(x).toFixed(1)},${py(same.reduce((a, b) => a + b) / same.length).toFixed(1)}`;
+    });
+    if (!words.length && xs.length <= 12) make(svg, "path", { d: `M${means.join("L")}`, class: "line mean" });
+    for (const [run, x, y] of there) {
+      const point = make(svg, "circle", { class: `s${run % 8}`, cx: px(x), cy: py(y), r: 4.5 });
+      make(point, "title", {}, `${data.runs[run].name}: ${key} ${words.length ? words[x] : x}, ${shown(y)}`);
+    }
   };
 
   const nearest = (xs, x) => xs.reduce((best, each, i) => (Math.abs(each - x) < Math.abs(xs[best] - x) ? i : best), 0);
@@ -196,6 +248,7 @@
       draw(figure);
       read(figure);
     }
+    all("figure[data-swept]").forEach(drawSwept);
   };
 
   const refresh = () => {

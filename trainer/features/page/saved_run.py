@@ -28,16 +28,22 @@ class SavedRun:
     """What a page shows of a run, read once."""
 
     def __init__(self, folder: Path) -> None:
-        files = RunFolder(folder)
-        self.folder = folder
+        self.folder, self.files = folder, RunFolder(folder)
+        files = self.files
         # The resolved config by dotted keys; empty where there is none
         self.config: dict[str, Any] = flat(files.config())
         # The user's word for the run, else that of its folder
         self.name = str(self.config.get("name") or folder.name)
         # The command line, without secrets; of the latest start, where the run went on. Without
         # Hydra's own quotes around a path, which a shell does not need
-        words = [_QUOTED.sub(r"\1\2", word) for word in files.typed()]
-        self.typed = without_secrets(shlex.join(["train", *words]), os.environ)
+        words = ["train"]
+        for word in files.typed():
+            # A class of one's own chooses this option by itself.
+            if not word.endswith("=own"):
+                words.append(_quoted(_QUOTED.sub(r"\1\2", word)))
+        self.typed = without_secrets(" ".join(words), os.environ)
+        # The keys of the same
+        self.typed_keys = [word.partition("=")[0].replace("/", ".") for word in files.typed()]
         # How it goes, or ended
         self.status = files.status()
         self.state = str(self.status.get("state", "unknown"))
@@ -69,8 +75,12 @@ class SavedRun:
             self.last_step = self.steps[-1]["step"]
         # In steps and evaluations, without what lies between them
         self.seconds = math.fsum(times)
+        # The samples with the largest loss, where `train evaluate` wrote them
         self.worst = _worst(files)
-        self.generated = _last_texts(folder)
+        # What followed each prompt, by step
+        self.generated = _read(folder / RunFolder.TEXTS)
+        # What the steps depended on, as the newest checkpoint has it
+        self.terms = files.terms()
         # In the time of this machine
         self.started: str | None = None
         with suppress(OSError, OverflowError, ValueError):
@@ -79,7 +89,7 @@ class SavedRun:
 
     def continuation(self) -> list[str]:
         """Say from which run and step it went on, where it did."""
-        files, found = RunFolder(self.folder), list[str]()
+        files, found = self.files, list[str]()
         fork = files.record(RunFolder.FORK)
         # A resumed run's config has none.
         typed = dict[str, str]()
@@ -126,7 +136,7 @@ class SavedRun:
 
 
 def _worst(files: RunFolder) -> list[dict[str, Any]]:
-    """Read the samples with the largest loss, with texts where `train evaluate` wrote them."""
+    """Read the samples with the largest loss."""
     found = list[dict[str, Any]]()
     for entry in as_list(files.record(RunFolder.EVALUATION).get("worst")):
         if "loss" in as_mapping(entry):
@@ -134,13 +144,11 @@ def _worst(files: RunFolder) -> list[dict[str, Any]]:
     return found[:SHOWN_SAMPLES]
 
 
-def _last_texts(folder: Path) -> list[Entry]:
-    """Read what prompts gave at the last evaluation that continued any."""
-    texts, found = _read(folder / RunFolder.TEXTS), list[Entry]()
-    for entry in texts:
-        if entry["step"] == texts[-1]["step"]:
-            found.append(entry)
-    return found
+def _quoted(word: str) -> str:
+    """Quote a word for a shell, in the marks that leave more of it as it is."""
+    if "'" in word and not re.search(r'["$`\\!]', word):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def _read(file: Path) -> list[Entry]:
