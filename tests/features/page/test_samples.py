@@ -26,7 +26,7 @@ def test_the_worst_samples_are_shown_as_pictures_of_the_run_alone(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count('src="data:image/png;base64,iVBORw0KGgouLi4="') == 1
     assert "img-src data:;" in page
-    # A page of several runs, which may be many, has the texts.
+    # A page of several runs, which may be many, names the samples alone.
     page_of(run, saved(tmp_path / "other", [entry(1)]))
     assert "iVBORw" not in (tmp_path / "page.html").read_text()
 
