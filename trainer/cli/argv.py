@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from trainer.cli.feature_commands import feature_commands
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 from trainer.report.views import views
@@ -22,12 +23,13 @@ COMMAND_HELP: Mapping[str, str] = {
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
     **{name: view.help for name, view in views().items()},
+    **{name: each.help for name, each in feature_commands().items()},
     "recipes": "list recipes with purpose, cost and measured result",
     "doctor": "print versions, devices, limits and folders, to paste into an issue",
 }
 
-PAGE_WORDS = ("help", *views(), "recipes", "doctor")
-"""Commands, and the help, that print a page and check no settings."""
+PAGE_WORDS = ("help", *views(), *feature_commands(), "recipes", "doctor")
+"""Commands, and the help, that compose no config."""
 
 _SHOWING = ("--help", "--version", "--info", "--shell-completion")
 _SWITCHES = {"--help", "--version", "--resolve", "--multirun", "--shell-completion"}
@@ -54,7 +56,7 @@ class CommandLine:
 
     command: str | None  # the command word, or `None` if none was typed
     flags: Mapping[str, str]  # Hydra's flags by their long names; the value is empty for a switch
-    overrides: Sequence[str]  # everything else, in order
+    overrides: Sequence[str]  # everything else, in order; a command may take words among them
     faults: Sequence[str] = ()  # of flags that are none; the others may be checked all the same
 
     @property
@@ -81,7 +83,7 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
         flag = _SHORT.get(name, name)
         if flag in _VALUED or (flag in _SWITCHES and not equals):
             faults += _take_flag(flag, value, waiting, flags)
-        elif equals or token.startswith("~"):
+        elif equals or token.startswith("~") or (takes_words(words) and name[:1] != "-"):
             key = name
             # Other programs write `--batch-size=8`; no key of ours has a hyphen.
             if name.startswith("-"):
@@ -100,6 +102,12 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
         raise ConfigError(*unknown, *faults)
     command = words[0] if words else None
     return CommandLine(command=command, flags=flags, overrides=overrides, faults=unknown)
+
+
+def takes_words(commands: Sequence[str]) -> bool:
+    """Whether a command takes words behind it, which are no settings: `train rm RUN`."""
+    brought = feature_commands()
+    return any(each in brought and brought[each].words is not None for each in commands)
 
 
 def _typed_apart(token: str, waiting: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Print what starts no run: help, recipes, what `train doctor` finds, where a view is."""
+"""Run what starts no run: help, recipes, `train doctor`, views, commands of features."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trainer.cli.feature_commands import feature_commands
 from trainer.config import trackers
 from trainer.config.messages import clip
 from trainer.config.option_files import LIBRARIES, options_of
@@ -18,7 +19,10 @@ _VARIABLES = ("TRAIN_", "CUDA_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "HF_", "S
 
 
 def show_page(word: str, settings: Sequence[str], own_folder: str | None) -> None:
-    """Print the help, where a view of runs was written, or one of `PAGES`."""
+    """Print the help, where a view of runs was written, or one of `PAGES`; or run a feature's."""
+    if word in feature_commands():
+        feature_commands()[word].run(word, settings)
+        return
     if word == "help":
         from trainer.cli import help_page  # noqa: PLC0415 - imports Hydra
 

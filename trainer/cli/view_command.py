@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.exit_messages import print_notes
+from trainer.cli.feature_commands import read_settings
 from trainer.cli.saved_runs import AUTO, remedy_for
 from trainer.config.consent import refuse_odd_files
-from trainer.config.messages import clip, did_you_mean
+from trainer.config.messages import clip
 from trainer.core.durable import as_save_error, make_folders
 from trainer.core.errors import ConfigError, NoCheckpointError
 from trainer.core.format import expanded, plural, shown_path
@@ -21,18 +21,9 @@ SETTINGS = {"run": AUTO, "to": "", "outputs": "outputs"}
 
 def show_runs(command: str, settings: Sequence[str]) -> str:
     """Write the file of a view, and say where it is; or give the text that `to=` names."""
-    view, typed, given = views()[command], dict(SETTINGS), set[str]()
-    for line in settings:
-        key, equals, value = line.partition("=")
-        if key not in SETTINGS or not equals:
-            hint = f".{did_you_mean(key, SETTINGS)} It takes run=RUN[,RUN], to=FILE, outputs=DIR"
-            if key == "name":
-                hint = remedy_for(value, "run", expanded(typed["outputs"]))
-            raise ConfigError(clip(f"{key}: no setting of train {command}{hint}"))
-        if key in given:
-            print_notes([f"{key}: typed twice; the last one counts (of several runs: run=RUN,RUN)"])
-        given.add(key)
-        typed[key] = value.strip("'\"")
+    view = views()[command]
+    hints = {"name": " Type run=NAME.", "run": " Of several runs type run=RUN,RUN"}
+    typed = read_settings(command, settings, SETTINGS, hints)
     outputs = expanded(typed["outputs"])
     folders = [_found(name, outputs) for name in _listed(typed["run"])]
     runs = list[Path]()
