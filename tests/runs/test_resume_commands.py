@@ -138,14 +138,18 @@ def test_auto_takes_the_newest_training_run_of_the_name(capsys):
     assert newest(Path("outputs").absolute(), None) == RunFolder(other)
     assert newest(Path("outputs").absolute(), "nobody") is None
     assert prepared("resume=auto name=mine").folder == mine[1]
-    for line, key in {
-        "resume=mine": "resume",
-        "init=mine": "init",
-        **dict.fromkeys(("evaluate run=mine", "report run=mine", "report name=mine"), "run"),
-    }.items():
-        assert shell(line) in (2, 4)
-        (fault,) = faults(capsys.readouterr().err)
-        assert fault.endswith(f"; the newest run of that name is {key}={shown_path(mine[1])}")
+    for line in ("resume=mine", "plan run=mine", f"resume={mine[1].name}/"):
+        assert prepared(line).config.resume == str(mine[1]), line
+    assert prepared("evaluate run=mine").folder == mine[1]
+    assert prepared("init=mine").config.init == str(mine[1])
+    assert prepared(f"init={mine[2].name}").config.init == str(mine[2])
+    noted = f"4 runs have this name; this is the newest that can be used: {shown_path(mine[1])}"
+    keys = [
+        line.partition("=")[0] for line in capsys.readouterr().err.splitlines() if noted in line
+    ]
+    assert keys == ["train: resume", "train: run", "train: init"], "each said once"
+    assert shell("report run=mine") == 0
+    assert capsys.readouterr().err.count("this is the newest: ") == 1
 
 
 def test_auto_goes_on_in_the_folder_that_is_typed():

@@ -12,7 +12,7 @@ from trainer.checkpoint.store import Loaded
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.durable import write_record
 from trainer.core.errors import ConfigError
-from trainer.core.run_folder import SWEEP_FILES, RunFolder
+from trainer.core.run_folder import RunFolder
 from trainer.report.console import Screen
 from trainer.report.hooks import Hook, Hooks
 from trainer.report.mirror import Mirror
@@ -95,7 +95,5 @@ def _mirrors(
 
 def group_of(folder: Path) -> str | None:
     """Name the folder of the sweep that a run is a job of; None outside of one."""
-    sweep = folder.absolute().parent
-    if any((sweep / name).exists() for name in SWEEP_FILES):
-        return sweep.name
-    return None
+    sweep = RunFolder(folder.absolute()).sweep
+    return None if sweep is None else sweep.name

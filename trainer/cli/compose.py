@@ -206,7 +206,6 @@ class Composer:
                 if versions and is_unknown and key not in keys:
                     faults[number] = clip(f"{fault}; {versions}")
             raise ConfigError(*dict.fromkeys(faults))
-        refuse_missing(config)
         # Hydra instantiates what stands there, which neither a recipe nor a run folder may give.
         node = OmegaConf.to_container(full.hydra, resolve=False)
         for _, target in components.targets_in("hydra", node):
@@ -217,6 +216,7 @@ class Composer:
             rest = [each for each in overrides if dotted(each) not in paths]
             job = self.check([*rest, *paths.values()], replayed=replayed, own_classes=own_classes)
             return replace(job, typed=lines)
+        refuse_missing(config)
         notes = other_versions(chosen, __version__, newer=True)
         return Job(
             config=config,

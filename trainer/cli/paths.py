@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ from typing import get_args
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read_override
-from trainer.cli.saved_runs import remedy_for
+from trainer.cli.run_names import called, training_names
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.consent import refuse_odd_files
 from trainer.config.data_sets import sources
@@ -32,6 +33,7 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
     """Give an override, by key, for each argument of a class, and `init`, that is a relative path.
 
     What says so is the name of the argument, or its type. One that is not there stays as it is.
+    `init` may be the name of a run, too.
     """
     found, values = {}, flat(to_plain(config))
     targets = {path: attrgetter(path)(config).target for path in COMPONENTS}
@@ -55,7 +57,8 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
         listed = value if isinstance(value, list) else [value]
         texts = [*filter(None, listed)]
         if all(isinstance(each, str) for each in texts):
-            paths = [*map(_in_full, texts)]
+            in_full = {"init": partial(_weights_in_full, config)}.get(key, _in_full)
+            paths = [*map(in_full, texts)]
             line = ",".join(map(quote, paths))
             if isinstance(value, list):
                 line = f"[{line}]"
@@ -67,6 +70,17 @@ def absolute_paths(config: RunConfig) -> dict[str, Override]:
 def _in_full(path: str) -> str:
     """Make a path absolute; one that is not there may be a name on a hub, and stays."""
     return path if not exists(path) else str(expanded(path).absolute())
+
+
+def _weights_in_full(config: RunConfig, init: str) -> str:
+    """Make the path of `init` absolute, or give that of the run of this name.
+
+    A name of weights in the hub's cache means these, whatever runs there are.
+    """
+    if not exists(str(weights_path(init))):
+        outputs = expanded(config.outputs).absolute()
+        return str(called("init", init, outputs, suits=RunFolder.steps) or init)
+    return _in_full(init)
 
 
 def refuse_missing(config: RunConfig) -> None:
@@ -83,8 +97,10 @@ def refuse_missing(config: RunConfig) -> None:
             raise DataError(clip(f"{key}={path}: no such file or folder{_below(path)}"))
     if init is not None:
         if not exists(str(source := weights_path(init))):
-            fault = clip(f"init={init}: no such file or folder{_below(init)}")
-            raise NoCheckpointError(f"{fault}{remedy_for(init, 'init', Path(config.outputs))}")
+            fault = f"no such file or folder{_below(init)}, and no run of this name"
+            fault = clip(f"init={init}: {fault}")
+            near = training_names(expanded(config.outputs).absolute()).near(init)
+            raise NoCheckpointError(f"{fault}. Did you mean init={near}?" if near else fault)
         refuse_odd_files(source, links=(source / RunFolder.CONFIG).exists())
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import ConfigGroups, dotted, parse
+from trainer.cli.run_names import called, unknown_run
 from trainer.config import run_config, trackers
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
@@ -21,7 +22,7 @@ from trainer.config.messages import clip
 from trainer.config.validate import from_plain
 from trainer.core import durable
 from trainer.core.errors import ConfigError, NoCheckpointError
-from trainer.core.format import expanded, shown_path
+from trainer.core.format import expanded
 from trainer.core.run_folder import UNREADABLE, RunFolder, runs_below
 from trainer.report.journal import truncate_after
 
@@ -32,36 +33,33 @@ PREEMPTED = "preempted"
 _CLOCKS = frozenset({"steps", "epochs"})
 
 
-def find(folder: str, key: str, outputs: Path, *, to_train: bool) -> RunFolder:
-    """Find a run as typed under `run` or `resume`, and give its folder by its absolute path.
+def find(typed: str, key: str, outputs: Path, *, to_train: bool) -> RunFolder:
+    """Find a run as typed under `run` or `resume`, a path or a name, by its absolute path.
 
-    What was typed may be the name of a run below `outputs`. With `to_train` it has to be a
-    training run that can go on.
+    With `to_train` it has to be a training run that can go on.
     """
-    path = expanded(folder).absolute()
+    path = expanded(typed).absolute()
+    if not _is_whole(path):
+        suits: Callable[[RunFolder], object] = can_go_on if to_train else RunFolder.steps
+        path = called(key, typed, outputs.absolute(), suits=suits) or path
     if not os.path.isdir(path):  # noqa: PTH112 - of pathlib it raises for long names
-        fault = clip(f"{key}={folder}: no such folder")
-        raise NoCheckpointError(f"{fault}{remedy_for(folder, key, outputs)}")
-    if not (path / RunFolder.CONFIG).is_file() or not (path / RunFolder.HYDRA).is_dir():
-        raise NoCheckpointError(f"{key}={folder}: not a run folder (no config.yaml, .hydra/ in it)")
+        raise NoCheckpointError(unknown_run(key, typed, outputs.absolute()))
+    if not _is_whole(path):
+        raise NoCheckpointError(f"{key}={typed}: not a run folder (no config.yaml, .hydra/ in it)")
     refuse_odd_files(path)
     run = RunFolder(path)
     if to_train and (command := run.config().get("command")) != "train":
         why = f"not a training run; its config.yaml says command={command}"
-        raise NoCheckpointError(f"{key}={folder}: {why}")
+        raise NoCheckpointError(f"{key}={typed}: {why}")
     if to_train and not can_go_on(run):
-        raise NoCheckpointError(f"{key}={folder}: no checkpoint was written there")
+        raise NoCheckpointError(f"{key}={typed}: no checkpoint was written there")
     return run
 
 
-def remedy_for(name: str, key: str, outputs: Path) -> str:
-    """Say what to type under a key where there is no folder, but perhaps a run, of this name."""
-    if (run := newest(outputs, name, is_read=True)) is not None:
-        return f"; the newest run of that name is {key}={shown_path(run.path)}"
-    # There is no init=auto.
-    if key == "init":
-        return ""
-    return f"; {key}=auto takes the newest run"
+def _is_whole(path: Path) -> bool:
+    """Whether a folder is of a run that can be read."""
+    # Of pathlib it raises for long names.
+    return all(map(os.path.exists, (path / RunFolder.CONFIG, path / RunFolder.HYDRA)))
 
 
 def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> RunFolder | None:
@@ -71,7 +69,7 @@ def newest(outputs: Path, name: str | None, *, is_read: bool = False) -> RunFold
     """
     found = []
     for run in runs_below(outputs):
-        is_named = run.config().get("name") == name or (is_read and name is None)
+        is_named = run.word("name") == name or (is_read and name is None)
         if is_named and can_go_on(run) and (run.steps() or not is_read):
             found.append(run)
     return max(found, key=RunFolder.by_start, default=None)
@@ -82,7 +80,7 @@ def can_go_on(run: RunFolder) -> bool:
 
     Such a run begins again there with its settings; a fork cannot, without what it began with.
     """
-    if run.config().get("command") != "train":
+    if run.word("command") != "train":
         return False
     state = run.status().get("state")
     is_saved = state == COMPLETED or (state == PREEMPTED and run.last_step() > 0)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.cli.feature_commands import read_settings
-from trainer.cli.saved_runs import AUTO, remedy_for
+from trainer.cli.run_names import called, unknown_run
+from trainer.cli.saved_runs import AUTO
 from trainer.config.consent import refuse_odd_files
 from trainer.config.messages import clip
 from trainer.core.durable import as_save_error, make_folders
@@ -59,7 +60,10 @@ def _listed(typed: str) -> list[str]:
 def _found(typed: str, outputs: Path) -> Path:
     """Find a run or a sweep; `auto` is the newest run, and a checkpoint is of its run."""
     if typed == AUTO:
-        runs = runs_below(outputs, RunFolder.METRICS)
+        runs = list[RunFolder]()
+        for run in runs_below(outputs):
+            if (run.path / RunFolder.METRICS).is_file():
+                runs.append(run)
         newest = max(runs, key=RunFolder.by_start, default=None)
         if newest is None:
             raise NoCheckpointError(f"run=auto: no run below {outputs} has taken a step")
@@ -68,9 +72,10 @@ def _found(typed: str, outputs: Path) -> Path:
     path = expanded(typed).absolute()
     if path.parent.name == RunFolder.CHECKPOINTS:
         path = path.parent.parent
+    if not runs_in(path):
+        path = called("run", typed, outputs.absolute(), takes_sweep=True) or path
     if not path.is_dir():
-        fault, remedy = clip(f"run={typed}: no such folder"), remedy_for(typed, "run", outputs)
-        raise NoCheckpointError(f"{fault}{remedy}")
+        raise NoCheckpointError(unknown_run("run", typed, outputs.absolute()))
     refuse_odd_files(path)
     if not runs_in(path):
         raise NoCheckpointError(clip(f"run={typed}: neither a run nor a sweep"))

@@ -37,6 +37,10 @@ _handles: dict[Path, int] = {}
 # What was typed for a sweep, in its folder: of a grid, of a search
 SWEEP_FILES = GRID_FILE, SEARCH_FILE = "multirun.yaml", "search.yaml"
 
+# Of folders below `outputs`: multirun/DAY/SWEEP/JOB
+_DEPTH = 4
+# Of a config.yaml that has only what is ours
+_MOST_CHARACTERS = 1 << 20
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)
 
 
@@ -79,7 +83,14 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether it is one of a run."""
         names = self.CONFIG, self.METRICS, self.CHECKPOINTS
-        return any((self.path / name).exists() for name in names)
+        # Of pathlib it raises where a folder may not be looked into.
+        return any(os.path.exists(self.path / name) for name in names)  # noqa: PTH110
+
+    @property
+    def sweep(self) -> Path | None:
+        """The folder of the sweep that it is a job of; None of a single run."""
+        folder = self.path.parent
+        return folder if is_sweep(folder) else None
 
     def record(self, name: str) -> dict[str, Any]:
         """Read a JSON file."""
@@ -89,6 +100,25 @@ class RunFolder:
         """Read the resolved config."""
         content = _yaml(self.path / self.CONFIG)
         return content if isinstance(content, dict) else {}
+
+    def word(self, key: str) -> str | None:
+        """Read a setting that is a word, such as `name` or `checkpoint.best`; None without one.
+
+        All of config.yaml takes 3 ms to read, which is too much of hundreds of runs.
+        """
+        *section, name = key.split(".")
+        pattern = rf"^{name}: (?!null$)'?([\w.-]+)'?$"
+        if section:
+            # The lines of a section are indented.
+            pattern = rf"^{section[0]}:\n(?: .*\n)*?  {pattern.removeprefix('^')}"
+        text, path = "", self.path / self.CONFIG
+        with suppress(OSError, ValueError):
+            # A pipe would never end.
+            if path.is_file():
+                with path.open(encoding="utf-8") as file:
+                    text = file.read(_MOST_CHARACTERS)
+        found = re.search(pattern, text, re.MULTILINE)
+        return None if found is None else found[1]
 
     @property
     def overrides_file(self) -> Path:
@@ -101,10 +131,9 @@ class RunFolder:
 
     def typed(self, *, first: bool = False) -> list[str]:
         """Read the overrides of the latest start, or of the first."""
-        file = self.overrides_file
-        if first:
-            file = self.path / self.HYDRA / self.OVERRIDES
-        content = _yaml(file)
+        file, content = self.path / self.HYDRA / self.OVERRIDES, None
+        with suppress(OSError):
+            content = _yaml(file if first else self.overrides_file)
         if not isinstance(content, list):
             return []
         return [str(each).lstrip("+") for each in content]
@@ -190,12 +219,50 @@ class RunFolder:
         return self.path / self.ERRORS / f"rank{rank}.txt"
 
 
-def runs_below(outputs: Path, name: str = RunFolder.CONFIG) -> Iterator[RunFolder]:
-    """Find the runs with a certain file below `outputs`; none of a sweep."""
-    for pattern in (f"*/{name}", f"*/*/{name}"):
-        for path in outputs.glob(pattern):
-            if path.parent.parent.name != "multirun":
-                yield RunFolder(path.parent)
+def is_training(run: RunFolder) -> bool:
+    """Whether a run trains, as far as one knows; not so what `train plan` and `verify` leave."""
+    return run.word("command") in (None, "train")
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is one of a sweep, with a folder for each job."""
+    files = [folder / name for name in SWEEP_FILES]
+    return folder.parent.parent.name == "multirun" or any(map(os.path.isfile, files))
+
+
+def all_runs(outputs: Path) -> Iterator[RunFolder]:
+    """Find every run below `outputs`, the jobs of sweeps among them.
+
+    A link below it that leads back to it, or below it, is not followed: that is found there.
+    """
+    home, folders = Path(os.path.realpath(outputs)), _folders_in(outputs)
+    for _ in range(_DEPTH):
+        inner = list[Path]()
+        for folder in folders:
+            if folder.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(home):
+                continue
+            if (run := RunFolder(folder)).is_run:
+                yield run
+            else:
+                inner += _folders_in(folder)
+        folders = inner
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    found = list[Path]()
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            # Of the entry it raises for a link to itself.
+            if not entry.name.startswith(".") and os.path.isdir(entry):  # noqa: PTH112
+                found.append(folder / entry.name)
+    return found
+
+
+def runs_below(outputs: Path) -> Iterator[RunFolder]:
+    """Find the single runs below `outputs`; no job of a sweep."""
+    for run in all_runs(outputs):
+        if run.sweep is None:
+            yield run
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -284,14 +351,18 @@ def _lock(handle: int, run: Path) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if time.monotonic() > ends:
-                holder = "another process"
-                # A stranger may have written it.
-                with suppress(ValueError, KeyError, TypeError):
-                    found = json.loads(os.pread(handle, 4096, 0))
-                    holder = f"process {int(found['pid'])} on {str(found['host'])!r:.80}"
                 remedy = "wait for it, stop it, or start another run"
-                raise RunInUseError(f"{run}: in use by {holder}: {remedy}") from error
+                raise RunInUseError(f"{run}: in use by {lock_holder(run)}: {remedy}") from error
         time.sleep(0.01)
+
+
+def lock_holder(run: Path) -> str:
+    """Name the process that has a run in use, as it wrote it down."""
+    # A stranger may have written it.
+    with suppress(ValueError, KeyError, TypeError):
+        found = durable.read_json(run / RunFolder.LOCK)
+        return f"process {int(found['pid'])} on {str(found['host'])!r:.80}"
+    return "another process"
 
 
 def _close_in_child() -> None:
