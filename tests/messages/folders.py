@@ -52,6 +52,22 @@ def run_without_held_out(here: Path) -> None:
     go("steps=1 data.holdout=0").folder.rename(here / "run")
 
 
+def runs_of_a_name(here: Path) -> None:
+    """Three runs, two of one name, a sweep, a link to a run, and a folder of none."""
+    for name, text in {
+        "day/1-first": "command: train\nname: first\n",
+        "day/2-first": "command: train\nname: first\n",
+        "day/3-other": "command: train\nname: other\n",
+        "multirun/day/4-swept/0": "command: train\nname: swept\n",
+    }.items():
+        records = here / "outputs" / name / ".hydra"
+        records.mkdir(parents=True)
+        (records / "started.json").write_text(json.dumps({"started": int(records.parent.name[0])}))
+        (records.parent / "config.yaml").write_text(text)
+    (here / "outputs" / "latest").symlink_to(here / "outputs" / "day" / "3-other")
+    (here / "outputs" / "day" / "notes").mkdir()
+
+
 def llama_and_tokens(here: Path) -> None:
     """A causal model of two layers, and token data for it."""
     deep = {"num_hidden_layers": 2}

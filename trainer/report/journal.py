@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, final
@@ -88,6 +89,27 @@ def stream(path: Path) -> Iterator[Entry]:
     if path.is_file():
         with path.open("rb") as file:
             yield from filter(None, map(_parse, file))
+
+
+def read_end(path: Path, most: int = 1 << 20) -> tuple[int, list[Entry]]:
+    """Read the last step, 0 without one, and the evaluations, in so many bytes of a journal's end.
+
+    Of the others no line is parsed, so that it takes some milliseconds.
+    """
+    lines, last, evaluations = list[bytes](), 0, list[Entry]()
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - most))
+                lines = file.read(most).splitlines()
+    for line in lines:
+        if b'"eval_' in line and (entry := _parse(line)) is not None:
+            evaluations.append(entry)
+    for line in reversed(lines):
+        if (entry := _parse(line)) is not None:
+            last = entry["step"]
+            break
+    return last, evaluations
 
 
 def totals(path: Path) -> dict[str, float | None]:

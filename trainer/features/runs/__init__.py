@@ -1,0 +1,4 @@
+"""Runs: `train ls` lists those below `outputs`, `train rm` removes some.
+
+Both are commands of `conf/commands.yaml`; nothing here imports torch. Read `ls` first.
+"""
