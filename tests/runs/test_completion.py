@@ -21,14 +21,16 @@ INSTALL = {
     "zsh": 'eval "$({} -m trainer --shell-completion install=zsh)"',
     "fish": "{} -m trainer --shell-completion install=fish | source",
 }
-TYPED = {
-    "./x": "./x$(touch PWN).jsonl",
-    "./y": "./y`touch PWN`;touch PWN",
-    "./fo": "./folder $(touch PWN)",
-    "./s": "./say 'a' \"b\" & c.txt",
-    "./é": "./é*.txt",
+NAMES = {
+    "data.path=./x": "./x$(touch PWN).jsonl",
+    "data.path=./y": "./y`touch PWN`;touch PWN",
+    "data.path=fo": "folder $(touch PWN)/",
+    "data.path=./s": "./say 'a' \"b\" & c.txt",
+    "data.path=./é": "./é*.txt",
+    "rm ru": "run$(touch PWN)",
+    "evaluate run=ru": "run$(touch PWN)",
 }
-"""What is typed behind `data.path=`, and the name that there is."""
+"""What is typed, and the name that there is, of a file, a folder or a run."""
 PATIENCE_S = 60
 
 
@@ -62,32 +64,59 @@ OFFERED = [
     ("train pl", ["plan"], False),
     ("train -m pl", ["plan"], False),
     ("train batch.global=4  pl", ["plan"], False),
-    ("train  plan accum=", ["accum=auto", "accum=fixed"], True),
+    ("train  plan accum=", ["accum=auto", "accum=budget", "accum=fixed"], False),
     ("train steps=5 plan ", ["steps=", "data="], True),
     ("train plan data.path='a b' st", ["steps="], True),
+    ("train batch.golbal=5 plan stop.me", ["stop.metric="], False),
     ("train report ", ["run=", "to=", "outputs="], False),
     ("train report run=./a t", ["to="], False),
-    ("train report run=./fo", ["run=./folder"], False),
-    ("train data.path=.", ["data.path=./folder", "data.path=./file"], False),
+    ("train report run=./fo", ["run=./folder/"], False),
+    ("train data.path=.", ["data.path=.hidden"], False),
+    ("train data.path=./", ["data.path=./folder/", "data.path=./file", "data.path=./~"], True),
+    ("train data=text data.path=fi", ["data.path=file"], False),
+    ("train recipe=fi", ["recipe=file"], False),
+    ("train outputs=f", ["outputs=folder/"], False),
+    ("train init=~", [], False),
     ("train data.path=./none/", [], False),
+    ("train precision=f", ["precision=fp16", "precision=fp32"], False),
+    ("train -m precision=fp32,b", ["precision=fp32,bf16"], False),
+    ("train compile=", ["compile=false", "compile=true"], False),
+    ("train model=hf model.task=q", ["model.task=question_answering"], False),
+    ("train optimizer=sgd optimizer.nesterov=", ["optimizer.nesterov=true"], True),
+    ("train logger=[wandb,t", ["logger=[wandb,tensorboard"], False),
+    ("train run=", ["run=auto", "run=mine", "run=1-mine", "run=swept/", "run=sweep/"], False),
+    ("train evaluate run=swept/", ["run=swept/0"], False),
+    ("train report run=mine,s", ["run=mine,swept", "run=mine,sweep"], False),
+    ("train rm ", ["mine", "1-mine", "2-plan", "swept", "sweep", "yes=", "outputs="], False),
+    ("train rm mine s", ["swept", "sweep"], False),
+    ("train rm mine yes=", ["yes=false", "yes=true"], False),
+    ("train ls sort=m", ["sort=metric"], False),
 ]
 """Lines, what is offered, and whether more is."""
 
 
-def test_a_command_is_offered_anywhere_and_report_what_it_takes(tmp_path, monkeypatch):
+def test_words_paths_and_runs_are_offered_where_they_may_stand(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    Path("file").touch()
-    with Composer.of().open() as hydra:
-        for line, found, others in OFFERED:
-            given = offers(split_line(line)[0][1:], hydra)
-            assert {*found} <= {*given} if others else {*found} == {*given}, line
-            assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found}), line
+    for name in ("file", "~", ".hidden"):
+        Path(name).touch()
+    for name, text in {
+        "outputs/day/1-mine/config.yaml": "command: train\nname: mine\n",
+        "outputs/day/2-plan/config.yaml": "command: plan\nname: null\n",
+        "outputs/sweep/multirun.yaml": "",
+        "outputs/sweep/0/config.yaml": "command: train\nname: swept\n",
+    }.items():
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text(text)
+    for line, found, others in OFFERED:
+        given = offers(split_line(line)[0][1:], Composer.of())
+        assert {*found} <= {*given} if others else {*found} == {*given}, line
+        assert not ("plan" in line and {"plan", "verify"} & {*given} - {*found}), line
 
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 def test_bash_reads_back_what_is_offered(quote):
-    names = [*TYPED.values(), "a\\b", "~x", "[a]", "{0: 64}", "a=b c"]
+    names = [*NAMES.values(), "a\\b", "~x", "[a]", "{0: 64}", "a=b c"]
     typed = [f"{quote}{quoted(name, quote)}{quote}" for name in names]
     script = " ".join(["printf", r"'%s\n'", *typed])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
@@ -108,26 +137,29 @@ def test_a_line_is_split_as_a_shell_does_it():
 @pytest.mark.parametrize(
     ("shell", "typed"),
     [
-        ("bash", ["./x"]),
-        nightly("bash", [*TYPED]),
-        nightly("zsh", [*TYPED]),
-        nightly("fish", [*TYPED]),
+        ("bash", ["data.path=./x", "rm ru"]),
+        nightly("bash", [*NAMES]),
+        nightly("zsh", [*NAMES]),
+        nightly("fish", [*NAMES]),
     ],
 )
-def test_no_name_of_a_file_is_run(shell, typed, tmp_path):
+def test_no_name_of_a_file_or_a_run_is_code(shell, typed, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     work = tmp_path / "work"
-    for name in TYPED.values():
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).mkdir() if "folder" in name else (work / name).touch()
+    for name in NAMES.values():
+        path = work / name
+        if "run" in name:
+            path = work / "outputs" / name / "config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.touch()
     recipe = "mine$(touch PWN)"
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / f"{recipe}.yaml").write_text("steps: 1\n")
-    lines = [f"plan steps=1 data.path={each}" for each in typed]
-    found = completed(shell, [*lines, "recipe=min"], tmp_path)
-    assert found == [
-        *(["plan", "steps=1", f"data.path={TYPED[each]}"] for each in typed),
-        [f"recipe={recipe}"],
-    ]
+    expected = [[f"recipe={recipe}"]]
+    for each in reversed(typed):
+        *command, last = each.split()
+        key, equals, _ = last.rpartition("=")
+        expected.insert(0, [*command, f"{key}{equals}{NAMES[each]}"])
+    assert completed(shell, [*typed, "recipe=min"], tmp_path) == expected
     assert not [*tmp_path.rglob("PWN")]

@@ -13,15 +13,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from hydra.plugins.completion_plugin import DefaultCompletionPlugin
-
-from trainer.cli.argv import COMMAND_HELP
-from trainer.cli.compose import CONFIG_NAME
-from trainer.cli.view_command import SETTINGS
+from trainer.cli.compose import Composer
+from trainer.cli.offers import offers
 from trainer.core.errors import ConfigError
-from trainer.report.views import views
 
 _END = {
     "bash": "complete -r train\n",
@@ -31,7 +26,7 @@ _END = {
 """What ends completion in each shell."""
 
 
-def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra's own class
+def completion(lines: Sequence[str], composer: Composer) -> str:
     """Give the text that `--shell-completion` prints: what a shell evaluates, or offers."""
     action, _, shell = (lines[0] if lines else "").partition("=")
     if action not in ("install", "uninstall", "query") or shell not in _END:
@@ -47,7 +42,7 @@ def completion(lines: Sequence[str], hydra: Any) -> str:  # noqa: ANN401 - Hydra
     line = os.environ.get("COMP_LINE", "train ")
     (_, *words), quote = split_line(line)
     # A line break in a file's name would make two offers of it.
-    found = [*filter(str.isprintable, offers(words, hydra))]
+    found = [*filter(str.isprintable, offers(words, composer))]
     if shell == "bash" and (word := os.environ.get("COMP_WORD")) is not None:
         # Bash replaces what is behind the last `=`, `:` or open quote alone, and quotes no `$`.
         before = len(split_line(line.removesuffix(word))[0][-1])
@@ -74,26 +69,3 @@ def quoted(text: str, quote: str) -> str:
     if quote:
         special = r'[$`"\\]'
     return re.sub(special, r"\\\g<0>", text)
-
-
-def offers(words: Sequence[str], hydra: Any) -> list[str]:  # noqa: ANN401
-    """List what the last word may become; Hydra knows no commands, nor what views take."""
-    *before, last = words or [""]
-    commands, rest = list[str](), list[str]()
-    for word in before:
-        if word in COMMAND_HELP:
-            commands.append(word)
-        # Hydra would take a word with a space for two.
-        elif word.split() == [word]:
-            rest.append(word)
-    if not views().keys().isdisjoint(commands) and "=" not in last:
-        return [f"{key}=" for key in SETTINGS if f"{key}=".startswith(last)]
-    key, equals, value = last.rpartition("=")
-    plugin = DefaultCompletionPlugin(hydra.config_loader)
-    if equals and value.startswith((".", "/")):
-        return sorted(f"{key}={path}" for path in plugin.complete_files(value))
-    found = list[str]()
-    for word in COMMAND_HELP:
-        if not commands and word.startswith(last):
-            found.append(word)
-    return [*found, *plugin._query(CONFIG_NAME, " ".join([*rest, last]))]

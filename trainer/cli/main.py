@@ -73,11 +73,12 @@ def _run(argv: Sequence[str]) -> int:
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
         from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
 
-        with exit_messages.piped(), composer.open() as hydra:
+        with exit_messages.piped():
             if "--info" in flags:
-                hydra.show_info(flags["--info"], "config", [*request.overrides])
+                with composer.open() as hydra:
+                    hydra.show_info(flags["--info"], "config", [*request.overrides])
             else:
-                exit_messages.print_out(completion(request.overrides, hydra))
+                exit_messages.print_out(completion(request.overrides, composer))
         return 0
     # What a feature runs, by a flag that it brought; Hydra has a setting for each flag of its own.
     for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
