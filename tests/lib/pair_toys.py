@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +39,11 @@ class Towers(BlockLM):
         super().__init__(dropout)
         self.logit_scale = nn.Parameter(torch.tensor([1.5]))
         self.logit_bias = nn.Parameter(torch.tensor([-2.0])) if bias else None
-        self.at, self.calls = at, 0
+        # No number, which a replay would put back
+        self.at, self.calls = at, count(1)
 
     def forward(self, input_ids: Tensor, num_tokens: Tensor) -> dict[str, Tensor]:
-        self.calls += 1
-        if self.calls == self.at:
+        if next(self.calls) == self.at:
             raise torch.OutOfMemoryError("injected")
         x = super().forward(input_ids)
         is_real = (torch.arange(x.shape[1], device=x.device) < num_tokens[:, None])[..., None]

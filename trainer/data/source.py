@@ -119,9 +119,9 @@ class SourceSpec:
         if len(parts) > 1:
             first, second = (part.facts.original_ids for part in parts)
             # Each side may number its own files from 0
-            meet = first is None or second is None or np.isin(first, second).any()
+            shares_ids = first is None or second is None or np.isin(first, second).any()
             named = dict(zip((TRAIN, HELD_OUT), parts, strict=True))
-            every = DataView(Joined(named, keeps_ids=not meet))
+            every = DataView(Joined(named, keeps_ids=not shares_ids))
         split = Split(rule="all of them", holdout=None, seed=self.split_seed)
         held_out = dict[str, DataView]()
         if len(every):
