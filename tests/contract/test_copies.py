@@ -8,6 +8,7 @@ import ast
 import hashlib
 import importlib
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,13 @@ def copies(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
             option.parent.mkdir(parents=True, exist_ok=True)
             option.write_text(file.read_text().replace(target, f"{own}.{name}"))
     small_library(monkeypatch)
+    # The copy of the data set has a `sysconfig` of its own.
+    library, get_path = str(Path("library").absolute()), sysconfig.get_path
+
+    def stand_in(name: str, *more: Any) -> str | None:
+        return library if name == "stdlib" else get_path(name, *more)
+
+    monkeypatch.setattr(sysconfig, "get_path", stand_in)
     Path("corpus.txt").write_text("\n\n".join(f"Line {i} of {i % 7}" * 2 for i in range(60)))
 
 

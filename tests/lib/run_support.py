@@ -4,10 +4,10 @@ import fcntl
 import json
 import logging
 import shlex
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,13 +71,9 @@ def in_use(folder: Path) -> Iterator[None]:
 
 def small_library(patch: pytest.MonkeyPatch) -> None:
     """Let `data=stdlib` read 60 files of the current folder, not what takes a minute to index."""
-    folder, get_path = Path("library").absolute(), sysconfig.get_path
+    folder = Path("library").absolute()
+    patch.setattr("trainer.data.stdlib.sysconfig", SimpleNamespace(get_path=lambda _: str(folder)))
     folder.mkdir()
-
-    def stand_in(name: str, *more: Any) -> str | None:
-        return str(folder) if name == "stdlib" else get_path(name, *more)
-
-    patch.setattr(sysconfig, "get_path", stand_in)
     for i in range(60):
         (folder / f"m{i}.py").write_text(f"def f{i}():\n    return {i}, 'of {i % 7}'\n")
 
