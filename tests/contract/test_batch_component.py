@@ -103,7 +103,7 @@ def test_a_ramp_of_one_s_own_has_its_sizes_steps_and_rates_and_goes_on_in_the_mi
     found = {key: plan[key] for key in ("global_batch", "largest_batch", "steps")}
     assert found == {"global_batch": 8, "largest_batch": 16, "steps": 8}
     assert plan["steps_per_epoch"] == 5
-    assert "a step has 16 at most" in " ".join(capsys.readouterr().out.split())
+    assert "8 samples a step at first, 16 at most" in " ".join(capsys.readouterr().out.split())
 
     ends = state(whole)
     part = stopped(f"{LINE} hooks=[{TOYS}.Stop]", at=2)

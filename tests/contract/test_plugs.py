@@ -338,7 +338,7 @@ def test_classes_of_one_s_own_take_two_files_or_their_name(monkeypatch):
     for run in (pairs, both):
         plan = read_json(run.folder / "plan.json")
         assert plan["neighbours"] == 2
-        assert "  pairs       2 neighbours of 1 rank" in (run.folder / "train.log").read_text()
+        assert "  pairs          2 neighbours of 1 rank" in (run.folder / "train.log").read_text()
         shapes = plan["shapes"]
         assert [shape["num_samples"] for shape in shapes] == [2, 2, 2, 2]
         lengths = [shape["length"] for shape in shapes]

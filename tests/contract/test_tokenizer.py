@@ -47,9 +47,9 @@ def test_data_are_given_the_tokenizer_of_the_run(capsys):
     Path("words.py").write_text(WORDS)
     Path("own/tokenizer").mkdir(parents=True)
     Path("own/tokenizer/words.yaml").write_text("# By length.\n_target_: words.Words\nleast: 5\n")
-    run_line(["--config-dir=own", *overrides(f"{LINE} tokenizer=words")])
+    run_line(["--config-dir=own", *overrides(f"plan {LINE} tokenizer=words")])
     assert "Words, 25 ids" in capsys.readouterr().out
-    go(f"{LINE} tokenizer._target_=words.Words tokenizer.least=3")
+    go(f"command=plan {LINE} tokenizer._target_=words.Words tokenizer.least=3")
     assert "Words, 23 ids" in capsys.readouterr().out
 
 
@@ -57,7 +57,7 @@ def test_by_default_it_is_that_of_the_model_or_bytes(capsys):
     Path("words.py").write_text(WORDS)
     save_llama(Path("llama"))
     own = save_tokenizer(Path("llama"))
-    go("model=hf model.path=llama steps=1 data._target_=words.Texts")
+    go("command=plan model=hf model.path=llama steps=1 data._target_=words.Texts")
     assert f"{len(own)} ids" in " ".join(capsys.readouterr().out.split())
-    go(LINE)
+    go(f"command=plan {LINE}")
     assert "bytes, 258 ids" in capsys.readouterr().out

@@ -30,18 +30,19 @@ def test_text_and_conversations_are_typed_without_an_objective(llama, capsys):
     go(f"{line} data.path=corpus.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
     assert "held out text (text)" in shown
-    assert "next_token, as LlamaForCausalLM is made for causal_lm" in shown
+    assert "next_token, as the model is made for causal_lm" in shown
     turns = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
         for text in [*TEXTS, "batch " * 70]
     ]
     write_lines(Path("chat.jsonl"), turns)
     write_lines(Path("other.jsonl"), [*turns[:5], *turns[-1:] * 3])
-    go(f"{line} data.path=chat.jsonl eval.sets.more.path=other.jsonl")
+    go(f"command=plan {line} data.path=chat.jsonl eval.sets.more.path=other.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
     # The model has 64 positions.
-    assert " chat (messages), 1 longer than data.max_length left out" in shown
-    assert "more: chat (messages), 3 longer than data.max_length left out" in shown
+    assert " chat (messages), 1 left out objective" in shown
+    assert " data 1 longer than data.max_length left out" in shown
+    assert "more: chat (messages), 3 left out more: 3 longer than data.max_length" in shown
     assert shown.count("chat (messages)") == 2, "what is held out here is of the same records"
 
 
@@ -57,7 +58,8 @@ def test_a_classifier_among_decoders_reads_its_last_token_and_keeps_the_names_of
     run = go(
         f"{line} data.path=reviews.csv data.holdout=0 batch.global=60 steps=1 optimizer.lr=1e-12"
     )
-    assert " classes 0 long, 1 short " in " ".join(capfd.readouterr().out.split())
+    assert "0 held out, 2 classes" in capfd.readouterr().out
+    assert read_json(run.folder / "plan.json")["label_names"] == ["long", "short"]
     assert shell(f"export run={run.folder} export.to=tuned") == 0
     config = json.loads(Path("tuned/config.json").read_text())
     assert config["id2label"] == {"0": "long", "1": "short"}

@@ -24,7 +24,9 @@ def test_a_folder_is_trained_from_its_weights_and_exported_as_it_is_loaded(capsy
     save_tokens(Path("data"))
     run = go(f"{LINE} model.path=model steps=2")
     shown = capsys.readouterr().out
-    assert "weights of model, bf16 on disk, fp32 in memory" in shown
+    assert "  model          model, " in shown
+    plan = read_json(run.folder / "plan.json")
+    assert (plan["init"], plan["dtypes"]["disk"]) == ("weights of model", "bf16")
     assert "next_token, as" in shown
     whole = go(f"{LINE} model.path=model steps=2 accum=fixed accum.micro=2")
     assert whole.result["loss"] == pytest.approx(run.result["loss"], rel=1e-5)
@@ -39,11 +41,13 @@ def test_a_folder_is_trained_from_its_weights_and_exported_as_it_is_loaded(capsy
 def test_a_body_under_a_new_head_says_what_is_new(capsys):
     Head("BertForMaskedLM", "BertConfig", "tags").build().save_pretrained("model")
     save_tokens(Path("data"), "tags")
-    go(f"{LINE} model.path=model model.task=token_classification steps=1")
+    run = go(f"{LINE} model.path=model model.task=token_classification steps=1")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "2 new (classifier.bias, classifier.weight)" in shown
-    assert "unused (cls.predictions" in shown
-    assert "token_classify, as BertForTokenClassification" in shown
+    assert "parameters, 2 tensors new" in shown
+    assert "token_classify, as the model is made for token_classification" in shown
+    plan = read_json(run.folder / "plan.json")
+    assert "2 new (classifier.bias, classifier.weight)" in plan["init"]
+    assert "unused (cls.predictions" in plan["init"]
 
 
 class Wrapper(nn.Module):

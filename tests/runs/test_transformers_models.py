@@ -25,7 +25,7 @@ def test_low_precision_that_is_typed_is_what_the_start_says(capsys):
     go(f"{LOAD.format('AutoModelForCausalLM')} model.dtype=bfloat16 steps=1")
     dtypes = {"disk": "bf16", "memory": "bf16", "compute": "bf16"}
     assert plan_of(only_run())["dtypes"] == dtypes
-    assert "  compute     cpu, bf16" in capsys.readouterr().out
+    assert "  device         cpu, bf16" in capsys.readouterr().out
 
 
 def test_bytes_under_a_vocabulary_that_is_not_theirs_are_warned_of(capsys):
