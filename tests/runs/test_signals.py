@@ -76,9 +76,9 @@ def test_ctrl_c_before_the_first_step_ends_in_a_run_that_begins_again(monkeypatc
 
     monkeypatch.setattr(Plain, "__getitem__", stop_and_read)
     assert shell(shlex.join(overrides(f"data._target_={TOYS}.Plain steps=1"))) == 75
-    (line,) = capsys.readouterr().err.splitlines()
-    said, _, resume = line.partition(": go on with: train ")
+    said, line = capsys.readouterr().err.splitlines()
     assert said == f"train: {UNBEGUN}"
+    _, _, resume = line.partition("train: go on with: train ")
     folder = only_run()
     assert read_json(folder / "status.json")["state"] == "preempted"
     assert read_json(folder / "status.json")["exit_code"] == 75
