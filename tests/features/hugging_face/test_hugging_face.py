@@ -72,7 +72,7 @@ def test_text_is_a_document_between_begin_and_end_and_long_ones_are_chunked(tmp_
     assert [s["input_ids"] for s in listed(data)] == [*chunks, *chunks[:2]]
     assert data.facts().lengths.tolist() == [5, 5, 3, 5, 5]
     assert data.facts().num_cut == 0
-    assert "1 without text left out" in data.facts().describe_records(None)[0].text
+    assert "1 without text left out" in data.facts().describe_records(None)[1].text
     cut = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="cut")
     assert (len(cut), cut.facts().num_cut) == (3, 8)
     dropped = opened(tmp_path, TEXTS, byte_tokenizer(), max_length=5, overlong="drop")
@@ -198,8 +198,8 @@ def test_the_part_that_is_trained_on_is_typed_and_its_partner_is_held_out(
         taken.split()
     )
     rest = [name for name in names.split() if name not in taken.split()]
-    shown = data.facts().describe_records(None)[0].text
-    assert (f"other parts: {', '.join(rest)}" in shown) == bool(rest)
+    shown = data.facts().describe_records(None)[1].text
+    assert shown == (f"other parts: {', '.join(rest)}" if rest else None)
     # A held-out set is the part that was typed, alone.
     alone = HuggingFaceData(place, byte_tokenizer(), part=names.split()[-1], holdout=0)
     assert [bytes(s["input_ids"][1:-1]).decode() for s in listed(alone)] == names.split()[-1:]
@@ -255,7 +255,7 @@ def test_only_answers_are_learned_and_long_conversations_are_dropped(tmp_path):
     (sample,) = listed(data)
     assert bytes(sample["input_ids"]).decode() == "<user>ab;<assistant>cd;"
     assert learned(sample) == "cd;"
-    assert "1 longer than data.max_length left out" in data.facts().describe_records(None)[0].text
+    assert "1 longer than data.max_length left out" in data.facts().describe_records(None)[1].text
     how = {"chat_template": CHAT, "overlong": "cut", "max_length": 40}
     left = opened(tmp_path, records, byte_tokenizer(), truncation="left", **how)
     assert learned(listed(left)[1]) == "c" * 39 + ";"
@@ -347,7 +347,7 @@ def test_answers_are_found_in_the_tokens_of_their_context(tmp_path, words):
     data = opened(tmp_path, records, words, "question_answering", max_length=9)
     spans = [(s["start_positions"], s["end_positions"]) for s in listed(data)]
     assert spans == [(6, 7), (0, 0)]
-    assert "1 without their answer once they are cut" in data.facts().describe_records(None)[0].text
+    assert "1 without their answer once they are cut" in data.facts().describe_records(None)[1].text
 
 
 def test_choices_are_rows_and_are_padded_together(tmp_path, words):
@@ -373,8 +373,9 @@ def test_texts_of_a_pair_are_rows_and_both_count_as_long_as_the_longer_one(tmp_p
     # What is computed for a micro-batch is what is planned: samples times the longest.
     assert fields["input_ids"].numel() == len(data) * data.facts().lengths.max()
     typed = opened(tmp_path, records, words, "embedding", columns={"anchor": "document"})
-    shown = typed.facts().describe_records(None)[0].text
-    assert shown == "pair (anchor: document, positive: document), not read: query"
+    shown = [row.text for row in typed.facts().describe_records(None)]
+    pair = "pair (anchor: document, positive: document), 1 column not read"
+    assert shown == [pair, "not read: query"]
 
 
 def test_an_encoder_decoder_learns_a_target(tmp_path, words):
