@@ -20,6 +20,7 @@ COMMAND_HELP: Mapping[str, str] = {
     "plan": "print the micro-batches of each step and their memory; do not train",
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
+    "predict": "write what a run predicts of data without labels: run=RUN data.path=FILE",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
     **{name: view.help for name, view in views().items()},
     "recipes": "list recipes with purpose, cost and measured result",
@@ -163,8 +164,8 @@ def _unknown_word(word: str) -> str:
         near = did_you_mean(word, (*_SWITCHES, *_VALUED))
         return clip(f"{word}: unknown flag.{near} Settings are key=value; see train --help")
     near = did_you_mean(word, (*COMMAND_HELP, "--help"))
-    if word in ("predict", "test"):
-        near = " For predictions: train evaluate run=RUN eval.predictions=true."
+    if word in ("test", "infer", "inference"):
+        near = " For predictions: train predict run=RUN data.path=FILE."
     if "." in word:
         near = f" Did you mean {word}=VALUE?"
     return clip(f"{word}: unknown command.{near} Choices: {', '.join(COMMAND_HELP)}")

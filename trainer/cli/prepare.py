@@ -26,7 +26,7 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config import consent
-from trainer.config.messages import clip
+from trainer.config.messages import clip, lookup
 from trainer.config.run_config import READING, to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
@@ -65,6 +65,9 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     """Prepare a run that begins, goes on, forks or is read."""
     named, resume = word_of(overrides, "run"), word_of(overrides, "resume")
     command = word_of(overrides, "command")
+    if command == "predict" and named is None:
+        # Without one nothing is known of the data that are named.
+        raise ConfigError("run: predict needs a run: type run=RUN, or run=auto for the newest")
     # `plan run=RUN` and `verify run=RUN` begin where the run is, as with resume=RUN.
     key = "resume"
     if named is not None and command in (*READING, "plan", "verify"):
@@ -83,6 +86,8 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
         # Not as `_place_new` does, for the folder may hold records.
         return replace(_place(job, job.folder), note=job.note + note)
     if key == "run" and command in READING:
+        if command == "predict":
+            _refuse_own_data(run, rest)
         job = _check_over(run, rest, composer, key)
         return replace(_place(job, run.path, None), makes_folder=False)
     step = word_of(rest, "step")
@@ -99,6 +104,16 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
     job = _check_over(run, rest, composer, key_of_run)
     # These look on a run as well, but from folders of their own.
     return _place_new(job) if command in ("plan", "verify") else _go_on(run, job)
+
+
+def _refuse_own_data(run: RunFolder, typed: Sequence[Override]) -> None:
+    """Refuse to predict what a run was trained on, where nothing else is named."""
+    keys = {*map(dotted, typed)}
+    has_path = lookup(run.config(), "data.path") is not None
+    named = {"data.path"} if has_path else {key for key in keys if key.startswith("data.")}
+    if keys.isdisjoint({"data", "data._target_", *named}):
+        text = "predict needs the data to predict: type data.path=FILE"
+        raise ConfigError(f"data.path: {text}")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:

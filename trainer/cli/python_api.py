@@ -24,7 +24,7 @@ from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
 from trainer.config.option_files import options_of
-from trainer.config.run_config import evaluation_file
+from trainer.config.run_config import evaluation_file, predictions_file
 from trainer.core.durable import read_json
 from trainer.core.errors import ConfigError
 from trainer.core.run_folder import RunFolder
@@ -45,7 +45,8 @@ class FinishedRun:
 
     folder: Path
     exit_code: int  # as of the command line
-    result: Mapping[str, Any]  # as in the file that the command writes; empty for export
+    # As in the file that the command writes; of predict `file`, which it wrote; empty for export
+    result: Mapping[str, Any]
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -105,6 +106,8 @@ def train(
     file = (files | {"evaluate": evaluation_file(job.config)}).get(job.config.command)
     if file is not None:
         result = read_json(job.folder / file)
+    elif job.config.command == "predict":
+        result = {"file": str(job.folder / predictions_file(job.config))}
     return FinishedRun(folder=job.folder, exit_code=code, result=result)
 
 

@@ -17,6 +17,7 @@ from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.config import run_config, trackers
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
+from trainer.config.data_sets import OF_OWN_DATA
 from trainer.config.messages import clip
 from trainer.config.validate import from_plain
 from trainer.core import durable
@@ -179,9 +180,12 @@ def staying(
         if now.get(size) is not None and before.get(size) is None:
             # batch.global gives it.
             gone.add(other)
-    # All of other data is evaluated.
-    if now.get("data.holdout") == "all":
+    # All of other data is read.
+    predicts = now.get("command") == "predict"
+    if predicts or now.get("data.holdout") == "all":
         gone |= {"eval.samples", "data.eval_path"}
+        # What chose some of the run's own data chooses none of others.
+        gone.update(OF_OWN_DATA * predicts)
         within.append(EVAL_SETS)
     for key, value in now.items():
         if key in groups and (key not in before or value != before[key]):

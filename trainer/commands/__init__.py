@@ -8,6 +8,7 @@ that take seconds do not ask. They give the exit code.
 from trainer.commands.evaluate import evaluate_run
 from trainer.commands.export import export_run
 from trainer.commands.plan import plan_run
+from trainer.commands.predict import predict_run
 from trainer.commands.train import train_run
 from trainer.commands.verify import verify_run
 
@@ -16,5 +17,6 @@ COMMANDS = {
     "plan": plan_run,
     "verify": verify_run,
     "evaluate": evaluate_run,
+    "predict": predict_run,
     "export": export_run,
 }

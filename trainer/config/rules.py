@@ -23,9 +23,10 @@ _SIZES = ("batch.global", "accum.micro", "accum.steps")
 _TWO_SIZES = {"accum.micro", "accum.steps"}
 
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
+_READING = ("evaluate", "predict", "export")
 _HSDP = "has an effect only with parallel=hsdp"
 _PICKS = "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
-_IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
+_IS_READ = "read by evaluate, predict, export, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
 _SHOWS = "shows samples under train plan: type train plan ..."
@@ -40,17 +41,17 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("batch.global", ..., "batch.gives_sizes", (True,), "batch.stages has the sizes; leave it out"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
-    ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
+    ("command", _READING, "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),
     ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
-    ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
-    ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
-    ("device", tuple(CARDS), "command", ("train", "verify", "evaluate", "export"), _FOR_PLAN),
+    ("data.show", int, "command", ("train", "verify", *_READING), _SHOWS),
+    ("eval.predictions", (True,), "command", (*_STARTING, "predict", "export"), _ARE_WRITTEN),
+    ("device", tuple(CARDS), "command", ("train", "verify", *_READING), _FOR_PLAN),
     ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
-    ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
-    ("export.merge", (True,), "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
+    ("export.to", ..., "command", (*_STARTING, "evaluate", "predict"), _IS_WRITTEN),
+    ("export.merge", (True,), "command", (*_STARTING, "evaluate", "predict"), _IS_WRITTEN),
     ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )
@@ -84,7 +85,9 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     yield from _weight_faults(view)
     yield from _place_faults(view)
     yield from metric_faults(view)
-    yield from _size_faults(view)
+    # No step is taken by it.
+    if view["command"] != "predict":
+        yield from _size_faults(view)
 
 
 def _is_count(value: object) -> bool:

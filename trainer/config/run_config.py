@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
@@ -32,7 +34,7 @@ FINE_TUNING = (8, 128, 100)
 """Smallest and largest default global batch where weights are loaded, and the steps an epoch that
 it leaves, if it can."""
 # Commands that read another run and leave its status as it is
-READING = ("evaluate", "export")
+READING = ("evaluate", "predict", "export")
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
@@ -47,7 +49,7 @@ _BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
 class RunConfig(Section):
     """One run, composed and valid. What its keys mean stands in `conf/`."""
 
-    command: Literal["train", "plan", "verify", "evaluate", "export"]
+    command: Literal["train", "plan", "verify", "evaluate", "predict", "export"]
     name: components.Word | None
     batch: components.Batch
     accum: components.Accum
@@ -107,9 +109,9 @@ class RunConfig(Section):
         return None if self.steps is not None else self.epochs or 1
 
     @property
-    def evaluates_all(self) -> bool:
-        """Whether every sample of the data is evaluated, as those of other data than the run's."""
-        return self.data.params.get("holdout") == "all"
+    def reads_all(self) -> bool:
+        """Whether every sample of the data is read, as those of other data than the run's."""
+        return self.command == "predict" or self.data.params.get("holdout") == "all"
 
     @property
     def features(self) -> dict[str, Component]:
@@ -290,9 +292,17 @@ def contract(
 
 def evaluation_file(config: RunConfig) -> str:
     """Name what `train evaluate` writes: evaluate.json, or of other data a file of their own."""
-    if not config.evaluates_all:
+    if not config.reads_all:
         return RunFolder.EVALUATION
     return f"evaluate-{config_hash(_plain(config.data))[:8]}.json"
+
+
+def predictions_file(config: RunConfig) -> str:
+    """Name what `train predict` writes: after the file that it reads, and its settings."""
+    path = config.data.params.get("path")
+    name = re.sub(r"[^\w.-]+", "_", Path(str(path or "")).stem)[:50]
+    digits = config_hash(_plain(config.data))[:8]
+    return f"predictions-{name}-{digits}.jsonl" if name else f"predictions-{digits}.jsonl"
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:
@@ -339,7 +349,10 @@ def reading_faults(config: RunConfig, old: Mapping[str, Any]) -> list[str]:
     # Weights that are exported are the same under any objective.
     if config.command != "export":
         roots.add("objective")
-    if config.command == "evaluate" and not config.evaluates_all:
+    # Other tokens would mean other words.
+    if config.command == "predict":
+        roots.add("tokenizer")
+    if config.command == "evaluate" and not config.reads_all:
         # By these samples are held out.
         roots |= {"data", "tokenizer", "seed"}
     faults, new = list[str](), contract(config)

@@ -137,6 +137,11 @@ def holds_list(file: Path) -> bool:
         return bool(stream.read(_BINARY_HEAD).lstrip(_BOM + b" \t\r\n").startswith(b"["))
 
 
+def name_below(file: Path, root: Path) -> str:
+    """Name a file as it is called below the path that was typed, which may be the file itself."""
+    return file.name if file == root else str(file.relative_to(root))
+
+
 def record_place(file: Path, number: int) -> str:
     """Name a record by its line, or by its number in a list."""
     return f"{file}: record {number}" if holds_list(file) else f"{file}:{number}"

@@ -144,7 +144,9 @@ def joined_session(
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
     """Run the command as one rank, recorded elsewhere, and give the exit code."""
     try:
-        return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
+        if config.command != "predict":  # of which no step has a size
+            config = config.with_global_batch(world.size)
+        return COMMANDS[config.command](config, folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:

@@ -16,7 +16,11 @@ from trainer.core.signals import StopFlag, stop_signals
 from trainer.launch.membership import Membership, membership
 from trainer.launch.supervise import supervise
 
-SEVERAL = ("train", "evaluate")  # commands that run on several ranks, the others in one process
+SEVERAL = (
+    "train",
+    "evaluate",
+    "predict",
+)  # commands that run on several ranks, the others in one process
 # By which PyTorch's allocator of GPU memory is set; the later names are older
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

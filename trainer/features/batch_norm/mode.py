@@ -147,9 +147,9 @@ class BatchNormMode(Feature, ABC):
         return [f"BatchNorm normalises {_scope(layers[0].mode, run_plan)}: {first_of(names)}"]
 
     @property
-    def estimates(self) -> bool:
+    def estimates(self) -> str | None:
         """See the base class."""
-        return self.precise is not None
+        return None if self.precise is None else f"batchnorm.precise={self.precise}"
 
     def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
         """See the base class."""

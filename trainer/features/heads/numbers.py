@@ -21,6 +21,7 @@ from trainer.objectives.base import (
     logits_of,
 )
 from trainer.objectives.metrics import statistics_of
+from trainer.objectives.text_output import TextOutput
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "squared_error": F.mse_loss,
@@ -55,6 +56,20 @@ class Numbers(Objective):
         if self.loss == "binary_cross_entropy":
             found = found.sigmoid()
         return [*zip(_labels(fields).tolist(), found.tolist(), strict=True)]
+
+    def predict(
+        self, model: ModelCall, fields: Fields, text: TextOutput
+    ) -> Sequence[Mapping[str, Any]]:
+        """Give the numbers; under binary cross entropy the labels that are likelier than not."""
+        logits, found = at_least_single(logits_from(model, fields)), list[dict[str, Any]]()
+        if self.loss == "squared_error":
+            for numbers in logits.tolist():
+                found.append({"prediction": numbers[0] if len(numbers) == 1 else numbers})
+            return found
+        for chances in logits.sigmoid().tolist():
+            likely = [number for number, chance in enumerate(chances) if chance > 0.5]  # noqa: PLR2004
+            found.append({"prediction": likely, "probabilities": chances})
+        return found
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.
