@@ -236,6 +236,10 @@ def agreed(world: World, folder: Path, lines: list[str], copy: str | None = None
 def test_ranks_that_were_given_another_config_are_refused(ranks, tmp_path):
     line = "seed: rank 1 has a different value than rank 0; type the same command on every node"
     assert ranks.run(2, agreed, tmp_path, ["seed=0", "seed=1"]) == [line, line]
+    host = socket.gethostname()
+    line = f"resume: rank 1 ({host}) found no run to go on with, where another rank did: "
+    for said in ranks.run(2, agreed, tmp_path, ["resume=run", "seed=0"]):
+        assert said.startswith(line)
 
 
 def test_ranks_that_run_other_sources_are_refused_and_their_hosts_are_named(ranks, tmp_path):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from trainer.config.messages import did_you_mean_file, line
 from trainer.core import signals
 from trainer.core.errors import DataError
 from trainer.core.format import plural
@@ -61,7 +62,9 @@ def files_at(
     if path.is_file():
         return Listing([path])
     if not path.is_dir():
-        raise DataError(f"data.path={path}: no such file or folder")
+        meant = did_you_mean_file(str(path))
+        text = f"no such file or folder{meant and f'.{meant}'}"
+        raise DataError(line("data.path", str(path), text))
     found, num_runs = _walk(path)
     if not found and not num_runs:
         raise DataError(f"data.path={path}: the folder holds no {kind}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from trainer.config.components import Task
+from trainer.config.messages import did_you_mean_name, near_names
 from trainer.core.errors import ConfigError, DataError
 from trainer.features.hugging_face.task import TASKS, WORDS
 
@@ -66,17 +68,30 @@ def recognise(
             _refuse_unread(place, name, {*readable} - {*found.values()})
             unread = [column for column in columns if column not in found.values()]
             return Format(name, found, unread)
-    wanted = dict.fromkeys(" and ".join(usual) for _, usual in _usual(task))
+    wanted = list[list[str]]()
+    for name, usual in _usual(task):
+        needs = [each for each in usual if each not in _optional(name)]
+        if needs not in wanted:
+            wanted.append(needs)
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
-    role = next(iter(wanted)).split()[0]
-    if "text" in wanted:
-        role = "text"
+    takes = " or ".join(map(" and ".join, wanted))
     raise DataError(
-        f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes "
-        f"{' or '.join(wanted)}; say which they are, e.g. "
-        f"data.columns={{{role}: {next(iter(columns), 'NAME')}}}"
+        f"{place}: its columns are {', '.join(columns) or 'none'}, and {task} takes {takes}; say "
+        f"which they are, e.g. {shlex.quote(f'data.columns={_example(wanted, columns)}')}"
     )
+
+
+def _example(wanted: Sequence[Sequence[str]], columns: Collection[str]) -> str:
+    """Write a mapping of the fewest roles to columns, a text among them where there may be one."""
+    roles = min(wanted, key=lambda needed: ("text" not in needed, len(needed)))
+    left, pairs = [*columns], list[str]()
+    for role in roles:
+        near = [*near_names(role, left), *left, "NAME"]
+        if near[0] in left:
+            left.remove(near[0])
+        pairs.append(f"{role}: {near[0]}")
+    return f"{{{', '.join(pairs)}}}"
 
 
 def _typed_roles(
@@ -90,7 +105,7 @@ def _typed_roles(
         elif key in columns:  # the key is a column, and no role
             readable.remove(key)
         else:
-            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(columns)}")
+            raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(key, columns)}")
     return readable, named
 
 
@@ -124,10 +139,12 @@ def _check_typed(typed: Mapping[str, str], columns: Collection[str], task: Task)
     for role, column in typed.items():
         text = f"data.columns={{{role}: {column}}}"
         if role not in roles:
-            raise ConfigError(f"{text}: no such role; for {task} there are {', '.join(roles)}")
+            near = did_you_mean_name(role, roles)
+            known = f" For {task} there are {', '.join(roles)}"
+            raise ConfigError(f"{text}: no such role.{near}{known}")
         if column not in columns:
-            raise ConfigError(f"{text}: {_no_column(columns)}")
+            raise ConfigError(f"{text}: {_no_column(column, columns)}")
 
 
-def _no_column(columns: Collection[str]) -> str:
-    return f"no such column; there are {', '.join(columns)}"
+def _no_column(name: str, columns: Collection[str]) -> str:
+    return f"no such column.{did_you_mean_name(name, columns)} There are {', '.join(columns)}"
