@@ -65,7 +65,7 @@ def test_a_table_comes_back_with_a_column_for_the_class(capsys):
 class Bare(Rows):
     """Rows as they are predicted: without labels, where none are asked for."""
 
-    label_names = [f"token {i}" for i in range(16)]
+    label_names = tuple(f"token {i}" for i in range(16))
 
     def __init__(self, size: int = 44, learns: bool = True) -> None:
         super().__init__(size)

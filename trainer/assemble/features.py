@@ -18,6 +18,7 @@ from torch import nn
 from trainer.assemble.instantiate import construct
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.config.run_config import RunConfig
+from trainer.core.errors import ConfigError
 from trainer.core.rows import Row
 from trainer.core.stateful import Stateful
 from trainer.core.world import World
@@ -166,6 +167,13 @@ class Features:
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.by_key.values())
+
+    def refuse_estimates(self) -> None:
+        """Refuse what needs training data, where those of the run are not read."""
+        for feature in self:
+            if (setting := feature.estimates) is not None:
+                text = "estimates over the training data of the run, which are not read"
+                raise ConfigError(f"{setting}: {text}: type {setting.partition('=')[0]}=null")
 
     def adjust(self, module: nn.Module, shape: StepShape) -> None:
         """Have all of them change how a model computes."""

@@ -143,7 +143,7 @@ def check_terms(run: Run, before: Terms) -> Terms:
         )
     if before.contract and (faults := contract_diff(before.contract, now, allow)):
         raise ConfigError(*faults)
-    setup, record_format = run.model.setup, run.data.train.facts.record_format
+    setup = run.model.setup
     sync = None
     if setup.is_open:
         sync = (setup.mode, run.world.size, setup.sync.name)
@@ -153,7 +153,7 @@ def check_terms(run: Run, before: Terms) -> Terms:
         fingerprint=fingerprint,
         held_out=_held_out(run),
         given=dict(run.given),
-        record_format=None if record_format is None else dict(record_format),
+        record_format=run.data.train.facts.record_format,
         total_steps=run.data.total_steps,
         sync=sync,
         environment=environment(),

@@ -108,12 +108,13 @@ def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:
 
 def _refuse_own_data(run: RunFolder, typed: Sequence[Override]) -> None:
     """Refuse to predict what a run was trained on, where nothing else is named."""
-    keys = {*map(dotted, typed)}
     has_path = lookup(run.config(), "data.path") is not None
-    named = {"data.path"} if has_path else {key for key in keys if key.startswith("data.")}
-    if keys.isdisjoint({"data", "data._target_", *named}):
-        text = "predict needs the data to predict: type data.path=FILE"
-        raise ConfigError(f"data.path: {text}")
+    for key in map(dotted, typed):
+        # Beside a path, other settings say how it is read.
+        is_other = key.startswith("data.") and not has_path
+        if is_other or key in {"data", "data._target_", "data.path"}:
+            return
+    raise ConfigError("data.path: predict needs the data to predict: type data.path=FILE")
 
 
 def _without_checkpoints(overrides: Sequence[Override]) -> list[Override]:

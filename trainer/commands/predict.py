@@ -52,7 +52,9 @@ def _show(loaded: Loaded, predictor: Predictor, written: Written, files: Sequenc
     """Say what was read, as what, where the predictions are, and of what there are none."""
     data, screen = predictor.loader.dataset, Screen()
     screen.name_checkpoint(loaded)
-    noun: Noun = "sample" if data.lengths.is_constant else "token"
+    noun: Noun = "token"
+    if data.lengths.is_constant:
+        noun = "sample"
     about = RunFacts(total_steps=0, world_size=predictor.world.size, noun=noun)
     for row in data.facts.describe_records(about):
         if row.text is not None:

@@ -302,7 +302,7 @@ def predictions_file(config: RunConfig) -> str:
     path = config.data.params.get("path")
     name = re.sub(r"[^\w.-]+", "_", Path(str(path or "")).stem)[:50]
     digits = config_hash(_plain(config.data))[:8]
-    return f"predictions-{name}-{digits}.jsonl" if name else f"predictions-{digits}.jsonl"
+    return f"{'-'.join(filter(None, ('predictions', name, digits)))}.jsonl"
 
 
 def config_hash(terms: Mapping[str, Any]) -> str:

@@ -103,7 +103,9 @@ def json_records_of(file: Path) -> NumberedLines:
 def csv_separator(file: Path) -> str:
     """Find what parts the cells of CSV: a tab in `.tsv`, else what the first line has most of."""
     _, head = next(lines_of(file), (1, b""))
-    separators = b"\t" if kind_suffix(file) == ".tsv" else b",;\t"
+    separators = b",;\t"
+    if kind_suffix(file) == ".tsv":
+        separators = b"\t"
     return chr(max(separators, key=head.count))
 
 
@@ -139,7 +141,9 @@ def holds_list(file: Path) -> bool:
 
 def name_below(file: Path, root: Path) -> str:
     """Name a file as it is called below the path that was typed, which may be the file itself."""
-    return file.name if file == root else str(file.relative_to(root))
+    if file == root:
+        return file.name
+    return str(file.relative_to(root))
 
 
 def record_place(file: Path, number: int) -> str:

@@ -105,7 +105,7 @@ class DataFacts:
     # What `predict` writes a line for, in the order of the files; None: each sample is a record
     predicted_records: Callable[[], Iterator[DataRecord]] | None = None
     # How records are read: `name`, and names of `columns` by role
-    record_format: Mapping[str, Any] | None = None
+    record_format: dict[str, Any] | None = None
     # The file of CSV whose rows are the records
     predicted_table: Path | None = None
     # Arguments that do nothing, and why

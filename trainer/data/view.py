@@ -276,8 +276,10 @@ class DataView:
             yield from own()
             return
         for i, number in enumerate(self.original_ids(np.arange(len(self))).tolist()):
+            place = None
             # Without names of its own a sample has its number.
-            place = None if self.facts.name_of is None else self.name_of(i)
+            if self.facts.name_of is not None:
+                place = self.name_of(i)
             yield DataRecord(number=number, place=place, samples=(i,))
 
     @cached_property

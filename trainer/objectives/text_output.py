@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import final
+from itertools import takewhile
+from typing import Self, final
 
 import torch
 from torch import Tensor
+
+from trainer.data.samples import DataFacts, faults_of
 
 
 @final
@@ -24,6 +27,21 @@ class TextOutput:
     limit: int | None = None
     # Beyond the vocabulary of the data lie rows of a padded table, which stand for no token
     vocab_size: int | None = None
+
+    @classmethod
+    def of(cls, facts: DataFacts, most: int, max_positions: int | None) -> Self:
+        """Take what data know of their tokens, for a model of so many positions."""
+        ends = [*facts.answer_ends]
+        if facts.prompt is not None:
+            with faults_of("`prompt` of the data"):
+                ends += facts.prompt("a")[1]
+        return cls(
+            decode=facts.decode_answer or facts.decode,
+            ends=frozenset(ends),
+            most=most,
+            limit=min(filter(None, (facts.max_length, max_positions)), default=None),
+            vocab_size=facts.vocab_size,
+        )
 
     def text_behind(self, begun: Sequence[int], tokens: Sequence[int]) -> str | list[int]:
         """Write what follows the tokens that a row begins with."""
@@ -55,6 +73,5 @@ def continued(
     found = list[list[int]]()
     for row in rows[:, begin:].tolist():
         # A row that is ended was continued for the sake of the others.
-        at = [place for place, token in enumerate(row) if token in text.ends]
-        found.append(row[: at[0]] if at else row)
+        found.append([*takewhile(lambda token: token not in text.ends, row)])
     return found

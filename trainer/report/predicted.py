@@ -54,7 +54,7 @@ def write_table(table: Path, file: Path, written: Written) -> Path:
     `file` has the lines of the predictions, whose ids are the numbers of the rows.
     """
     to, separator = file.with_suffix(kind_suffix(table)), csv_separator(table)
-    names = [name for name in COLUMNS if name in written.names]
+    names = sorted(written.names.intersection(COLUMNS), key=COLUMNS.index)
 
     def pieces() -> Iterator[bytes]:
         rows = (row for _, row in csv_rows_of(table))
@@ -83,7 +83,9 @@ def _free(name: str, taken: Iterable[str]) -> str:
 def _cell(value: Any) -> str:  # noqa: ANN401 - any JSON
     if value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _as_csv(cells: list[str], separator: str) -> bytes:

@@ -178,9 +178,14 @@ def _joined(values: Sequence[Values]) -> Values:
     """Join what was found of the samples of a record: their losses, over the terms of all."""
     if len(values) == 1:
         return values[0]
-    terms = sum(each["terms"] for each in values)
-    total = sum(each["loss"] * each["terms"] for each in values if each["terms"])
-    return {"loss": total / terms if terms else None, "terms": terms}
+    total, terms = 0.0, 0
+    for each in values:
+        terms += each["terms"]
+        if each["terms"]:
+            total += each["loss"] * each["terms"]
+    if not terms:
+        return {"loss": None, "terms": 0}
+    return {"loss": total / terms, "terms": terms}
 
 
 def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON

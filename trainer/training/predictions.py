@@ -80,11 +80,12 @@ def loss_of(
     for name, loss in losses.items():
         if weights[name]:
             means.append(loss.double() / weights[name])
-    terms = max(weights[name] for name in losses)
-    return {
-        "loss": float(torch.stack(means).sum()) if means else None,
-        "terms": int(terms) if terms.is_integer() else terms,
-    }
+    found: dict[str, Any] = {"loss": None, "terms": max(weights[name] for name in losses)}
+    if means:
+        found["loss"] = float(torch.stack(means).sum())
+    if found["terms"].is_integer():
+        found["terms"] = int(found["terms"])
+    return found
 
 
 def _named(value: Any, names: Sequence[str] | None) -> Any:  # noqa: ANN401 - any JSON

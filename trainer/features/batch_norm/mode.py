@@ -149,7 +149,9 @@ class BatchNormMode(Feature, ABC):
     @property
     def estimates(self) -> str | None:
         """See the base class."""
-        return None if self.precise is None else f"batchnorm.precise={self.precise}"
+        if self.precise is None:
+            return None
+        return f"batchnorm.precise={self.precise}"
 
     def evaluating(self, model: Parallel, feed: Feed) -> AbstractContextManager[object]:
         """See the base class."""

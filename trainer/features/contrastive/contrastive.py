@@ -112,8 +112,10 @@ class Contrastive(CoupledObjective):
             embeddings_of(output)  # which says what it takes
         found = list[dict[str, Any]]()
         for embeddings in zip(*sides.values(), strict=True):
-            named = dict(zip(sides, embeddings, strict=True))
-            found.append({"prediction": named if len(named) > 1 else embeddings[0]})
+            prediction: Any = dict(zip(sides, embeddings, strict=True))
+            if len(sides) == 1:
+                (prediction,) = embeddings
+            found.append({"prediction": prediction})
         return found
 
     def sums_of_rows(self, rows: Mapping[str, Tensor]) -> Sums:

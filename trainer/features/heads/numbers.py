@@ -62,14 +62,15 @@ class Numbers(Objective):
     ) -> Sequence[Mapping[str, Any]]:
         """Give the numbers; under binary cross entropy the labels that are likelier than not."""
         logits, found = at_least_single(logits_from(model, fields)), list[dict[str, Any]]()
-        if self.loss == "squared_error":
-            for numbers in logits.tolist():
-                found.append({"prediction": numbers[0] if len(numbers) == 1 else numbers})
+        if self.loss == "binary_cross_entropy":
+            for each in logits:
+                likely = (each > 0).nonzero().flatten().tolist()
+                found.append({"prediction": likely, "probabilities": each.sigmoid().tolist()})
             return found
-        for chances in logits.sigmoid().tolist():
-            likely = [number for number, chance in enumerate(chances) if chance > 0.5]  # noqa: PLR2004
-            found.append({"prediction": likely, "probabilities": chances})
-        return found
+        # One number stands alone.
+        if logits.shape[-1] == 1:
+            logits = logits.squeeze(-1)
+        return [{"prediction": numbers} for numbers in logits.tolist()]
 
     def sums(self, model: ModelCall, fields: Fields) -> Sums:
         """Sum over the batch, in float32 at least.

@@ -69,8 +69,9 @@ class QuestionAnswering(Objective):
             is_answer[0, 0] = True
             chance, place = both.masked_fill(~is_answer, -1.0).flatten().max(-1)
             first, last = divmod(int(place), len(ids))
-            tokens = ids[first : last + 1].tolist() if last else []
-            line = {"prediction": text.text_behind((), tokens), "probability": float(chance)}
+            line = {"prediction": "", "probability": float(chance)}
+            if last:
+                line["prediction"] = text.text_behind((), ids[first : last + 1].tolist())
             if last and begins is not None and ends is not None:
                 line |= {"start": int(begins[i, first]), "end": int(ends[i, last])}
             found.append(line)

@@ -140,8 +140,9 @@ def prompt_fields(
         while prompt and prompt[-1]["role"] == ASSISTANT:  # type: ignore[index] # a list of messages
             prompt = prompt[:-1]
     else:
-        begun, whole = _parts({**record, "output": _ANSWER}, is_chat=is_chat)
-        prompt = begun if isinstance(whole, str) else whole[:-1]
+        prompt, whole = _parts({**record, "output": _ANSWER}, is_chat=is_chat)
+        if not isinstance(whole, str):
+            prompt = whole[:-1]
     if not prompt:
         raise ValueError("it asks nothing")
     ids = encode_prompt(

@@ -126,8 +126,7 @@ class HuggingFaceData(TwoSides):
         self._hold_out(self._held_out(holdout, seed))
         self._settings = f"{self._samples.settings}|{self._holdout!r}|{seed}"
         if not len(self):
-            text = "no record is left to train on" if learns else "no record is short enough"
-            raise DataError(f"data.path={path}: {text}")
+            raise DataError(f"data.path={path}: no record is left")
 
     def facts(self) -> DataFacts:
         """Add what the cache and the tokenizer know."""

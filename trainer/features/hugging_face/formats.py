@@ -71,8 +71,7 @@ def recognise(
         needed = usual.keys() - _optional(name).keys()
         if found.keys() >= needed | named.keys():
             _refuse_unread(place, name, {*readable} - {*found.values()}, learns=learns)
-            unread = [column for column in columns if column not in found.values()]
-            return Format(name, found, unread)
+            return Format(name, found, _unread(columns, found))
     wanted = dict.fromkeys(" and ".join(usual) for _, usual in formats)
     if not wanted:
         raise DataError(f"{place}: data=hf reads nothing for {task}; type data._target_=mine.Class")
@@ -99,8 +98,10 @@ def as_trained(
     """
     name, found = str(trained["name"]), dict[str, str]()
     learned, optional = _learned(name), _optional(name)
-    roles = [role for role in (*trained["columns"], *optional) if role not in learned]
-    for role in dict.fromkeys(roles):
+    roles = dict.fromkeys((*trained["columns"], *optional))
+    for role in learned:
+        roles.pop(role, None)
+    for role in roles:
         usual = trained["columns"].get(role)
         column = typed.get(role) or usual
         if column in columns:
@@ -119,15 +120,16 @@ def as_trained(
             text = f"no such role; the run read {', '.join(roles)}"
             raise ConfigError(f"data.columns={{{role}: {column}}}: {text}")
     _refuse_unread(place, name, {*columns} - {*found.values(), *typed}, learns=False)
-    return Format(name, found, [each for each in columns if each not in found.values()])
+    return Format(name, found, _unread(columns, found))
 
 
 def _without_learned(
     typed: Mapping[str, str | None], columns: Collection[str], task: Task
 ) -> dict[str, str | None]:
     """Leave out what a run typed of columns that need not be there any more."""
-    found = dict[str, str | None]()
-    learned = [role for name in TASKS[task].formats for role in _learned(name)]
+    found, learned = dict[str, str | None](), list[str]()
+    for name in TASKS[task].formats:
+        learned += _learned(name)
     for key, column in typed.items():
         if key not in learned and (column is not None or key in columns):
             found[key] = column
@@ -147,6 +149,11 @@ def _typed_roles(
         else:
             raise ConfigError(f"data.columns={{{key}:null}}: {_no_column(columns)}")
     return readable, named
+
+
+def _unread(columns: Collection[str], found: Mapping[str, str]) -> list[str]:
+    """List the columns that no role is read from."""
+    return [column for column in columns if column not in found.values()]
 
 
 def _refuse_unread(place: str, name: str, unread: Collection[str], *, learns: bool) -> None:
@@ -177,10 +184,12 @@ def _optional(name: str) -> Mapping[str, str]:
 
 def _usual(task: Task, *, learns: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
     for name in TASKS[task].formats:
-        learned = () if learns else _learned(name)
         for usual in _FORMATS[name]["columns"]:
             every = {**usual, **_optional(name)}
-            yield name, {role: each for role, each in every.items() if role not in learned}
+            if not learns:
+                for role in _learned(name):
+                    every.pop(role, None)
+            yield name, every
 
 
 def _check_typed(

@@ -158,7 +158,9 @@ def label_fields(
     texts = [text_of(record, "text")]
     if "text_pair" in record:
         texts.append(text_of(record, "text_pair"))
-    label = {} if labels is None else {LABELS: labels.number(record["label"])}
+    label = dict[str, int | float]()
+    if labels is not None:
+        label[LABELS] = labels.number(record["label"])
     found = encoder.tokenize(*texts)
     fields: dict[str, Any] = {INPUT_IDS: found[INPUT_IDS]}
     # Of a single text they are all 0, as a model that gets none takes them.
@@ -209,8 +211,9 @@ def tag_fields(
 def span_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode a question, a context, and where in its tokens the answer is; 0 is for none."""
     question, context = text_of(record, "question"), text_of(record, "context")
-    is_asked = "answers" not in record
-    span = None if is_asked else _answer(record["answers"], context)
+    span, is_asked = None, "answers" not in record
+    if not is_asked:
+        span = _answer(record["answers"], context)
     found = encoder.tokenize(
         question, context, truncation="only_second", return_offsets_mapping=True
     )
@@ -230,9 +233,11 @@ def _characters(found: Any) -> RecordFields:  # noqa: ANN401 - a BatchEncoding
     """Say which characters of the context each token stands for."""
     begins, ends = list[int](), list[int]()
     for part, (begin, end) in zip(found.sequence_ids(), found["offset_mapping"], strict=True):
-        is_context = part == 1 and begin < end
-        begins.append(begin if is_context else -1)
-        ends.append(end if is_context else -1)
+        # 0 is the question, and special tokens stand for nothing.
+        if part != 1 or begin == end:
+            begin, end = -1, -1  # noqa: PLW2901
+        begins.append(begin)
+        ends.append(end)
     return dict(zip(CHARACTERS, (begins, ends), strict=True))
 
 
@@ -247,13 +252,17 @@ def choice_fields(encoder: RecordEncoder, record: RoleValues, num_choices: int) 
     if not is_asked and (not isinstance(label, int) or not 0 <= label < len(choices)):
         raise ValueError(f"the label {label!r} is none of its {len(choices)} choices")
     found = encoder.tokenize([first] * len(choices), choices, return_attention_mask=True)
-    rows = _rows(found, pad_token_of(encoder.tokenizer))
-    return rows if is_asked else {**rows, LABELS: label}
+    fields: dict[str, Any] = {**_rows(found, pad_token_of(encoder.tokenizer))}
+    if not is_asked:
+        fields[LABELS] = label
+    return fields
 
 
 def pair_fields(encoder: RecordEncoder, record: RoleValues) -> RecordFields:
     """Encode two texts that are to be near each other, as a row each; or the first alone."""
-    texts = [text_of(record, role) for role in ("anchor", "positive") if role in record]
+    texts = [text_of(record, "anchor")]
+    if "positive" in record:
+        texts.append(text_of(record, "positive"))
     found = encoder.tokenize(texts, return_attention_mask=True)
     if not all(found[INPUT_IDS]):
         raise ValueError("one of its texts has no tokens")

@@ -172,8 +172,9 @@ def _fields_of(
             "divided; use drop or cut"
         )
     if form.name in _OVERLONG:
-        of_chat = chat_encoder.answer_fields if options.learns else chat_encoder.prompt_fields
-        return partial(of_chat, options=options.of_answers), {}
+        if not options.learns:
+            return partial(chat_encoder.prompt_fields, options=options.of_answers), {}
+        return partial(chat_encoder.answer_fields, options=options.of_answers), {}
     if form.name == "choices":
         count = _num_choices(form, _records(source, parts))
         return partial(label_encoders.choice_fields, num_choices=count), {}
@@ -185,7 +186,15 @@ def _fields_of(
         encode_record = partial(label_encoders.tag_fields, space=space)
     if not options.learns:
         return partial(encode_record, labels=None), {}
-    column = form.columns[form.name]
+    labels = _labels(source, parts, form.columns[form.name], options)
+    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
+    return partial(encode_record, labels=labels), facts
+
+
+def _labels(
+    source: RecordSource, parts: Mapping[str, Any], column: str, options: EncodeOptions
+) -> label_encoders.Labels:
+    """Find the classes of all labels in a column."""
     try:
         values = label_encoders.read_labels(_records(source, parts), column)
         names = options.label_names or options.model_labels
@@ -196,11 +205,9 @@ def _fields_of(
         feature = getattr(feature, "feature", feature)  # of a list
         stated = getattr(feature, "names", None)  # as `ClassLabel` states them
         of_model, fixed = options.model_labels, options.label_names
-        labels = label_encoders.find_labels(values, stated, of_model, fixed)
+        return label_encoders.find_labels(values, stated, of_model, fixed)
     except (ValueError, TypeError) as error:
         raise DataError(f"data.path={source.path}: column {column!r}: {error}") from error
-    facts = {"num_classes": labels.num_classes or 1, "label_names": labels.names}
-    return partial(encode_record, labels=labels), facts
 
 
 def _num_choices(form: Format, records: Iterator[Any]) -> int:

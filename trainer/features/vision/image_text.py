@@ -72,8 +72,9 @@ class ImageText(Dataset[dict[str, Tensor]]):
         learns: bool = True,
     ) -> None:
         self._tokenizer, self._learns = tokenizer, learns
-        end = tokenizer.eos_token_id
-        self.answer_ends = [] if end is None else [end]
+        self.answer_ends = list[int]()
+        if tokenizer.eos_token_id is not None:
+            self.answer_ends.append(tokenizer.eos_token_id)
         self.vocab_size = len(self._tokenizer)
         self._size = image_size
         self._placeholder = IMAGE * (image_tokens or (image_size // patch_size) ** 2)
@@ -120,7 +121,7 @@ class ImageText(Dataset[dict[str, Tensor]]):
 
     def _encoded(self, text: dict[str, Any], max_length: int) -> tuple[Tensor, Tensor | None]:
         """Encode the text of a record, and say what is learned; a ValueError says what is bad."""
-        counts: list[bool] | None = None
+        counts, is_term = list[bool](), None
         if "prompt" in text and not self._learns:
             (prompt,) = self._placed([text["prompt"]], at=0)
             ids = encode_prompt(self._tokenizer, prompt)
@@ -146,7 +147,9 @@ class ImageText(Dataset[dict[str, Tensor]]):
         least = len(ids) + (not self._learns)
         if least > max_length:
             raise ValueError(f"{len(ids)} tokens; type data.max_length={least}")
-        return torch.tensor(ids), None if counts is None else torch.tensor(counts)
+        if counts:
+            is_term = torch.tensor(counts)
+        return torch.tensor(ids), is_term
 
     def _placed(self, texts: list[Any], at: int) -> list[str]:
         """Put the tokens of the image where it stands in texts; else before the one at `at`."""

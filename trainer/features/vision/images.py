@@ -173,9 +173,11 @@ class LooseImages(Dataset[dict[str, Tensor]]):
             raise DataError(f"data.path={folder}: {text}; name a folder that holds some")
         self._folder, self._paths, self._make = folder, self._listing.files, make
         self.lengths = np.broadcast_to(np.int64(1), (len(self._paths),))
-        names = "|".join(f"{self.name_of(i)}|{p.stat().st_size}" for i, p in enumerate(self._paths))
-        text = f"{make.to_json()}|{names}" if make.processor else names
-        self.fingerprint = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+        digest = hashlib.sha256(make.describe().encode())
+        for i, path in enumerate(self._paths):
+            text = f"{self.name_of(i)}|{path.stat().st_size}|"
+            digest.update(text.encode(errors="surrogateescape"))
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._paths)
