@@ -10,16 +10,20 @@ import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trainer import __version__
 from trainer.cli import exit_messages
-from trainer.cli.argv import PAGE_WORDS, split_argv
+from trainer.cli.argv import PAGE_WORDS, CommandLine, split_argv
 from trainer.config.messages import clip
 from trainer.config.option_files import data_dir, load_yaml
 from trainer.core.errors import INTERRUPTED, ConfigError, TrainError
 from trainer.core.format import lead_nowhere
 from trainer.core.signals import raise_on_interrupt
 from trainer.launch.membership import global_rank
+
+if TYPE_CHECKING:
+    from trainer.cli.compose import Composer
 
 
 def main() -> None:
@@ -71,14 +75,7 @@ def _run(argv: Sequence[str]) -> int:
     composer = Composer.of(flags.get("--config-dir"))
     lines = request.lines
     if not flags.keys().isdisjoint({"--shell-completion", "--info"}):
-        from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
-
-        with exit_messages.piped():
-            if "--info" in flags:
-                with composer.open() as hydra:
-                    hydra.show_info(flags["--info"], "config", [*request.overrides])
-            else:
-                exit_messages.print_out(completion(request.overrides, composer))
+        _show(request, composer)
         return 0
     # What a feature runs, by a flag that it brought; Hydra has a setting for each flag of its own.
     for flag, option in load_yaml(data_dir("conf") / "flags.yaml").items():
@@ -102,3 +99,15 @@ def _run(argv: Sequence[str]) -> int:
         # The first rank makes the folder, and sends its name to the others.
         return run_and_report(job.config, job.folder)
     return start_job(job, composer)
+
+
+def _show(request: CommandLine, composer: Composer) -> None:
+    """Print what Hydra's `--info` tells, or what a shell completes by."""
+    from trainer.cli.completion import completion  # noqa: PLC0415 - imports Hydra
+
+    with exit_messages.piped():
+        if "--info" in request.flags:
+            with composer.open() as hydra:
+                hydra.show_info(request.flags["--info"], "config", [*request.overrides])
+        else:
+            exit_messages.print_out(completion(request.overrides, composer))

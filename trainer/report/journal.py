@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 from trainer.core.durable import append, parsed, save_error, strict, write_file_atomic
 from trainer.core.errors import SaveError
@@ -18,6 +18,7 @@ from trainer.core.errors import SaveError
 Entry = dict[str, Any]
 
 MOST_STEPS = 2**63
+_LARGEST = 1e300  # of a number of a file
 # Wall time; evaluations in metrics.jsonl have it, steps have not
 EVAL_SECONDS = "eval_seconds"
 _as_json = json.JSONEncoder(allow_nan=False, default=methodcaller("item")).encode
@@ -89,6 +90,11 @@ def stream(path: Path) -> Iterator[Entry]:
     if path.is_file():
         with path.open("rb") as file:
             yield from filter(None, map(_parse, file))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of a file is a number that can be rounded, added and drawn."""
+    return type(value) in (float, int) and abs(value) < _LARGEST  # type: ignore[arg-type] # one of both
 
 
 def read_end(path: Path, most: int = 1 << 20) -> tuple[int, list[Entry]]:

@@ -11,7 +11,8 @@ from trainer.config.messages import show
 from trainer.core.format import duration, number, plural, short, size
 from trainer.core.rows import join_parts
 from trainer.features.page.results import TableRows
-from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, is_number, numbers_of
+from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, numbers_of
+from trainer.report.journal import is_number
 
 _DIVISORS = {
     "tokens": "sum / all loss terms of the step",

@@ -16,8 +16,8 @@ from trainer.core.errors import ConfigError
 from trainer.core.format import duration, loss, number, plural, short, shown_path
 from trainer.core.rows import join_parts
 from trainer.features.page.asked import data_name, model_name
-from trainer.features.page.saved_run import SavedRun, as_mapping, is_number, numbers_of
-from trainer.report.journal import EVAL_SECONDS
+from trainer.features.page.saved_run import SavedRun, as_mapping, numbers_of
+from trainer.report.journal import EVAL_SECONDS, is_number
 
 _MOST_RUNS = 500  # that are shown
 _MOST_KEYS = 6  # in the table; the others are a click away

@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer.config.metric_mode import title_of
 from trainer.core.run_folder import RunFolder
-from trainer.features.page.saved_run import SavedRun, is_number
+from trainer.features.page.saved_run import SavedRun
+from trainer.report.journal import is_number
 
 CurveValues = Sequence[float | None]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from trainer.config.secrets import without_secrets
 from trainer.core.format import loss, number, short, size
 from trainer.core.run_folder import RunFolder
-from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, is_number, numbers_of
+from trainer.features.page.saved_run import SavedRun, as_list, as_mapping, numbers_of
+from trainer.report.journal import is_number
 
 _MOST_LETTERS, _LAST_LINES = 100_000, 12  # of a traceback, and of what of it is seen at once
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 from trainer.config.messages import show
 from trainer.config.secrets import without_secrets
 from trainer.core.format import plural
-from trainer.features.page.saved_run import SavedRun, is_number
+from trainer.features.page.saved_run import SavedRun
+from trainer.report.journal import is_number
 
 _MOST_CELL = 2000  # letters of a text
 _MOST_STEPS = 12  # at which a prompt is shown

@@ -9,17 +9,16 @@ import shlex
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeGuard, final
+from typing import Any, final
 
 from trainer.config.messages import flat
 from trainer.config.secrets import without_secrets
 from trainer.core.format import number, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.report import journal
-from trainer.report.journal import Entry
+from trainer.report.journal import Entry, is_number
 
 SHOWN_SAMPLES = 8  # with the largest loss, that are shown
-LARGEST = 1e300
 _QUOTED = re.compile(r"^([^=]+=)'([\w./:~-]*)'$")
 
 
@@ -155,11 +154,6 @@ def _read(file: Path) -> list[Entry]:
     with suppress(OSError):
         return journal.read(file)
     return []
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a file is a number that can be rounded, added and drawn."""
-    return type(value) in (float, int) and abs(value) < LARGEST  # type: ignore[arg-type] # one of both
 
 
 def numbers_of(record: object) -> dict[str, float]:

@@ -13,9 +13,7 @@ from trainer.config.metric_mode import mode_of
 from trainer.core.errors import ConfigError
 from trainer.core.format import loss, number
 from trainer.core.run_folder import RunFolder, RunState, is_locked
-from trainer.report.journal import MOST_STEPS, Entry, read_end
-
-_LARGEST = 1e300
+from trainer.report.journal import MOST_STEPS, Entry, is_number, read_end
 
 
 @final
@@ -74,7 +72,7 @@ def held_out_of(run: RunFolder) -> HeldOutFigure:
         # A stranger may have written the file.
         if isinstance(result, dict):
             value = result.get("value" if best else metric)
-    if not _is_number(value):
+    if not is_number(value):
         value = _in_journal(read_end(run.path / RunFolder.METRICS)[1], metric, best and mode)
     return HeldOutFigure(metric, value, mode == "max")
 
@@ -83,17 +81,13 @@ def _in_journal(evaluations: list[Entry], metric: str, mode: str | None) -> floa
     """Find the largest or least value of a metric; where none is better, the last."""
     values = list[float]()
     for entry in evaluations:
-        if _is_number(value := entry.get(metric)):
+        if is_number(value := entry.get(metric)):
             values.append(value)
     if not values:
         return None
     if mode is None:
         return values[-1]
     return max(values) if mode == "max" else min(values)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and abs(value) < _LARGEST  # type: ignore[arg-type] # one of both
 
 
 def _is_count(value: object) -> TypeGuard[int]:
