@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from trainer.cli.feature_commands import feature_commands
+from trainer.config.command_words import READING_COMMANDS
 from trainer.config.messages import clip, did_you_mean
 from trainer.core.errors import ConfigError
 from trainer.report.views import views
@@ -22,6 +23,7 @@ COMMAND_HELP: Mapping[str, str] = {
     "verify": "check on your model and data that accumulation gives the whole-batch gradient",
     "evaluate": "evaluate a run on the held-out data: run=RUN",
     "export": "write a run's weights as safetensors: run=RUN export.to=DIR",
+    **{word: command.help for word, command in READING_COMMANDS.items()},
     **{name: view.help for name, view in views().items()},
     **{name: each.help for name, each in feature_commands().items()},
     "recipes": "list recipes with purpose, cost and measured result",
@@ -71,7 +73,7 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
     """Tell command word, flags and overrides apart; `--a.b=c` is the override `a.b=c`."""
     faults, unknown = list[str](), list[str]()
     flags: dict[str, str] = {}
-    words, overrides = list[str](), list[str]()
+    words, overrides, stray = list[str](), list[str](), list[str]()
     waiting = list(reversed(argv))
     while waiting:
         token = waiting.pop()
@@ -96,11 +98,12 @@ def split_argv(argv: Sequence[str]) -> CommandLine:
         elif token.startswith("-"):
             unknown.append(_unknown_word(token))
         else:
-            faults.append(_unknown_word(token))
+            stray.append(token)
+    command = words[0] if words else None
+    faults += _stray_faults(stray, command)
     only_shows = not flags.keys().isdisjoint(_SHOWING) or not set(words).isdisjoint(PAGE_WORDS)
     if faults or (unknown and only_shows):
         raise ConfigError(*unknown, *faults)
-    command = words[0] if words else None
     return CommandLine(command=command, flags=flags, overrides=overrides, faults=unknown)
 
 
@@ -164,6 +167,15 @@ def _take_flag(flag: str, value: str, waiting: list[str], flags: dict[str, str])
         near = did_you_mean(value, words)
         return [f"{flag}={value}: no such view.{near} Choices: {', '.join(words)}"]
     return []
+
+
+def _stray_faults(words: Sequence[str], command: str | None) -> list[str]:
+    """Say what is meant by words that are neither commands nor settings."""
+    found = READING_COMMANDS.get(command or "")
+    if words and found is not None and found.text is not None:
+        text = f"{' '.join(words)}: is no setting; quote the whole text: {found.text}='...'"
+        return [clip(text)]
+    return [*map(_unknown_word, words)]
 
 
 def _unknown_word(word: str) -> str:

@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import Override
 
 from trainer.cli.overrides import quote, read_override
 from trainer.cli.run_names import called, training_names
+from trainer.config.command_words import commands_without_data
 from trainer.config.components import COMPONENTS, EVAL_SETS, NAMES_A_PATH, ExistingPath, owner_of
 from trainer.config.consent import refuse_odd_files
 from trainer.config.data_sets import sources
@@ -84,13 +85,12 @@ def _weights_in_full(config: RunConfig, init: str) -> str:
 
 
 def refuse_missing(config: RunConfig) -> None:
-    """Refuse a run whose data or weights are not there; an export reads a checkpoint alone."""
+    """Refuse a run whose data or weights are not there; some commands read no data."""
     init, paths = config.init, {"data.eval_path": config.data.eval_path}
     for key, each in (("data", config.data), *config.listed()):
         if owner_of(key) and declared(each.target).types.get("path") is ExistingPath:
             paths[f"{key}.path"] = each.params.get("path")
-    # An export reads no sample.
-    if config.command == "export":
+    if config.command in commands_without_data():
         paths.clear()
     for key, path in paths.items():
         if path and not exists(path):

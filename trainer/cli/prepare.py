@@ -15,6 +15,7 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import Composer, Job
+from trainer.cli.exit_messages import print_notes
 from trainer.cli.overrides import (
     classify,
     distinct,
@@ -26,8 +27,9 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config import consent
-from trainer.config.messages import clip
-from trainer.config.run_config import READING, to_plain
+from trainer.config.command_words import READING, text_keys
+from trainer.config.messages import clip, line
+from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
 from trainer.core.run_folder import RunFolder, step_of
@@ -38,6 +40,7 @@ _FOLDER = "hydra.run.dir"
 
 def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] = ()) -> Job:
     """Prepare one run from overrides as typed, of which some faults were found before."""
+    lines, texts = _without_texts(lines)
     parsed, unread = parse(lines, is_typed=True)
     faults, overrides = [*faults, *unread], list[Override]()
     for override in parsed:
@@ -49,6 +52,9 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
             overrides.append(override)
     if {"run", "resume"} <= {*map(dotted, overrides)}:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
+    for key, text in texts.items():
+        if word_of(parsed, "command") != (command := text_keys()[key]):
+            faults.append(line(key, text, f"is for train {command} run=RUN; leave it out"))
     with composer.open(overrides):
         try:
             job = _prepare(_without_checkpoints(overrides), composer)
@@ -58,7 +64,21 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
             raise
     if faults:
         raise ConfigError(*faults)
-    return job
+    return replace(job, config=job.config.model_copy(update=texts))
+
+
+def _without_texts(lines: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Part overrides from the texts among them, which no grammar reads."""
+    rest, texts, keys = list[str](), dict[str, str](), text_keys()
+    for each in lines:
+        key, equals, text = each.partition("=")
+        if not equals or (key := key.lstrip("+")) not in keys:
+            rest.append(each)
+            continue
+        if key in texts:
+            print_notes([f"{key}: typed several times; the last one counts"])
+        texts[key] = text
+    return rest, texts
 
 
 def _prepare(overrides: Sequence[Override], composer: Composer) -> Job:

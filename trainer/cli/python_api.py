@@ -20,6 +20,7 @@ from trainer.cli.compose import Composer, plain_of
 from trainer.cli.overrides import quote
 from trainer.cli.prepare import prepare_run
 from trainer.cli.start import start_job
+from trainer.config.command_words import text_keys
 from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
@@ -167,7 +168,11 @@ def _value_lines(
         if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):
             yield from _value_lines(value, f"{key}.", chosen, known)
         elif (key not in known or known[key] != value) and key not in chosen:
-            yield f"++{key}={literal(value)}"
+            written = literal(value)
+            # No grammar reads it.
+            if key in text_keys():
+                written = str(value)
+            yield f"++{key}={written}"
 
 
 def literal(value: object) -> str:

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from trainer.cli.overrides import ConfigGroups, dotted, parse
 from trainer.cli.run_names import called, unknown_run
 from trainer.config import run_config, trackers
+from trainer.config.command_words import READING
 from trainer.config.components import EVAL_SETS
 from trainer.config.consent import acting, refuse_odd_files
 from trainer.config.messages import clip
@@ -218,7 +219,7 @@ def refuse_changes(run: RunFolder, config: run_config.RunConfig) -> None:
         lines = (clip(f"{run.path / RunFolder.CONFIG}: {fault}; {hint}") for fault in error.faults)
         raise ConfigError(*lines) from None
     compare = run_config.step_faults
-    if config.command in run_config.READING:
+    if config.command in READING:
         compare = run_config.reading_faults
     if faults := compare(config, old):
         raise ConfigError(*faults)

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
+from trainer.config.command_words import READING, commands_but
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared
 from trainer.config.messages import Tree, flat, line, lookup, refusals
@@ -25,7 +26,7 @@ _TWO_SIZES = {"accum.micro", "accum.steps"}
 _NOT_HSDP, _STARTING = ("auto", "none", "ddp", "fsdp"), ("train", "plan", "verify")
 _HSDP = "has an effect only with parallel=hsdp"
 _PICKS = "picks a checkpoint of run=, init= or resume=RUN; for the length of a run type steps="
-_IS_READ = "read by evaluate, export, plan and verify; to go on with a run: resume="
+_IS_READ = f"read by {', '.join(READING)}, plan and verify; to go on with a run: resume="
 _ALL = "only to evaluate a run on other data: train evaluate run=RUN data.path=OTHER "
 _ALL += "data.holdout=all"
 _SHOWS = "shows samples under train plan: type train plan ..."
@@ -40,17 +41,17 @@ _CONFLICTS: tuple[tuple[str, object, str, object, str], ...] = (
     ("batch.global", ..., "batch.gives_sizes", (True,), "batch.stages has the sizes; leave it out"),
     ("parallel.shard", int, "parallel.mode", _NOT_HSDP, _HSDP),
     ("parallel.replicate", int, "parallel.mode", _NOT_HSDP, _HSDP),
-    ("command", ("evaluate", "export"), "run", (None,), "needs run=outputs/... or run=auto"),
+    ("command", READING, "run", (None,), "needs run=outputs/... or run=auto"),
     ("command", ("export",), "export.to", (None,), "needs a folder to write into: export.to=DIR"),
     ("run", ..., "command", _STARTING, _IS_READ),
-    ("data.holdout", ("all",), "command", (*_STARTING, "export"), _ALL),
+    ("data.holdout", ("all",), "command", commands_but("evaluate"), _ALL),
     ("data.eval_path", ..., "data.holdout", ("all",), "with data.holdout=all type data.path"),
-    ("data.show", int, "command", ("train", "verify", "evaluate", "export"), _SHOWS),
-    ("eval.predictions", (True,), "command", (*_STARTING, "export"), _ARE_WRITTEN),
-    ("device", tuple(CARDS), "command", ("train", "verify", "evaluate", "export"), _FOR_PLAN),
+    ("data.show", int, "command", commands_but("plan"), _SHOWS),
+    ("eval.predictions", (True,), "command", commands_but("evaluate"), _ARE_WRITTEN),
+    ("device", tuple(CARDS), "command", commands_but("plan"), _FOR_PLAN),
     ("data.eval_path", ..., "data.path", (None,), _NO_PATH),
-    ("export.to", ..., "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
-    ("export.merge", (True,), "command", (*_STARTING, "evaluate"), _IS_WRITTEN),
+    ("export.to", ..., "command", commands_but("export"), _IS_WRITTEN),
+    ("export.merge", (True,), "command", commands_but("export"), _IS_WRITTEN),
     ("export.merge", (True,), "adapter", ("none",), "the run has no adapter; leave it out"),
     ("init", ..., "resume", ..., "starts a new run; resume= goes on with an old one"),
 )

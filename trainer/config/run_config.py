@@ -21,6 +21,7 @@ from pydantic import Field, create_model
 from trainer.config import components, sections
 from trainer.config.amounts import parse_time
 from trainer.config.cards import CardName
+from trainer.config.command_words import ALL_COMMANDS
 from trainer.config.components import COMPONENTS, Component, Count, Natural, NonEmptyText, Section
 from trainer.config.declared import declared
 from trainer.config.messages import ancestors, did_you_mean, flat, line, show
@@ -31,8 +32,6 @@ from trainer.core.run_folder import RunFolder
 FINE_TUNING = (8, 128, 100)
 """Smallest and largest default global batch where weights are loaded, and the steps an epoch that
 it leaves, if it can."""
-# Commands that read another run and leave its status as it is
-READING = ("evaluate", "export")
 
 # What the optimizer step is made of, beside `steps` and `epochs`; the rest is execution.
 _STEP_KEYS: tuple[str, ...] = ("batch", "seed", "data", "model", "objective", "optimizer")
@@ -47,7 +46,7 @@ _BY_JOB = {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"}
 class RunConfig(Section):
     """One run, composed and valid. What its keys mean stands in `conf/`."""
 
-    command: Literal["train", "plan", "verify", "evaluate", "export"]
+    command: str
     name: components.Word | None
     batch: components.Batch
     accum: components.Accum
@@ -183,9 +182,10 @@ FullConfig: type[RunConfig] = create_model(
     "FullConfig",
     __base__=RunConfig,
     __module__=__name__,
+    command=(Literal[ALL_COMMANDS], ...),
     **dict.fromkeys(components.FEATURES, (Component, ...)),  # type: ignore[call-overload]
 )
-"""The config with a key for each feature: the one that is built."""
+"""The config with a key for each feature, and every command: the one that is built."""
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

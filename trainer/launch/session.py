@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from trainer.commands import COMMANDS
-from trainer.config.run_config import READING, RunConfig
+from trainer.commands import function_of
+from trainer.config.command_words import READING
+from trainer.config.run_config import RunConfig
 from trainer.core import gpu
 from trainer.core.errors import ConfigError, DoesNotFitError, RankFailedError, TrainError
 from trainer.core.out_of_memory import is_out_of_memory
@@ -144,7 +145,8 @@ def joined_session(
 def run_rank(config: RunConfig, folder: Path, world: World, stop: StopFlag) -> int:
     """Run the command as one rank, recorded elsewhere, and give the exit code."""
     try:
-        return COMMANDS[config.command](config.with_global_batch(world.size), folder, world, stop)
+        run = function_of(config.command)
+        return run(config.with_global_batch(world.size), folder, world, stop)
     except SystemExit as error:  # it would end the run as if it were done
         raise TrainError(f"{described(error)}: do not exit the process in user code") from error
     except Exception as error:

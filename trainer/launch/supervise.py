@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-from trainer.config.run_config import READING, RunConfig, to_text
+from trainer.config.command_words import READING
+from trainer.config.run_config import RunConfig, to_text
 from trainer.core import durable, signals
 from trainer.core.errors import Preempted, RankFailedError
 from trainer.core.own_code import OWN_CODE

@@ -31,10 +31,10 @@ from trainer.cli.overrides import (
     without,
     word_of,
 )
+from trainer.config.command_words import READING
 from trainer.config.consent import ONLY_TYPED
 from trainer.config.messages import clip, line
 from trainer.config.metric_mode import mode_of
-from trainer.config.run_config import READING
 from trainer.core import durable
 from trainer.core.errors import INTERRUPTED, ConfigError, Preempted, TrainError
 from trainer.core.run_folder import GRID_FILE, SEARCH_FILE, UNREADABLE, RunFolder, hold
