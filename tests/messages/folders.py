@@ -47,9 +47,11 @@ def llama_and_texts(here: Path) -> None:
     write_lines(here / "pairs.jsonl", [{"prompt": text, "completion": "so"} for text in TEXTS])
 
 
-def run_without_held_out(here: Path) -> None:
-    """A finished run of one step that held nothing out."""
+def runs_to_read(here: Path) -> None:
+    """Finished runs of one step: one that held nothing out, and one of a classifier of images."""
     go("steps=1 data.holdout=0").folder.rename(here / "run")
+    toys = "model._target_=tests.lib.run_toys.Vision data._target_=tests.lib.run_toys.Images"
+    go(f"steps=1 {toys}").folder.rename(here / "pictures")
 
 
 def runs_of_a_name(here: Path) -> None:

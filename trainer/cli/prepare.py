@@ -27,8 +27,8 @@ from trainer.cli.overrides import (
     word_of,
 )
 from trainer.config import consent
-from trainer.config.command_words import READING, text_keys
-from trainer.config.messages import clip, line
+from trainer.config.command_words import READING, text_faults, text_keys
+from trainer.config.messages import clip
 from trainer.config.run_config import to_plain
 from trainer.core.errors import ConfigError, NoCheckpointError, TrainError
 from trainer.core.format import shown_path
@@ -52,9 +52,7 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
             overrides.append(override)
     if {"run", "resume"} <= {*map(dotted, overrides)}:
         faults.append("run, resume: both name a run; type run= to read one, resume= to go on")
-    for key, text in texts.items():
-        if word_of(parsed, "command") != (command := text_keys()[key]):
-            faults.append(line(key, text, f"is for train {command} run=RUN; leave it out"))
+    faults += text_faults(texts, word_of(parsed, "command"))
     with composer.open(overrides):
         try:
             job = _prepare(_without_checkpoints(overrides), composer)
@@ -68,11 +66,14 @@ def prepare_run(lines: Sequence[str], composer: Composer, faults: Sequence[str] 
 
 
 def _without_texts(lines: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Part overrides from the texts among them, which no grammar reads."""
+    """Part overrides from the texts among them, which no grammar reads.
+
+    From Python one is `++key=`, quoted, and stays.
+    """
     rest, texts, keys = list[str](), dict[str, str](), text_keys()
     for each in lines:
         key, equals, text = each.partition("=")
-        if not equals or (key := key.lstrip("+")) not in keys:
+        if not equals or key not in keys:
             rest.append(each)
             continue
         if key in texts:

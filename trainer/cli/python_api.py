@@ -20,7 +20,6 @@ from trainer.cli.compose import Composer, plain_of
 from trainer.cli.overrides import quote
 from trainer.cli.prepare import prepare_run
 from trainer.cli.start import start_job
-from trainer.config.command_words import text_keys
 from trainer.config.components import COMPONENTS
 from trainer.config.consent import TARGET
 from trainer.config.messages import flat, lookup
@@ -168,11 +167,7 @@ def _value_lines(
         if isinstance(value, Mapping) and value and all(map(_WORD.fullmatch, map(str, value))):
             yield from _value_lines(value, f"{key}.", chosen, known)
         elif (key not in known or known[key] != value) and key not in chosen:
-            written = literal(value)
-            # No grammar reads it.
-            if key in text_keys():
-                written = str(value)
-            yield f"++{key}={written}"
+            yield f"++{key}={literal(value)}"
 
 
 def literal(value: object) -> str:

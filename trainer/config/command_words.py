@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
+from trainer.config.messages import line
 from trainer.config.option_files import data_dir, load_yaml
 
 
@@ -61,3 +62,10 @@ def text_keys() -> dict[str, str]:
         if each.text is not None:
             found[each.text] = word
     return found
+
+
+def text_faults(texts: Mapping[str, object], command: object) -> Iterator[str]:
+    """Refuse a text, by its key, that is another command's."""
+    for key, owner in text_keys().items():
+        if texts.get(key) is not None and command != owner:
+            yield line(key, texts[key], f"is for train {owner} run=RUN; leave it out")

@@ -43,6 +43,7 @@ ONLY_TYPED: Mapping[str, str] = {
     "init": "it chooses weights to read",
     "outputs": "it chooses where a run writes",
     "export": "it chooses where weights are written",
+    "prompt": "it is a text for one command",
 }
 """Keys that neither a recipe nor a run folder gives, whole sections among them, with the reason."""
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, final
 
 from trainer.config.cards import CARDS
-from trainer.config.command_words import READING, commands_but
+from trainer.config.command_words import READING, commands_but, text_faults
 from trainer.config.components import COMPONENTS, EVAL_SETS
 from trainer.config.declared import declared
 from trainer.config.messages import Tree, flat, line, lookup, refusals
@@ -82,6 +82,7 @@ def rule_faults(tree: Tree, choices: Mapping[str, Any]) -> Iterator[str]:
     for key, values, other, others, text in _CONFLICTS:
         if _is_one_of(view[key], values) and _is_one_of(view[other], others):
             yield line(key, view[key], text)
+    yield from text_faults(view, view["command"])
     yield from _weight_faults(view)
     yield from _place_faults(view)
     yield from metric_faults(view)

@@ -89,6 +89,8 @@ class RunConfig(Section):
     run: NonEmptyText | None
     step: Literal["last", "best", "ema"] | Natural
     export: sections.Export
+    prompt: str | None
+    generate: sections.Generate
     trust: components.Words
     # Not keys of the interface. `choices`: the option of every group, `accum/gradient` too
     choices: dict[str, Any] = Field(default_factory=dict)

@@ -89,6 +89,13 @@ class Nonfinite(Section):
     limit: Count
 
 
+class Generate(Section):
+    """Texts that `train generate` writes."""
+
+    tokens: Count
+    temperature: components.NonNegative
+
+
 class Export(Section):
     """Weights for other programs."""
 

@@ -20,7 +20,7 @@ from trainer.config import components, data_sets, messages, trackers
 from trainer.config.declared import declared
 from trainer.config.keys import KEYS
 from trainer.config.messages import MISSING, Tree, lookup
-from trainer.config.option_files import OWN, data_dir, default_options, options_of
+from trainer.config.option_files import OWN, data_dir, default_options, load_yaml, options_of
 from trainer.config.other_trainers import REFUSED, REFUSED_CLASSES, hint_for
 from trainer.config.rules import give_way, rule_faults
 from trainer.config.run_config import FINE_TUNING, FullConfig, RunConfig, to_plain
@@ -123,7 +123,11 @@ def _distinct(faults: Collection[str]) -> list[str]:
 
 def from_plain(plain: Tree) -> RunConfig:
     """Read what `to_plain` wrote; never consent and `trust`."""
-    choices, whole = dict(plain.get("choices", {})), {**plain, "trust": []}
+    choices, defaults = dict(plain.get("choices", {})), load_yaml(data_dir("conf") / "config.yaml")
+    whole = {**plain, "trust": []}
+    # A run that was made before there was such a command lacks them.
+    for key in ("prompt", "generate"):
+        whole.setdefault(key, defaults[key])
     try:
         return FullConfig.model_validate(_fields(whole, choices, ()))
     except ValidationError as error:

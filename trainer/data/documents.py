@@ -326,12 +326,19 @@ class ByteDocuments(TwoSides):
         known = super().facts()
         return replace(known, vocab_size=VOCAB_SIZE, byte_entropies=self.byte_entropies)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    @classmethod
+    def text_facts(cls) -> DataFacts:
+        """Say how a text becomes tokens, and tokens a text, where no document is read."""
+        return DataFacts(vocab_size=VOCAB_SIZE, decode=cls.decode, prompt=cls.prompt)
+
+    @staticmethod
+    def decode(ids: Sequence[int]) -> str:
         """See the base class; BOS and EOS are words."""
         words = {BOS: b"<|bos|>", EOS: b"<|eos|>"}
         return b"".join(words.get(i) or bytes([i]) for i in ids).decode(errors="replace")
 
-    def prompt(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+    @staticmethod
+    def prompt(text: str) -> tuple[Sequence[int], Sequence[int]]:
         """See the base class."""
         return [BOS, *text.encode()], [EOS]
 

@@ -6,7 +6,7 @@ The engine asks for these facts alone. What it does not know is left out.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,19 @@ from torch import nn
 from trainer.config.components import Pooling
 from trainer.config.option_files import LIBRARIES
 from trainer.core.micro_batch import Fields
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What is to follow a prompt."""
+
+    prompt: Sequence[int]
+    ends: Collection[int]  # tokens of which each one ends it, and is no part of it
+    most: int  # tokens
+    temperature: float  # 0: each token is the likeliest
+    vocab_size: int | None  # tokens are below it; None: any that the model knows
+    pad_token_id: int
 
 
 @final
@@ -50,6 +63,8 @@ class ModelFacts:
     omit_mask: Callable[[], object] | None = None
     # Has it attend to packed documents one by one, and gives what undoes that; None where it cannot
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
+    # Continues a prompt as its library does, and calls with each token; None where it does not
+    continue_prompt: Callable[[Continuation, Callable[[int], object]], object] | None = None
     # Writes weights and config into a folder, and gives the lines of Python that load them
     save: Callable[[Path], object] | None = None
     how_to_load: Callable[[str], list[str]] | None = None

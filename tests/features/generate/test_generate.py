@@ -40,6 +40,10 @@ def test_a_prompt_is_continued_as_the_exported_model_does(mode, capfd):
         assert entry["text"] == tokenizer.decode(whole[ids.shape[1] :], skip_special_tokens=True)
         assert entry["text"]
     assert f"'we' -> {found[-1]['text']!r}" in capfd.readouterr().out
+    assert shell(f"generate run={run.folder} prompt=we generate.tokens=8") == 0
+    shown = capfd.readouterr()
+    assert shown.out == f"{found[-1]['text']}\n", "with a cache as without"
+    assert "reading step 2" in shown.err
 
 
 @pytest.mark.slow

@@ -6,23 +6,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
-import torch
-
 from trainer.assemble.features import Feature
 from trainer.assemble.run import Run
 from trainer.config.run_config import RunConfig
 from trainer.core.errors import ConfigError, Preempted
 from trainer.core.out_of_memory import AllocationGuard
 from trainer.core.run_folder import RunFolder
-from trainer.data.collate import ATTENTION_MASK
-from trainer.data.samples import INPUT_IDS, faults_of
-from trainer.objectives.base import logits_of
+from trainer.data.samples import faults_of
+from trainer.features.generate.next_token import Tokens, scores_behind
 from trainer.report.console import step_text
 from trainer.training.data import Data
 from trainer.training.evaluation import inference
 from trainer.training.loop import OpenRun
-
-Tokens = list[int]
 
 
 @final
@@ -121,7 +116,13 @@ def _continued(
         with inference(model, world):
             for _ in range(most):
                 with AllocationGuard() as guard:
-                    ids = _likeliest(run, rows, length)
+                    facts = run.feed.data.loader.dataset.facts
+                    scores = scores_behind(
+                        *(model.call, rows, length, world.device),
+                        pad_token_id=facts.pad_token_id,
+                        vocab_size=facts.vocab_size,
+                    )
+                    ids = scores.argmax(-1).tolist()
                 if guard.failed:
                     ids = []
                 ranks = world.collect([guard.failed, run.was_asked(), ids])
@@ -138,21 +139,3 @@ def _continued(
     finally:
         model.release()
     return rows
-
-
-def _likeliest(run: OpenRun, rows: Sequence[Tokens], length: int) -> Tokens:
-    """Give the likeliest token behind each row, of those that can be decoded."""
-    facts, device = run.feed.data.loader.dataset.facts, run.context.world.device
-    ids = torch.full((len(rows), length), facts.pad_token_id or 0, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    # On the right: positions are counted from the left, and a causal model sees no padding there.
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row)
-        mask[place, : len(row)] = 1
-    fields = {INPUT_IDS: ids.to(device), ATTENTION_MASK: mask.to(device)}
-    logits = logits_of(run.context.parallel.call(fields))
-    last = torch.tensor([*map(len, rows)], device=logits.device) - 1
-    places = torch.arange(len(rows), device=logits.device)
-    # Beyond the vocabulary of the data lie rows of a padded table, which stand for no token.
-    tokens: Tokens = logits[places, last, : facts.vocab_size].argmax(-1).tolist()
-    return tokens

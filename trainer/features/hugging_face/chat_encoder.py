@@ -177,6 +177,9 @@ def prompt_tokens(
         after, _ = chat.tokenize(chat.render(whole).rpartition(_ANSWER)[2].lstrip())
         if after and after[0] in tokenizer.added_tokens_decoder:
             ends.append(after[0])
+    elif form == "source and target":
+        # What an encoder reads has all special tokens; what ends is the target.
+        ids = tokenizer(text, verbose=False)[INPUT_IDS]
     else:
         if form == "instruction":
             text = _WITHOUT_INPUT.format(text)

@@ -162,6 +162,26 @@ class HuggingFaceData(TwoSides):
         self._split_rule = "whole records, copies of one together, drawn by data.split_seed"
         return held_out_mask(self._index.groups, holdout, seed)
 
+    @staticmethod
+    def text_facts(
+        tokenizer: Any,  # noqa: ANN401 - whatever the tokenizer is
+        data_format: str | None = None,
+        chat_template: components.ExistingPath | None = None,
+        chat_template_kwargs: components.TemplateVariables | None = None,
+    ) -> DataFacts:
+        """Say how a text becomes tokens, and tokens a text without special ones; reads no record.
+
+        `data_format` is what the records were recognised as; not known, a tokenizer with a chat
+        template is taken for one of conversations.
+        """
+        template = {"chat_template": read_template(chat_template), **(chat_template_kwargs or {})}
+        return DataFacts(
+            vocab_size=len(tokenizer),
+            pad_token_id=pad_token_of(tokenizer),
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            prompt=lambda text: prompt_tokens(tokenizer, text, data_format or "chat", template),
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """Write tokens as text, special ones too."""
         return str(self._tokenizer.decode(ids))

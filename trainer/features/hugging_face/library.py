@@ -21,6 +21,7 @@ from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.micro_batch import Fields
 from trainer.features.hugging_face import classes
 from trainer.features.hugging_face.by_document import attend_by_document
+from trainer.features.hugging_face.continuation import GENERATING, continue_prompt
 from trainer.features.hugging_face.model_folder import (
     copy_input_files,
     read_config,
@@ -141,6 +142,8 @@ class HuggingFace(ModelLibrary):
             facts = facts.filled(omit_mask=partial(_omit_mask, module))
         if task is not None:
             facts = facts.filled(objective=partial(_objective, module, facts.pooling))
+        if task in GENERATING and hasattr(module, "generate"):
+            facts = facts.filled(continue_prompt=partial(continue_prompt, module))
         if (save := getattr(module, "save_pretrained", None)) is None:
             return facts
         # A saved model is loaded by the class for its task, if it is named so, or by its own.
