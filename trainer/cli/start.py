@@ -16,7 +16,7 @@ from omegaconf import open_dict
 
 from trainer.cli import saved_runs
 from trainer.cli.compose import CONFIG_NAME, Composer, Job
-from trainer.cli.exit_messages import print_crash, print_error, print_out
+from trainer.cli.exit_messages import print_crash, print_error, print_notes, print_out
 from trainer.config import consent
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.config.secrets import mask_logs
@@ -49,7 +49,11 @@ def start_job(job: Job, composer: Composer, *, is_python: bool = False) -> int:
     and logging stays as it is.
     """
     made = [path for path in (job.folder, *job.folder.parents) if not path.exists()]
-    print_out(job.note, is_prose=True)
+    if job.makes_folder:
+        print_out(job.note, is_prose=True)
+    # What reads a run may write for another program.
+    elif job.note:
+        print_notes([job.note.rstrip()])
     try:
         return _start(job, composer, is_python=is_python)
     except BaseException as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
@@ -22,7 +23,19 @@ from trainer.core.format import expanded, shown_path
 from trainer.core.run_folder import RunFolder
 from trainer.core.world import World
 from trainer.models.facts import ModelFacts, facts_of, model_library, noted_facts
+from trainer.report import model_card
 from trainer.report.console import Screen, show_read
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What is written, and how it is loaded."""
+
+    model: nn.Module | None  # whose weights are written in place of those that are stored
+    write: Callable[[Path], object] | None  # writes the folder in place of safetensors
+    lines: Callable[[Path], list[str]]  # of Python, that load it from a folder
+    library: str | None  # what loads it, by a hub's word
 
 
 def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[], bool]) -> int:
@@ -35,44 +48,75 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     if config.export.to is None:
         raise ConfigError("export.to: needs a folder, e.g. export.to=weights")
     loaded = load_step(folder, config.step)
-    to, given = expanded(config.export.to), read_terms(loaded).given
+    to, terms = expanded(config.export.to), read_terms(loaded)
     model = exported.built(config, loaded, world)
     facts = ModelFacts()
     if model is not None:
         facts = facts_of(model)
-    description = exported.export_config(config, given, loaded.step)
-    tokenizer = exported.tokenizer_of(config)
-    write: Callable[[Path], object] | None = facts.save
-    lines: list[str] | None = exported.lines_to_load(config, facts, shown_path(to))
+    description = exported.export_config(config, terms.given, loaded.step)
+    tokenizer, base = exported.tokenizer_of(config), _base(model, folder, loaded)
+    written = Written(
+        model=model,
+        write=facts.save,
+        lines=partial(exported.lines_to_load, config, facts),
+        library=facts.library_name,
+    )
     if config.adapter.target != NO_ADAPTER:
-        adapter: Any = look_up_transforms(config)[0][-1]
-        if config.export.merge:
-            if not hasattr(adapter, "merge"):
-                kind = type(adapter).__name__
-                raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
-            model = adapter.merge(model)
-            write = facts_of(model).save
-        elif hasattr(adapter, "save"):
-            base = _base(model, folder, loaded)
-            write = partial(adapter.save, model, base)
-            lines = []
-            if hasattr(adapter, "how_to_load"):
-                lines = adapter.how_to_load(model, base, to)
-        else:
-            # No line of Python loads it: it takes the adapter's class, and its arguments.
-            description["adapter"], lines = to_plain(config)["adapter"], None
-            kind = type(adapter).__name__
-            Screen().warn(
-                f"{kind} has no method `save`: the whole model is written, with the names that it "
-                "has under the adapter; only init= with the same adapter reads them"
-            )
-    if lines is not None:
-        lines = model_library().with_tokenizer(lines, tokenizer, shown_path(to))
-    export(loaded, to, description, model, write, exported.writers_beside(config, facts, tokenizer))
-    show_read(loaded, f"weights written to {to}")
-    for line in lines or ():
+        written, added = _with_adapter(config, written, base)
+        description |= added
+
+    def lines(place: Path) -> list[str]:
+        found = written.lines(place)
+        return model_library().with_tokenizer(found, tokenizer, place) if found else []
+
+    labels = {"library_name": written.library, "pipeline_tag": facts.pipeline_tag}
+    card = model_card.ModelCard(
+        name=config.name or to.name,
+        model=type(model).__name__ if facts.library_name else config.model.label,
+        config=config,
+        run=RunFolder(folder),
+        step=loaded.step,
+        is_average=loaded.is_average,
+        total_steps=terms.total_steps,
+        contract=terms.contract,
+        environment=terms.environment,
+        labels={name: word for name, word in labels.items() if word is not None},
+        base=base,
+        lines=lines(Path(to.name)),
+    )
+    beside = exported.writers_beside(config, facts, tokenizer)
+    # The last, so that it stands where a library wrote one, too.
+    export(loaded, to, description, written.model, written.write, [*beside, card.write])
+    file = shown_path(to / model_card.FILE)
+    show_read(loaded, f"weights written to {to}", f"{file} describes them: fill in the licence")
+    for line in lines(to):
         Screen().line(f"  {line}", is_command=True)
     return 0
+
+
+def _with_adapter(
+    config: RunConfig, written: Written, base: str | None
+) -> tuple[Written, dict[str, Any]]:
+    """Write the adapter alone, or merged; gives what config.json says where it can be neither."""
+    adapter: Any = look_up_transforms(config)[0][-1]
+    kind, model = type(adapter).__name__, written.model
+    if config.export.merge:
+        if not hasattr(adapter, "merge"):
+            raise ConfigError(f"export.merge=true: {kind} has no method `merge`; leave it out")
+        merged = adapter.merge(model)
+        return replace(written, model=merged, write=facts_of(merged).save), {}
+    if hasattr(adapter, "save"):
+        library = getattr(adapter, "library_name", None)
+        written = replace(written, write=partial(adapter.save, model, base), library=library)
+        if hasattr(adapter, "how_to_load"):
+            return replace(written, lines=partial(adapter.how_to_load, model, base)), {}
+        return replace(written, lines=lambda _: []), {}
+    Screen().warn(
+        f"{kind} has no method `save`: the whole model is written, with the names that it "
+        "has under the adapter; only init= with the same adapter reads them"
+    )
+    # No line of Python loads it: it takes the adapter's class, and its arguments.
+    return replace(written, lines=lambda _: []), {"adapter": to_plain(config)["adapter"]}
 
 
 def _base(model: nn.Module | None, folder: Path, loaded: Loaded) -> str | None:

@@ -19,12 +19,13 @@ from trainer.assemble.instantiate import look_up
 from trainer.assemble.module import build_model
 from trainer.assemble.saved import Saved, read_terms
 from trainer.checkpoint.store import Loaded
-from trainer.checkpoint.weights import checkpoint_weights
+from trainer.checkpoint.weights import CONFIG_FILE, WEIGHTS_FILE, checkpoint_weights
 from trainer.commands.evaluate import open_evaluation
 from trainer.config.components import NO_ADAPTER, Component
 from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
+from trainer.core.format import python_text
 from trainer.core.world import World
 from trainer.models.facts import ModelFacts, model_library
 from trainer.report.console import Screen
@@ -121,19 +122,20 @@ def _data_parts(config: RunConfig) -> dict[str, Component]:
     return {"data": config.data, **sources}
 
 
-def lines_to_load(config: RunConfig, facts: ModelFacts, folder: str) -> list[str]:
+def lines_to_load(config: RunConfig, facts: ModelFacts, folder: Path) -> list[str]:
     """Write the lines of Python that load an export; none where it takes more than lines."""
     if facts.how_to_load is not None:
-        return facts.how_to_load(folder)
+        return facts.how_to_load(python_text(str(folder)))
     kind = look_up(config.model, "model", config.trust)
     has_class = any(isinstance(value, dict) for value in config.model.params.values())
-    is_changed = bool(config.transforms) or config.adapter.target != NO_ADAPTER or has_class
-    if not inspect.isclass(kind) or is_changed:
+    has_adapter = config.adapter.target != NO_ADAPTER and not config.export.merge
+    if not inspect.isclass(kind) or config.transforms or has_adapter or has_class:
         return []
+    described, weights = (str(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    read = f"json.loads(pathlib.Path({python_text(described)}).read_text())"
     return [
-        "import json; from pathlib import Path; from safetensors.torch import load_file; "
+        "import json, pathlib, safetensors.torch",
         f"from {kind.__module__} import {kind.__name__}",
-        f'arguments = json.loads(Path("{folder}/config.json").read_text())["arguments"]',
-        f"model = {kind.__name__}(**arguments)",
-        f'model.load_state_dict(load_file("{folder}/model.safetensors"))',
+        f'model = {kind.__name__}(**{read}["arguments"])',
+        f"model.load_state_dict(safetensors.torch.load_file({python_text(weights)}))",
     ]

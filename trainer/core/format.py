@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -143,6 +144,11 @@ def lead_nowhere(file: TextIO) -> None:
 def expanded(typed: str) -> Path:
     """Read a path as one types it; a `~name` of nobody stays, so that it is not found."""
     return Path(os.path.expanduser(typed))  # noqa: PTH111 - of pathlib it raises
+
+
+def python_text(text: str) -> str:
+    """Write a text as Python has it, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def shown_path(path: Path) -> str:

@@ -17,6 +17,19 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """A model or data set on the hub: `gpt2`, `org/name`."""
 
 
+def hub_name(source: str) -> str | None:
+    """Give the name on the hub of what was loaded; None of a folder that has none.
+
+    A folder of the hub's cache is models--org--name/snapshots/COMMIT.
+    """
+    parts = Path(source).parts
+    if "snapshots" in parts[1:]:
+        source = parts[parts.index("snapshots") - 1].removeprefix("models--").replace("--", "/", 1)
+    elif os.path.exists(source):  # noqa: PTH110 - too long for pathlib
+        return None
+    return source if HUB_NAME.fullmatch(source) else None
+
+
 def weights_path(typed: str) -> Path:
     """Give the path of weights, which need not be there.
 

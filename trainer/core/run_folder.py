@@ -138,6 +138,14 @@ class RunFolder:
             return []
         return [str(each).lstrip("+") for each in content]
 
+    def started_in(self) -> Path | None:
+        """Read the folder in which its latest start was typed; None where Hydra noted none."""
+        found: Any = _yaml(self.overrides_file.with_name("hydra.yaml"))
+        for name in ("hydra", "runtime", "cwd"):
+            # A stranger may have written the file.
+            found = found.get(name) if isinstance(found, dict) else None
+        return Path(found) if isinstance(found, str) else None
+
     def status(self) -> dict[str, Any]:
         """Read what the run is doing, or how it ended.
 

@@ -65,9 +65,13 @@ class ModelFacts:
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
     # Continues a prompt as its library does, and calls with each token; None where it does not
     continue_prompt: Callable[[Continuation, Callable[[int], object]], object] | None = None
-    # Writes weights and config into a folder, and gives the lines of Python that load them
+    # Writes weights and config into a folder, and gives the lines of Python that load them from
+    # one, whose name is written as Python has it
     save: Callable[[Path], object] | None = None
     how_to_load: Callable[[str], list[str]] | None = None
+    # What loads them, and what it makes of them, by a hub's own words
+    library_name: str | None = None
+    pipeline_tag: str | None = None
     # Writes into the folder of its weights what else it needs; inputs are made as folders say
     save_beside: Callable[[Path, Sequence[str]], object] | None = None
 
@@ -170,7 +174,7 @@ class ModelLibrary:
         """
         return built if hasattr(built, "save_pretrained") else None
 
-    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: str) -> list[str]:  # noqa: ANN401 - of any class
+    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: Path) -> list[str]:  # noqa: ANN401 - of any class
         """Add to lines of Python how a tokenizer of the library is loaded from a folder."""
         return lines
 

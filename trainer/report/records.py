@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.option_files import LIBRARIES
 from trainer.core import gpu
 
 PlanRecord = Mapping[str, Any]
@@ -35,6 +37,10 @@ def environment() -> dict[str, Any]:
     """
     versions = {name: package_version(name) for name in PACKAGES}
     versions |= {"trainer": package_version("step-trainer"), "cuda": torch.version.cuda}
+    for name in LIBRARIES["reported"]:
+        # What a run uses it has imported by now.
+        if name in sys.modules:
+            versions[name] = package_version(name)
     return {
         "versions": {"python": platform.python_version(), **versions},
         "git": git_revision(Path.cwd()),

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer.core.errors import ConfigError
-from trainer.core.format import DTYPE_WORDS
+from trainer.core.format import DTYPE_WORDS, python_text
 from trainer.core.hub_cache import read_cache_without_network
 from trainer.core.micro_batch import Fields
 from trainer.features.hugging_face import classes
@@ -27,7 +27,7 @@ from trainer.features.hugging_face.model_folder import (
     read_config,
     write_pooling,
 )
-from trainer.features.hugging_face.task import TASKS, task_of, task_of_class
+from trainer.features.hugging_face.task import TASKS, WORDS, task_of, task_of_class
 from trainer.features.hugging_face.tokenizers import hugging_face_tokenizer, read_template
 from trainer.models.bind import OMITTED
 from trainer.models.facts import ModelFacts, ModelLibrary
@@ -147,15 +147,21 @@ class HuggingFace(ModelLibrary):
         if (save := getattr(module, "save_pretrained", None)) is None:
             return facts
         # A saved model is loaded by the class for its task, if it is named so, or by its own.
-        kind = type(module).__name__
+        kind = own_kind = type(module).__name__
         if task is not None and kind.endswith("".join(TASKS[task].ends[:1])):
             kind = TASKS[task].auto_class
+        load, library = f"{kind}.from_pretrained", "transformers"
+        if facts.pooling is not None:
+            kind = load = "SentenceTransformer"
+            library = "sentence-transformers"
         return facts.filled(
             save=partial(save, max_shard_size=_ALL),
             save_beside=partial(_save_beside, module, facts.pooling),
+            library_name=library,
+            pipeline_tag=_pipeline_of(own_kind, facts.pooling),
             how_to_load=lambda folder: [
-                f"from transformers import {kind}",
-                f'model = {kind}.from_pretrained("{folder}")',
+                f"from {library.replace('-', '_')} import {kind}",
+                f"model = {load}({folder})",
             ],
         )
 
@@ -179,9 +185,10 @@ class HuggingFace(ModelLibrary):
             found.chat_template = read_template(named.pop())
         return found
 
-    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: str) -> list[str]:  # noqa: ANN401 - of any class
+    def with_tokenizer(self, lines: list[str], tokenizer: Any, folder: Path) -> list[str]:  # noqa: ANN401 - of any class
         """See the base class."""
-        if type(tokenizer).__module__.partition(".")[0] != "transformers":
+        is_beside = any("SentenceTransformer" in line for line in lines)
+        if type(tokenizer).__module__.partition(".")[0] != "transformers" or is_beside:
             return lines
         name, beside = "AutoTokenizer", "from transformers import "
         lines = [*lines]
@@ -191,7 +198,18 @@ class HuggingFace(ModelLibrary):
                 break
         else:
             lines.append(f"{beside}{name}")
-        return [*lines, f'tokenizer = {name}.from_pretrained("{folder}")']
+        place = python_text(str(folder))
+        return [*lines, f"tokenizer = {name}.from_pretrained({place})"]
+
+
+def _pipeline_of(kind: str, pooling: str | None) -> str | None:
+    """Give the hub's word for the job of a model, by the name of its class; None if not known."""
+    if pooling is not None:
+        return "sentence-similarity"
+    for end, word in WORDS["pipelines"].items():
+        if kind.endswith(end):
+            return str(word)
+    return None
 
 
 def _objective(module: nn.Module, pooling: str | None, fields: Fields) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainer.config.components import Count, ModuleNames, Share, Words, convert
 from trainer.config.messages import did_you_mean, first_of, show, value_fault
 from trainer.core.errors import ConfigError
+from trainer.core.format import python_text
 from trainer.features.hugging_face.task import TASKS, TaskWords, task_of
 from trainer.models.facts import facts_of, noted_facts
 from trainer.models.output_layer import candidate
@@ -45,6 +46,8 @@ class Lora(ModelTransform):
 
     is_adapter = True
     passes_on = "peft.LoraConfig"
+    library_name = "peft"
+    """What loads an export of it."""
 
     def __init__(
         self,
@@ -163,8 +166,9 @@ class Lora(ModelTransform):
 
     def how_to_load(self, model: nn.Module, base: str | None, folder: Path) -> list[str]:
         """Give the lines of Python that load what `save` wrote."""
+        place = python_text(str(folder))
         if base is None:
-            load = f'model = PeftModel.from_pretrained(base, "{folder}")  # base: as it was built'
+            load = f"model = PeftModel.from_pretrained(base, {place})  # base: as it was built"
             return ["from peft import PeftModel", load]
         words = _words(_config_of(model))
         kind = f"AutoPeftModel{''.join(words.ends[:1])}"
@@ -175,7 +179,7 @@ class Lora(ModelTransform):
         if kind.endswith("Classification"):
             its_config: Any = model.config
             more = f", id2label={its_config.id2label}, label2id={its_config.label2id}"
-        return [f"from peft import {kind}", f'model = {kind}.from_pretrained("{folder}"{more})']
+        return [f"from peft import {kind}", f"model = {kind}.from_pretrained({place}{more})"]
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Add the matrices to the weights beside them; the model has its own names then."""

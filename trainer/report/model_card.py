@@ -1,0 +1,208 @@
+"""Write the card of exported weights: README.md, as hubs show it, of what a run's records say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import yaml
+
+from trainer.config.components import Component
+from trainer.config.data_sets import source_components
+from trainer.config.messages import clip, show
+from trainer.config.run_config import RunConfig
+from trainer.config.secrets import without_secrets
+from trainer.core.format import number, plural, printable
+from trainer.core.hub_cache import hub_name
+from trainer.core.run_folder import RunFolder
+from trainer.report.console import figure
+from trainer.report.journal import Entry, stream
+
+FILE = "README.md"
+
+_LICENSE = "license: # fill in what the data and the base allow, such as apache-2.0\n"
+# What names a run, a machine's folder or a consent, and says nothing of what was trained
+_NOT_SHOWN = ("hydra.", "outputs=", "resume=", "resume_allow=", "trust=")
+_QUOTED_PATH = re.compile(r"'(/[^']*)'")
+_PLAIN_PATH = re.compile(r"(?<=[=\[,{: ])/[^,\]}']*")
+_NEEDS_NO_QUOTES = re.compile(r"([^=]+)='([\w./+-]+)'")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What is known of exported weights."""
+
+    name: str
+    model: str  # what its users call the model
+    config: RunConfig
+    run: RunFolder
+    # Of the checkpoint: its step, what its steps depend on, and what it was written by
+    step: int
+    is_average: bool
+    total_steps: int
+    contract: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    labels: Mapping[str, str]  # what a hub asks for: `library_name`, `pipeline_tag`
+    base: str | None  # folder, or name on the hub, of the weights that it began with
+    lines: Sequence[str]  # of Python, which load it; none where it takes more than lines
+
+    def write(self, folder: Path) -> None:
+        """Write the card beside the weights, in place of any that came with them."""
+        text = without_secrets(self.text(), os.environ)
+        (folder / FILE).write_text(text, encoding="utf-8")
+
+    def text(self) -> str:
+        """Give the card as Markdown, with the lines that a hub reads at its head."""
+        labels = dict(self.labels)
+        if self.base is not None and (known := hub_name(self.base)) is not None:
+            labels["base_model"] = known
+        head = _LICENSE + (yaml.safe_dump(labels, sort_keys=False) if labels else "")
+        load = "It takes its own class: `train init=FOLDER` begins a run from it.\n"
+        if self.lines:
+            load = f"```python\n{chr(10).join(self.lines)}\n```\n"
+        parts = [
+            f"---\n{head}---\n\n# {_cell(self.name)}\n\n{self._first_sentence()}\n",
+            f"## Load it\n\n{load}",
+            f"## How it was trained\n\n{_table(self._training())}\n"
+            f"```sh\n{printable(self._command())}\n```\n",
+        ]
+        if figures := self._figures():
+            parts.append(f"## Held-out figures\n\n{figures}")
+        parts.append(f"## Made with\n\n{_table(self._made_with())}")
+        return "\n".join(parts)
+
+    def _first_sentence(self) -> str:
+        """Say what the weights are."""
+        what = "Weights"
+        if self.is_average:
+            what = "Averaged weights"
+        plan, size = self.run.record(RunFolder.PLAN), ""
+        trained, frozen = plan.get("num_parameters"), plan.get("num_frozen")
+        if isinstance(trained, int):
+            size = f" ({plural(trained, 'parameter')})"
+        if isinstance(trained, int) and isinstance(frozen, int) and frozen:
+            size = f" ({plural(trained, 'trained parameter')}, {number(frozen)} frozen)"
+        of_all = ""
+        if self.total_steps:
+            of_all = f" of {number(self.total_steps)}"
+        at = f"after step {number(self.step)}{of_all}"
+        remedy = "Fill in what the model is for, and its licence above."
+        return f"{what} of `{_code(self.model)}`{size} {at}. {remedy}"
+
+    def _training(self) -> dict[str, str]:
+        """Describe data, batch, loss and update."""
+        plan, terms = self.run.record(RunFolder.PLAN), self.contract
+        rows = dict[str, str]()
+        if self.base is not None:
+            rows["base"] = f"`{_code(hub_name(self.base) or Path(self.base).name)}`"
+        rows["data"] = self._data()
+        for name, key in (("trained on", "num_samples"), ("held out", "num_held_out")):
+            if isinstance(count := plan.get(key), int):
+                rows[name] = plural(count, "sample")
+        rows["objective"] = self._of_class("objective")
+        rows["batch"] = self._of_class("batch")
+        if (size := terms.get("batch.global")) is not None:
+            rows["batch"] = f"{number(size)} {terms.get('batch.unit')} behind each step"
+        if "adapter._target_" in terms:
+            rows["adapter"] = self._of_class("adapter")
+        rows["optimizer"] = self._of_class("optimizer")
+        rows["schedule"] = self._of_class("scheduler")
+        for name in ("clip_norm", "precision", "seed"):
+            rows[name.replace("_", " ")] = show(terms.get(name))
+        return {name: self._without_folders(text) for name, text in rows.items()}
+
+    def _of_class(self, key: str) -> str:
+        """Name what stands under a key, by its option, and its settings that are anything."""
+        component: Component = getattr(self.config, key)
+        target = str(self.contract.get(f"{key}._target_"))
+        # Where the model chose, the config says `auto`.
+        words = [target.rpartition(".")[2]]
+        if component.target == target:
+            words = [component.label]
+        for name, value in self.contract.items():
+            owner, _, setting = name.partition(".")
+            if owner == key and setting != "_target_" and value not in (None, {}, [], 0, "none"):
+                words.append(f"{setting} {show(value)}")
+        return ", ".join(words)
+
+    def _data(self) -> str:
+        """Name the data, and each source of a mixture."""
+        data = self.config.data
+        paths = [data.params.get("path")]
+        for source, _ in source_components(data).values():
+            paths.append(source.params.get("path"))
+        named = list[str]()
+        for path in paths:
+            if isinstance(path, str):
+                # In quotes its folders are known as such.
+                named.append(self._without_folders(f"'{path}'").strip("'"))
+        return ", ".join([*(f"`{_code(each)}`" for each in named), f"`data={data.label}`"])
+
+    def _command(self) -> str:
+        """Write what was typed, without the machine's folders."""
+        words = ["train"]
+        for line in self.run.typed():
+            if not line.startswith(_NOT_SHOWN):
+                words.append(_NEEDS_NO_QUOTES.sub(r"\1=\2", self._without_folders(line)))
+        return shlex.join(words)
+
+    def _without_folders(self, text: str) -> str:
+        """Write paths as they were typed where the run was started; of others the name alone."""
+        here = self.run.started_in()
+        if here is not None and here.parent != here:
+            text = text.replace(f"{here}/", "")
+        text = _QUOTED_PATH.sub(lambda found: f"'{Path(found[1]).name}'", text)
+        return _PLAIN_PATH.sub(lambda found: Path(found[0]).name, text)
+
+    def _figures(self) -> str:
+        """Give the figures of the newest evaluation up to the step; empty without one."""
+        newest: Entry | None = None
+        for entry in stream(self.run.path / RunFolder.METRICS):
+            if "eval_seconds" in entry and entry["step"] <= self.step:
+                newest = entry
+        if newest is None:
+            return ""
+        rows = dict[str, str]()
+        for name, value in newest.items():
+            if name.startswith("eval_") and name != "eval_seconds":
+                rows[name.removeprefix("eval_")] = figure(value)
+        note = f"After step {number(newest['step'])}"
+        if self.is_average:
+            note += ", of the weights themselves and not of their average"
+        return f"{note}:\n\n{_table(rows)}"
+
+    def _made_with(self) -> dict[str, str]:
+        """Give versions and revision; no host's name."""
+        git, versions = self.environment.get("git"), self.environment.get("versions")
+        rows = dict[str, str]()
+        if isinstance(git, Mapping):
+            rows["git"] = str(git.get("commit"))
+        if isinstance(versions, Mapping):
+            for name, value in versions.items():
+                if value is not None:
+                    rows[str(name)] = str(value)
+        return rows
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    """Write rows of two cells."""
+    lines = ["| | |", "|---|---|"]
+    for name, text in rows.items():
+        lines.append(f"| {_cell(name)} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Write a text that may hold anything on one line of a table."""
+    return printable(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _code(text: str) -> str:
+    """Write a text that stands between backquotes."""
+    return clip(text).replace("`", "'")
