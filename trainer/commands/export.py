@@ -87,7 +87,7 @@ def export_run(config: RunConfig, folder: Path, world: World, stop: Callable[[],
     beside = exported.writers_beside(config, facts, tokenizer)
     # The last, so that it stands where a library wrote one, too.
     export(loaded, to, description, written.model, written.write, [*beside, card.write])
-    file = shown_path(to / model_card.FILE)
+    file = shown_path(to / model_card.CARD_FILE)
     show_read(loaded, f"weights written to {to}", f"{file} describes them: fill in the licence")
     for line in lines(to):
         Screen().line(f"  {line}", is_command=True)

@@ -25,7 +25,6 @@ from trainer.config.components import NO_ADAPTER, Component
 from trainer.config.data_sets import source_components
 from trainer.config.run_config import RunConfig, to_plain
 from trainer.core.errors import ConfigError
-from trainer.core.format import python_text
 from trainer.core.world import World
 from trainer.models.facts import ModelFacts, model_library
 from trainer.report.console import Screen
@@ -125,17 +124,17 @@ def _data_parts(config: RunConfig) -> dict[str, Component]:
 def lines_to_load(config: RunConfig, facts: ModelFacts, folder: Path) -> list[str]:
     """Write the lines of Python that load an export; none where it takes more than lines."""
     if facts.how_to_load is not None:
-        return facts.how_to_load(python_text(str(folder)))
+        return facts.how_to_load(folder)
     kind = look_up(config.model, "model", config.trust)
     has_class = any(isinstance(value, dict) for value in config.model.params.values())
     has_adapter = config.adapter.target != NO_ADAPTER and not config.export.merge
     if not inspect.isclass(kind) or config.transforms or has_adapter or has_class:
         return []
     described, weights = (str(folder / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
-    read = f"json.loads(pathlib.Path({python_text(described)}).read_text())"
+    read = f"json.loads(pathlib.Path({described!r}).read_text())"
     return [
         "import json, pathlib, safetensors.torch",
         f"from {kind.__module__} import {kind.__name__}",
         f'model = {kind.__name__}(**{read}["arguments"])',
-        f"model.load_state_dict(safetensors.torch.load_file({python_text(weights)}))",
+        f"model.load_state_dict(safetensors.torch.load_file({weights!r}))",
     ]

@@ -65,10 +65,9 @@ class ModelFacts:
     attend_by_document: Callable[[], Callable[[], None] | None] = lambda: None
     # Continues a prompt as its library does, and calls with each token; None where it does not
     continue_prompt: Callable[[Continuation, Callable[[int], object]], object] | None = None
-    # Writes weights and config into a folder, and gives the lines of Python that load them from
-    # one, whose name is written as Python has it
+    # Writes weights and config into a folder, and gives the lines of Python that load them from one
     save: Callable[[Path], object] | None = None
-    how_to_load: Callable[[str], list[str]] | None = None
+    how_to_load: Callable[[Path], list[str]] | None = None
     # What loads them, and what it makes of them, by a hub's own words
     library_name: str | None = None
     pipeline_tag: str | None = None

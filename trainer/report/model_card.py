@@ -23,7 +23,7 @@ from trainer.core.run_folder import RunFolder
 from trainer.report.console import figure
 from trainer.report.journal import Entry, stream
 
-FILE = "README.md"
+CARD_FILE = "README.md"
 
 _LICENSE = "license: # fill in what the data and the base allow, such as apache-2.0\n"
 # What names a run, a machine's folder or a consent, and says nothing of what was trained
@@ -55,7 +55,7 @@ class ModelCard:
     def write(self, folder: Path) -> None:
         """Write the card beside the weights, in place of any that came with them."""
         text = without_secrets(self.text(), os.environ)
-        (folder / FILE).write_text(text, encoding="utf-8")
+        (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
     def text(self) -> str:
         """Give the card as Markdown, with the lines that a hub reads at its head."""

@@ -161,7 +161,7 @@ class HuggingFace(ModelLibrary):
             pipeline_tag=_pipeline_of(own_kind, facts.pooling),
             how_to_load=lambda folder: [
                 f"from {library.replace('-', '_')} import {kind}",
-                f"model = {load}({folder})",
+                f"model = {load}({python_text(str(folder))})",
             ],
         )
 
