@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from operator import itemgetter
 from typing import Any, final
 
 from trainer.data.resource_limits import limited
@@ -22,6 +24,8 @@ from trainer.data.resource_limits import limited
 Message = dict[str, Any]
 TokensAndMask = tuple[list[int], list[bool]]
 """Ids, and which of them are loss terms; both `(tokens,)`."""
+Encoded = tuple[list[int], list[tuple[int, int]]]
+"""Ids, and the characters that each stands for: from, to; both `(tokens,)`."""
 
 ASSISTANT = "assistant"
 _LONGEST = 10_000_000  # characters of a conversation
@@ -262,7 +266,7 @@ class Chat:
         encoded = self.apply(messages, return_dict=True, **how)
         ids, counts = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
         if first:  # answers in a prompt are given, and not learned
-            begin = len(self.prefix(messages, first, text, ids)[1])
+            begin = self.prefix(messages, first, text, self.tokenize(text))[1]
             counts = [False] * begin + counts[begin:]
         if not any(counts):
             raise ValueError(
@@ -325,7 +329,7 @@ class Chat:
             raise ValueError(f"the chat template gives more than {_LONGEST:,} characters")
         return text
 
-    def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def tokenize(self, text: str) -> Encoded:
         """Give the ids of a rendered text, and the characters that each stands for."""
         # The text has its special tokens: no second BOS.
         encoded = self.tokenizer(
@@ -334,40 +338,58 @@ class Chat:
         return encoded["input_ids"], encoded["offset_mapping"]
 
     def prefix(
-        self, messages: Sequence[Message], i: int, text: str, ids: Sequence[int]
-    ) -> tuple[int, list[int]]:
+        self, messages: Sequence[Message], i: int, text: str, encoded: Encoded
+    ) -> tuple[int, int]:
         """Check that what a model is given before message `i` begins the whole.
 
-        Gives its characters and its tokens; a ValueError where the whole does not begin so.
+        Gives how many characters and how many tokens it has; a ValueError where the whole does not
+        begin so.
         """
         name = f"message {i + 1}, of the assistant,"
         if i == 0:
             raise ValueError(f"{name} is the first; put a message of the user before it")
         before = self.render(messages[:i], has_header=True)
-        tokens, _ = self.tokenize(before)
         if not text.startswith(before):
             raise ValueError(
                 f"the chat template renders what precedes {name} otherwise once it is answered, so "
                 f"that its tokens cannot be found; {_MARKED}"
             )
-        if ids[: len(tokens)] != tokens:
+        ids, offsets = encoded
+        start, same = 0, self.last_special(encoded, len(before))
+        if same:
+            start = offsets[same][0]
+        rest, _ = self.tokenize(before[start:])
+        num_tokens = same + len(rest)
+        if ids[same:num_tokens] != rest:
             raise ValueError(
                 f"{name} begins inside a token: the text before it ends with "
                 f"{before[-8:]!r} and it begins with {text[len(before) :][:8]!r}; take white space "
                 f"off its beginning, or {_MARKED}"
             )
-        return len(before), tokens
+        return len(before), num_tokens
+
+    def last_special(self, encoded: Encoded, end: int) -> int:
+        """Give the place of the last special token in the first `end` characters; 0 without one.
+
+        Special tokens are found before all others, so the tokens before one are the same whatever
+        follows. Tokenising the rest alone keeps long conversations from taking time squared.
+        """
+        ids, offsets = encoded
+        place = bisect_left(offsets, end, key=itemgetter(0)) - 1
+        special = self.tokenizer.added_tokens_decoder
+        while place > 0 and (ids[place] not in special or offsets[place][1] > end):
+            place -= 1
+        return max(place, 0)
 
     def answer_tokens(
         self,
         messages: Sequence[Message],
         i: int,
         text: str,
-        encoded: tuple[list[int], list[tuple[int, int]]],
+        encoded: Encoded,
     ) -> range:
         """Find the tokens of answer `i`, its end-of-turn token included."""
-        ids, offsets = encoded
-        begin, given = self.prefix(messages, i, text, ids)
+        begin, num_given = self.prefix(messages, i, text, encoded)
         after = self.render(messages[: i + 1])
         if not text.startswith(after):  # some templates end a conversation by it, and no turn
             after = after.removesuffix(self.tokenizer.eos_token or "")
@@ -382,8 +404,7 @@ class Chat:
         # Without white space behind it the tokens, of which there may be many, do not matter.
         if stripped != after and stripped.endswith(tuple(self.tokenizer.get_added_vocab())):
             end = len(stripped)  # what is behind the token that ends a turn is not learned
-        last = max(place for place, (start, _) in enumerate(offsets) if start < end)
-        return range(len(given), last + 1)
+        return range(num_given, bisect_left(encoded[1], end, key=itemgetter(0)))
 
     def check_header(self, messages: Sequence[Message], i: int, turn: str, before: str) -> None:
         """Refuse a template whose header would be learned with the answer."""

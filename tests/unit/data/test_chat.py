@@ -103,6 +103,20 @@ def test_a_token_that_ends_the_conversation_and_no_turn_is_learned_once(tokenize
     assert answers == ["because it is<|im_end|>", "because it is<|im_end|>\n</s>"]
 
 
+def test_a_long_conversation_is_tokenised_in_the_time_of_its_length(tokenizer, monkeypatch):
+    lengths, tokenize = [], tokenizer.__call__
+
+    def counted(_, text, **options):
+        lengths.append(len(text))
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    encoded_talk(tokenizer, CHATML, 40 * TALK)
+    whole, *rest = lengths
+    assert len(rest) == 40
+    assert sum(rest) < 2 * whole
+
+
 def test_what_arrow_adds_is_left_out_and_texts_of_content_in_parts_are_joined():
     assert normalize_messages([{**USER, "tool_calls": None}]) == [USER]
     parts = [{"type": "text", "text": "because", "image": None}, {"type": "text", "text": " it is"}]
