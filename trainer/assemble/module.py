@@ -73,18 +73,19 @@ def build_model(
             return counted(build, check)
 
     kind = look_up(config.model, "model", config.trust)
-    is_away = planned_device(config, world).type != world.device.type
+    # A plan for a machine that is not here asks for shapes alone.
+    needs_values = with_values or planned_device(config, world).type == world.device.type
     module: nn.Module | None = None
     weights: FirstWeights | None = None
     with preserve_generators():
         # In shards no rank has it whole: its rows are computed, or read, when it is laid out.
         loads = getattr(kind, "loads_on_meta", False)
-        if in_shards and on_meta and (loads or getattr(kind, "draws_on_meta", False)):
+        on_meta &= loads or getattr(kind, "draws_on_meta", False)
+        if in_shards and on_meta and needs_values:
             with suppress(_NeedsValues):
                 module, drawn = build_on_meta(partial(build, has_first=loads), unread)
                 weights = {**drawn, **unread}
-        # Elsewhere shapes alone are asked for.
-        if module is None and is_away and not with_values:
+        if not needs_values:
             module = count()
         if module is None:
             # One that turns out to be large is counted on the way.
